@@ -1,1 +1,20 @@
+"""What a run tells people: metrics, the completions log, the progress bar, step timings, curves, the model card."""
 
+from __future__ import annotations
+
+from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.telemetry.curves import plot_rewards, write_metrics
+from groupgrad.telemetry.model_card import write_model_card
+from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.store import MetricStore
+from groupgrad.telemetry.timings import Timings
+
+__all__ = [
+    "CompletionLog",
+    "MetricStore",
+    "ProgressCallback",
+    "Timings",
+    "plot_rewards",
+    "write_metrics",
+    "write_model_card",
+]

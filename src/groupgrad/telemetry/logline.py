@@ -1,0 +1,124 @@
+"""A log event as one line for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, frozen=True)
+class _Field:
+    label: str
+    key: str
+    spec: str
+    width: int
+    """Characters that the number is padded to, so that the lines of a run stand in columns."""
+    rank: int
+    """On a narrow terminal the fields of the highest rank go first."""
+    scale: float = 1.0
+    unit: str = ""
+
+
+_FIELDS = (
+    _Field("reward", "reward", ".3f", 6, 0),
+    _Field("±", "reward_std", ".3f", 5, 2),
+    _Field("loss", "loss", ".4f", 7, 1),
+    _Field("kl", "kl", ".4f", 6, 3),
+    _Field("len", "completions/mean_length", ".1f", 6, 4),
+    _Field("clipped", "completions/clipped_ratio", ".0f", 3, 6, 100.0, "%"),
+    _Field("entropy", "entropy", ".3f", 5, 5),
+    _Field("grad", "grad_norm", ".2f", 5, 8),
+    _Field("lr", "learning_rate", ".1e", 7, 9),
+)
+_SECONDS_RANK = 7
+
+
+def format_log(
+    logs: Mapping[str, Any],
+    *,
+    step: int,
+    max_steps: int = 0,
+    seconds_per_step: float | None = None,
+    width: int | None = None,
+) -> str:
+    """The log event as one line: reward, loss, length and the like for a training step or an evaluation, a closing
+    line for the end of training, and plain `key value` pairs for anything else.
+
+    `seconds_per_step` is wall-clock time; the event's own `step_time` is used without it. With `width` (columns) the
+    less important numbers of a training line are left out until it fits.
+    """
+    if "train_runtime" in logs:
+        return _end_line(logs, step)
+    counter = f"{step:>{len(str(max_steps))}}" if max_steps > 0 else str(step)
+    prefix = _evaluation_prefix(logs)
+    if prefix is not None:
+        seconds = logs.get(f"{prefix}_runtime")
+        parts = _parts(logs, prefix + "_")
+        tail = [(0, f"{_number(seconds, '.1f')} s")] if seconds is not None else []
+        return _joined(f"{prefix:<4} {counter}", [*parts, *tail], width)
+    parts = _parts(logs, "")
+    if not parts:
+        rest = [f"{key} {_number(value, '.4g')}" for key, value in logs.items() if key not in ("epoch", "total_flos")]
+        return _joined(f"step {counter}", [(0, text) for text in rest], None)
+    seconds = logs.get("step_time") if seconds_per_step is None else seconds_per_step
+    if seconds is not None:
+        parts.append((_SECONDS_RANK, f"{_number(seconds, '.2f'):>6} s/step"))
+    return _joined(f"step {counter}", parts, width)
+
+
+def _parts(logs: Mapping[str, Any], prefix: str) -> list[tuple[int, str]]:
+    found = []
+    for field in _FIELDS:
+        value = logs.get(prefix + field.key)
+        if value is None:
+            continue
+        scaled = value * field.scale if isinstance(value, (int, float)) else value
+        found.append((field.rank, f"{field.label} {_number(scaled, field.spec):>{field.width}}{field.unit}"))
+    return found
+
+
+def _joined(head: str, parts: list[tuple[int, str]], width: int | None) -> str:
+    kept = list(parts)
+    while True:
+        line = "  ".join([head, *(text for _, text in kept)]).replace("  ± ", " ± ")
+        if width is None or len(line) < width or len(kept) <= 1:
+            return line
+        worst = max(range(len(kept)), key=lambda index: (kept[index][0], index))
+        if kept[worst][0] == 0:
+            return line
+        kept.pop(worst)
+
+
+def _evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
+    # `eval_policy_loss` is a metric of `eval`, not the loss of `eval_policy`: the run time, which every evaluation
+    # has, decides, and without it the shortest name.
+    for endings in ("runtime", "loss|reward"):
+        matches = [re.fullmatch(rf"((?:eval|test)(?:_[^/]+)?)_(?:{endings})", key) for key in logs]
+        prefixes = [match.group(1) for match in matches if match]
+        if prefixes:
+            return min(prefixes, key=len)
+    return None
+
+
+def _end_line(logs: Mapping[str, Any], step: int) -> str:
+    seconds = float(logs["train_runtime"])
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    spent = (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+    )
+    line = f"done: {step} steps in {spent}"
+    if logs.get("train_loss") is not None:
+        line += f", mean loss {_number(logs['train_loss'], '.4f')}"
+    return line
+
+
+def _number(value: Any, spec: str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return format(float(value), spec)
+    except (TypeError, ValueError):
+        return str(value)
