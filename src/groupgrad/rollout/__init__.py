@@ -1,1 +1,1 @@
-
+"""From data-set rows to finished, scored rollouts."""

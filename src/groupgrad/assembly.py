@@ -1,0 +1,252 @@
+"""What the trainer's constructor arguments stand for: each function turns some of them into a ready part."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
+from transformers import PreTrainedModel
+
+from groupgrad.callbacks import EntropyController
+from groupgrad.config import GRPOConfig
+from groupgrad.config.options import round_plan
+from groupgrad.data.plan import RoundPlan
+from groupgrad.data.prompts import PromptMaker, check_dataset
+from groupgrad.errors import UnavailableError
+from groupgrad.models import load
+from groupgrad.models.adapters import add_adapter, is_adapted
+from groupgrad.models.reference import Reference
+
+logger = logging.getLogger(__name__)
+
+_UNAVAILABLE = {
+    "tools": "tool calling",
+    "rollout_func": "custom rollouts",
+    "environment_factory": "environments",
+}
+_COLUMNS_KEPT = ("prompt", "image", "images")
+
+
+@dataclass(slots=True)
+class Parts:
+    """A policy with what belongs to it."""
+
+    model: nn.Module
+    processing_class: Any
+    tokenizer: Any
+    eos_ids: list[int]
+    max_context: int | None
+    reference: Reference | None
+    aux_loss_coef: float
+    """Weight of the load-balancing loss of a mixture of experts; 0 for other models."""
+
+
+def refuse_unavailable(**arguments: Any) -> None:
+    """UnavailableError for documented arguments whose part of groupgrad does not exist in this version."""
+    for name, value in arguments.items():
+        if value:
+            raise UnavailableError(
+                f"{name} is given, but {_UNAVAILABLE[name]} is not part of this version; leave it out"
+            )
+
+
+def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any) -> Any:
+    """One of the spellings of "what scores the completions"; ValueError if none or several are given."""
+    given = {"reward_funcs": reward_funcs, "reward_fn": reward_fn, "reward_model": reward_model}
+    used = {name: value for name, value in given.items() if value is not None and value != []}
+    if not used:
+        raise ValueError(
+            "no reward source: reward_funcs is empty; give a reward function, a reward model or a list of them"
+        )
+    if len(used) > 1 and "reward_funcs" in used:
+        raise ValueError(f"{' and '.join(used)} are given; put all of them into reward_funcs")
+    values = list(used.values())
+    return values[0] if len(values) == 1 else values
+
+
+def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOConfig:
+    """The configuration, a default one if none is given. TypeError for another kind of arguments object."""
+    if args is None:
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        name = str(name).rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
+        args = GRPOConfig(output_dir=f"{name}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        raise TypeError(f"args is a {type(args).__name__}; it must be a groupgrad.GRPOConfig")
+    if num_generations is not None and num_generations != args.num_generations:
+        args = replace(args, num_generations=num_generations)
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this single process sees {args.n_gpu} GPUs, which would need DataParallel; start it with `accelerate "
+            "launch` (one process a GPU) or show it one GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+    return args
+
+
+def build_parts(
+    model: Any, config: GRPOConfig, processing_class: Any, quantization_config: Any, peft_config: Any
+) -> Parts:
+    """The policy on its way into training, its tokenizer, and the frozen reference if a KL term is used."""
+    model = _load_model(model, config, quantization_config)
+    adapter_is_fresh = not is_adapted(model)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config)
+    processing_class, tokenizer = _load_processing_class(model, config, processing_class)
+    eos_ids = load.end_of_sequence_ids(model, tokenizer)
+    if not eos_ids:
+        raise ValueError(
+            "neither the tokenizer nor the model's generation config names an end-of-sequence token, so no completion "
+            "could ever end; set tokenizer.eos_token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(eos_ids[0])
+    for owner in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        if owner is not None:
+            owner.pad_token_id = tokenizer.pad_token_id
+    if config.disable_dropout:
+        load.turn_off_dropout(model)
+    reference = None
+    if config.beta != 0.0:
+        reference = Reference(model, adapter_is_fresh=adapter_is_fresh, follows=config.sync_ref_model)
+    if config.cast_lm_head_to_fp32:
+        for part in [model, reference.module if reference is not None else None]:
+            if part is not None:
+                load.cast_head_to_float32(part)
+    return Parts(
+        model=model,
+        processing_class=processing_class,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        max_context=load.max_context(model),
+        reference=reference,
+        aux_loss_coef=_aux_loss_coef(model, config),
+    )
+
+
+def check_datasets(train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: PromptMaker, config: GRPOConfig) -> None:
+    """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
+    if train is None:
+        raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
+    check_dataset(train, "train_dataset", prompt_maker)
+    if isinstance(train, IterableDataset):
+        if config.max_steps <= 0:
+            raise ValueError(
+                f"train_dataset is a stream without a length and max_steps is {config.max_steps}; set max_steps to the "
+                "number of optimizer steps to train"
+            )
+    elif len(train) < plan.prompts_per_round:
+        raise ValueError(
+            f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_round} distinct "
+            f"prompts ({plan.rows_per_round} completions / num_generations={plan.num_generations}); add rows, or lower "
+            "generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
+        )
+    for name, dataset in named_datasets(evaluation).items():
+        check_dataset(dataset, name, prompt_maker)
+    if evaluation is None and config.eval_strategy != "no":
+        raise ValueError(
+            f"eval_strategy is {str(config.eval_strategy)!r}, but there is no eval_dataset; give one or set "
+            "eval_strategy='no'"
+        )
+
+
+def named_datasets(evaluation: Any) -> dict[str, Any]:
+    """Evaluation sets by the name that messages use; one set or a dict of them. TypeError for anything else."""
+    if evaluation is None:
+        return {}
+    if isinstance(evaluation, Mapping):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
+    return {"eval_dataset": evaluation}
+
+
+def keep_prompt_columns(dataset: Any) -> Any:
+    """With `remove_unused_columns`: the data set with its prompts (and images) alone."""
+    if isinstance(dataset, (DatasetDict, IterableDatasetDict)) or type(dataset) is dict:
+        return {name: keep_prompt_columns(part) for name, part in dataset.items()}
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return dataset
+    names = dataset.column_names or list(next(iter(dataset)))
+    return dataset.remove_columns([name for name in names if name not in _COLUMNS_KEPT])
+
+
+def plan_for(config: GRPOConfig) -> RoundPlan:
+    """The round's arithmetic, checked. ValueError if groups do not fit (the config's own rules say the same)."""
+    plan = round_plan(config)
+    if plan.rows_per_round % plan.num_generations:
+        raise ValueError(
+            f"a generation batch of {plan.rows_per_round} completions cannot be cut into groups of num_generations="
+            f"{plan.num_generations}"
+        )
+    return plan
+
+
+def entropy_controller(config: GRPOConfig) -> EntropyController:
+    """The weight of the entropy bonus."""
+    return EntropyController(
+        config.entropy_coef,
+        adaptive=config.use_adaptive_entropy,
+        target=config.entropy_target,
+        delta=config.entropy_coef_delta,
+        minimum=config.entropy_coef_min,
+        maximum=config.entropy_coef_max,
+    )
+
+
+def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:
+    if isinstance(model, str):
+        return load.load_policy(
+            model,
+            dict(config.model_init_kwargs or {}),
+            trust_remote_code=config.trust_remote_code,
+            quantization_config=quantization_config,
+            spread=config.world_size == 1 and config.deepspeed is None,
+        )
+    if not isinstance(model, (PreTrainedModel, nn.Module)):
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be a model id, a directory, a PreTrainedModel or a PeftModel"
+        )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnavailableError(
+            f"{type(model).__name__} is an encoder-decoder; groupgrad trains decoder-only language models"
+        )
+    for name, value in (
+        ("model_init_kwargs", config.model_init_kwargs),
+        ("quantization_config", quantization_config),
+    ):
+        if value:
+            warnings.warn(f"{name} has no effect: the model is already loaded, it is used as it is")
+    return model
+
+
+def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any) -> tuple[Any, Any]:
+    if processing_class is None:
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+        if not name:
+            raise ValueError(
+                "processing_class is None and the model has no name to load a tokenizer by; pass the tokenizer as "
+                "processing_class"
+            )
+        processing_class = load.load_tokenizer(
+            model,
+            name,
+            revision=(config.model_init_kwargs or {}).get("revision"),
+            trust_remote_code=config.trust_remote_code,
+        )
+    return processing_class, load.inner_tokenizer(processing_class)
+
+
+def _aux_loss_coef(model: Any, config: GRPOConfig) -> float:
+    """The weight of the load-balancing loss. ValueError if one is asked for of a model without experts."""
+    text = model.config.get_text_config() if hasattr(getattr(model, "config", None), "get_text_config") else None
+    has_router = hasattr(text, "output_router_logits")
+    if config.router_aux_loss_coef is None:
+        return float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if has_router else 0.0
+    if config.router_aux_loss_coef and not has_router:
+        raise ValueError(
+            f"router_aux_loss_coef={config.router_aux_loss_coef}, but {type(model).__name__} has no routed experts; "
+            "leave it out or set it to 0"
+        )
+    return float(config.router_aux_loss_coef)

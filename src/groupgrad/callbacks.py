@@ -1,0 +1,127 @@
+"""What happens between optimizer steps, and the state that a run carries besides its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import TrainerCallback
+
+from groupgrad import dist
+from groupgrad.metrics import Metric, latest
+from groupgrad.models.reference import Reference
+from groupgrad.objectives import applied_entropy_coef, next_entropy_coef
+
+
+class Stateful(Protocol):
+    """Something that a step depends on and a checkpoint must hold."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class RunState:
+    """All of a run's state beyond weights, optimizer, scheduler and global random streams, one file a rank."""
+
+    def __init__(self, parts: Mapping[str, Stateful]):
+        self._parts = dict(parts)
+
+    def save(self, folder: str | Path) -> None:
+        """Write this rank's file into a checkpoint folder."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path(folder))
+
+    def load(self, folder: str | Path) -> bool:
+        """Restore from a checkpoint folder; False if it holds no state of this rank (then nothing changes)."""
+        path = self._path(folder)
+        if not path.is_file():
+            return False
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for name, part in self._parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        return True
+
+    @staticmethod
+    def _path(folder: str | Path) -> Path:
+        return Path(folder) / f"groupgrad_state_{dist.rank()}.pt"
+
+
+class EntropyController:
+    """The weight of the entropy bonus: fixed, or steered towards a target entropy (arXiv:2505.22312)."""
+
+    def __init__(self, coef: float, *, adaptive: bool, target: float, delta: float, minimum: float, maximum: float):
+        self.coef, self.adaptive, self.target = coef, adaptive, target
+        self._delta, self._minimum, self._maximum = delta, minimum, maximum
+        self._last_entropy: float | None = None
+        self._step: list[Metric] = []
+
+    @property
+    def is_active(self) -> bool:
+        """True if a bonus may be applied in this run."""
+        return self.adaptive or self.coef != 0.0
+
+    @property
+    def applied(self) -> float:
+        """The coefficient of the present optimizer step."""
+        if not self.adaptive:
+            return self.coef
+        return applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
+
+    def observe(self, entropy: Metric) -> None:
+        """Take a micro-batch's mean entropy (with its token count) into the step's."""
+        if self.adaptive:
+            self._step.append(entropy)
+
+    def end_step(self) -> dict[str, Metric]:
+        """Collective if adaptive. Move the coefficient by the step's entropy over all ranks; the metric to log."""
+        metrics = {"entropy_coef": latest(self.coef)}
+        if self.adaptive and self._step:
+            mine = [sum(float(part.value) for part in self._step), sum(float(part.weight) for part in self._step)]
+            total, count = dist.all_sum(mine)
+            self._last_entropy = total / count if count else None
+            self.coef = next_entropy_coef(
+                self.coef,
+                total / count if count else float("nan"),
+                target=self.target,
+                delta=self._delta,
+                minimum=self._minimum,
+                maximum=self._maximum,
+            )
+        self._step = []
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Coefficient and last entropy."""
+        return {"coef": self.coef, "last_entropy": self._last_entropy}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; a fixed coefficient stays the configured one."""
+        if self.adaptive:
+            self.coef, self._last_entropy = state["coef"], state["last_entropy"]
+
+
+class StepEnd(TrainerCallback):
+    """Calls a function after each optimizer step, before anything is logged, evaluated or saved."""
+
+    def __init__(self, action: Callable[[int], None]):
+        self._action = action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Run the action with the number of the step just made."""
+        self._action(state.global_step)
+
+
+class ReferenceSync:
+    """Moves the reference towards the policy every `every` steps (TR-DPO, arXiv:2404.09656)."""
+
+    def __init__(self, reference: Reference, *, every: int, mixup: float):
+        self._reference, self._every, self._mixup = reference, every, mixup
+
+    def end_step(self, policy: torch.nn.Module, step: int) -> None:
+        """Sync if it is time."""
+        if step % self._every == 0:
+            self._reference.follow(policy, self._mixup)

@@ -1,0 +1,110 @@
+"""The flat configuration cut into the small frozen options that each floor takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from groupgrad.data.plan import RoundPlan
+from groupgrad.data.rounds import LoaderOptions
+from groupgrad.engines.base import SamplingOptions
+from groupgrad.models.forward import ForwardOptions
+from groupgrad.objectives import PolicyOptions
+from groupgrad.rollout.round import ScoringOptions
+
+if TYPE_CHECKING:
+    from groupgrad.config.grpo_config import GRPOConfig
+
+
+def round_plan(config: GRPOConfig) -> RoundPlan:
+    """The arithmetic of a generation round."""
+    return RoundPlan(
+        micro_batch_rows=config.per_device_train_batch_size,
+        world_size=config.world_size,
+        accumulation=config.gradient_accumulation_steps,
+        steps_per_generation=config.steps_per_generation_resolved,
+        num_iterations=config.num_iterations,
+        num_generations=config.num_generations,
+    )
+
+
+def loader_options(config: GRPOConfig) -> LoaderOptions:
+    """How the training data is read."""
+    return LoaderOptions(
+        shuffle=bool(config.shuffle_dataset),
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        drop_last=config.dataloader_drop_last,
+        num_workers=config.dataloader_num_workers,
+        prefetch_factor=config.dataloader_prefetch_factor,
+        persistent_workers=config.dataloader_persistent_workers,
+    )
+
+
+def temperature(config: GRPOConfig) -> float:
+    """The sampling temperature in force, which also divides the logits when scoring."""
+    return float((config.generation_kwargs or {}).get("temperature", config.temperature))
+
+
+def sampling_options(config: GRPOConfig, *, eos_ids: list[int], pad_id: int) -> SamplingOptions:
+    """How completions are drawn. `generation_kwargs` wins over the named fields."""
+    extra: dict[str, Any] = dict(config.generation_kwargs or {})
+    budget = extra.pop("max_new_tokens", config.max_completion_length)
+    return SamplingOptions(
+        max_new_tokens=int(budget),
+        temperature=float(extra.pop("temperature", config.temperature)),
+        top_p=float(extra.pop("top_p", config.top_p)),
+        top_k=int(extra.pop("top_k", config.top_k) or 0),
+        min_p=extra.pop("min_p", config.min_p),
+        repetition_penalty=float(extra.pop("repetition_penalty", config.repetition_penalty)),
+        eos_ids=tuple(eos_ids),
+        pad_id=pad_id,
+        cache_implementation=config.cache_implementation,
+        extra=extra,
+    )
+
+
+def policy_options(config: GRPOConfig) -> PolicyOptions:
+    """The objective. Sampler/trainer mismatch needs correction only with an engine of its own weights."""
+    return PolicyOptions(
+        loss_type=config.loss_type,
+        importance_sampling_level=config.importance_sampling_level,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high_resolved,
+        delta=config.delta,
+        beta=config.beta,
+        use_bias_correction_kl=config.use_bias_correction_kl,
+        max_completion_length=config.max_completion_length,
+        sapo_temperature_neg=config.sapo_temperature_neg,
+        sapo_temperature_pos=config.sapo_temperature_pos,
+        vespo_k_pos=config.vespo_k_pos,
+        vespo_lambda_pos=config.vespo_lambda_pos,
+        vespo_k_neg=config.vespo_k_neg,
+        vespo_lambda_neg=config.vespo_lambda_neg,
+        off_policy_mask_threshold=config.off_policy_mask_threshold,
+        top_entropy_quantile=config.top_entropy_quantile,
+    )
+
+
+def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> ForwardOptions:
+    """How completion tokens are scored."""
+    return ForwardOptions(
+        temperature=temperature(config),
+        pad_id=pad_id,
+        entropy_gradient=config.entropy_coef != 0.0 or config.use_adaptive_entropy,
+        aux_loss=aux_loss,
+    )
+
+
+def scoring_options(config: GRPOConfig, num_rewards: int) -> ScoringOptions:
+    """How rewards become advantages. ValueError if there is not one weight a reward function."""
+    weights = config.reward_weights
+    if weights is not None and len(weights) != num_rewards:
+        raise ValueError(
+            f"reward_weights has {len(weights)} entries ({weights}), but there are {num_rewards} reward functions; "
+            "give one weight for each"
+        )
+    return ScoringOptions(
+        reward_weights=tuple(float(w) for w in weights) if weights is not None else (1.0,) * num_rewards,
+        scale_rewards=str(config.scale_rewards),
+        aggregation=config.multi_objective_aggregation,
+        keep_records=config.log_completions,
+    )

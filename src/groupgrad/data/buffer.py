@@ -1,0 +1,47 @@
+"""The generation round that is being trained on. It outlives optimizer steps, so it is part of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from groupgrad.types import Batch, StepTotals
+
+
+class RoundBuffer:
+    """Keeps this rank's micro-batches of the current rounds (more than one only while a step spans several)."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, list[Batch]] = {}
+
+    def get(self, number: int) -> list[Batch] | None:
+        """The S micro-batches of round `number`, or None if it is not held."""
+        return self._rounds.get(number)
+
+    def put(self, number: int, micro_batches: list[Batch]) -> None:
+        """Hold a round."""
+        self._rounds[number] = micro_batches
+
+    def keep_only(self, numbers: set[int]) -> None:
+        """Forget all rounds but these."""
+        self._rounds = {number: batches for number, batches in self._rounds.items() if number in numbers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers that `load_state_dict` restores exactly."""
+        return {str(number): [_batch_state(batch) for batch in batches] for number, batches in self._rounds.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what a checkpoint held."""
+        self._rounds = {int(number): [_batch_from(item) for item in batches] for number, batches in state.items()}
+
+
+def _batch_state(batch: Batch) -> dict[str, Any]:
+    state = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "totals"}
+    tensors = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    return {**tensors, "totals": dataclasses.asdict(batch.totals)}
+
+
+def _batch_from(state: dict[str, Any]) -> Batch:
+    return Batch(**{**state, "totals": StepTotals(**state["totals"])})

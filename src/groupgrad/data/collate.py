@@ -1,0 +1,65 @@
+"""Rollouts to a ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from groupgrad.types import Batch, Rollout, StepTotals
+
+
+def collate(
+    rollouts: Sequence[Rollout], advantages: Sequence[float], *, mask_truncated: bool, totals: StepTotals | None = None
+) -> Batch:
+    """A batch of the rollouts, each distinct prompt once, on the CPU.
+
+    `mask_truncated` takes the tokens of truncated rollouts out of the loss; their rows still count as rows. `totals`
+    may be filled in later, when the optimizer step is known.
+    """
+    prompt_numbers: dict[int, int] = {}
+    prompts: list[list[int]] = []
+    for rollout in rollouts:
+        if rollout.prompt.group not in prompt_numbers:
+            prompt_numbers[rollout.prompt.group] = len(prompts)
+            prompts.append(rollout.prompt.ids)
+    lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.int64)
+    has_logprobs = any(rollout.sampling_logprobs is not None for rollout in rollouts)
+    return Batch(
+        completion_ids=_flat([rollout.completion_ids for rollout in rollouts]),
+        row_of_token=torch.repeat_interleave(torch.arange(len(rollouts)), lengths),
+        offsets=_offsets(lengths.tolist()),
+        prompt_ids=_flat(prompts),
+        prompt_offsets=_offsets([len(ids) for ids in prompts]),
+        prompt_of_row=torch.tensor([prompt_numbers[r.prompt.group] for r in rollouts], dtype=torch.int64),
+        trained=_trained(rollouts, mask_truncated),
+        advantages=torch.tensor(list(advantages), dtype=torch.float32),
+        totals=totals or StepTotals(rows=float(len(rollouts)), tokens=0.0),
+        sampling_logprobs=_sampling_logprobs(rollouts) if has_logprobs else None,
+        row_index=torch.tensor([rollout.index for rollout in rollouts], dtype=torch.int64),
+    )
+
+
+def _flat(parts: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor([token for part in parts for token in part], dtype=torch.int64)
+
+
+def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64).cumsum(0)])
+
+
+def _trained(rollouts: Sequence[Rollout], mask_truncated: bool) -> torch.Tensor:
+    flags: list[bool] = []
+    for rollout in rollouts:
+        if mask_truncated and rollout.is_truncated:
+            flags += [False] * len(rollout.completion_ids)
+        else:
+            flags += rollout.sampled if rollout.sampled is not None else [True] * len(rollout.completion_ids)
+    return torch.tensor(flags, dtype=torch.bool)
+
+
+def _sampling_logprobs(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    values: list[float] = []
+    for rollout in rollouts:
+        values += rollout.sampling_logprobs or [float("nan")] * len(rollout.completion_ids)
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,42 @@
+"""Evaluation batches: every prompt of the set once, whatever the number of ranks, no row twice and none left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, frozen=True)
+class EvalBatch:
+    """Some prompts with their groups numbered from 0."""
+
+    number: int
+    rows: list[dict[str, Any]]
+
+    def rank_rows(self, rank: int, world_size: int, num_generations: int) -> range:
+        """This rank's share of the batch's completions; may be empty."""
+        total = len(self.rows) * num_generations
+        return range(rank * total // world_size, (rank + 1) * total // world_size)
+
+
+class EvalLoader:
+    """An evaluation set in its own order, `prompts_per_batch` prompts at a time, the last batch with the rest."""
+
+    def __init__(self, dataset: Any, prompts_per_batch: int):
+        self.dataset, self.prompts_per_batch = dataset, prompts_per_batch
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.dataset) / self.prompts_per_batch)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        rows: list[dict[str, Any]] = []
+        number = 0
+        for row in self.dataset:
+            rows.append(row)
+            if len(rows) == self.prompts_per_batch:
+                yield EvalBatch(number, rows)
+                rows, number = [], number + 1
+        if rows:
+            yield EvalBatch(number, rows)

@@ -1,0 +1,77 @@
+"""The only collectives of groupgrad. Without a process group every function is the identity of one rank.
+
+Every rank must call a collective the same number of times, also with nothing to give.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+
+T = TypeVar("T")
+
+
+def is_active() -> bool:
+    """True if several ranks train together."""
+    return torch_dist.is_available() and torch_dist.is_initialized() and torch_dist.get_world_size() > 1
+
+
+def world_size() -> int:
+    """Number of ranks."""
+    return torch_dist.get_world_size() if is_active() else 1
+
+
+def rank() -> int:
+    """This process's number, 0 to world_size-1."""
+    return torch_dist.get_rank() if is_active() else 0
+
+
+def is_main() -> bool:
+    """True on rank 0."""
+    return rank() == 0
+
+
+def all_gather_objects(obj: T) -> list[T]:
+    """Collective. One picklable object from each rank, in rank order."""
+    if not is_active():
+        return [obj]
+    gathered: list[Any] = [None] * world_size()
+    torch_dist.all_gather_object(gathered, obj)
+    return gathered
+
+
+def all_gather_rows(values: torch.Tensor) -> torch.Tensor:
+    """Collective. The ranks' rows end to end in rank order; ranks may hold different numbers of rows.
+
+    `values` is (B, ...) with equal trailing shape and dtype on all ranks. No gradient flows.
+    """
+    if not is_active():
+        return values
+    parts = all_gather_objects(values.detach().cpu())
+    return torch.cat(parts).to(values.device)
+
+
+def all_sum(values: list[float]) -> list[float]:
+    """Collective. Element-wise sum over ranks of equally long lists of numbers, in float64."""
+    if not is_active():
+        return [float(value) for value in values]
+    return [float(sum(column)) for column in zip(*all_gather_objects([float(value) for value in values]))]
+
+
+def raise_together(error: BaseException | None) -> None:
+    """Collective. If any rank failed, raise on all of them, so that none is left waiting in the next collective.
+
+    The rank that failed raises its own error; the others raise a RuntimeError that quotes it.
+    """
+    if not is_active():
+        if error is not None:
+            raise error
+        return
+    messages = all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for failed_rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"stopped because rank {failed_rank} failed with {message}")

@@ -1,0 +1,212 @@
+"""Sampling by the `generate` method of the model that trains.
+
+`generate` draws all rows of a batch from one global random stream. Here each row draws from its own, by inverting the
+cumulative distribution at one uniform number a token, so a row's text is a function of its seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.models.forward import evaluation_mode, unwrap
+
+# With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
+_OWN_SAMPLER = frozenset(
+    {"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "custom_generate"}
+)
+
+
+class TransformersEngine:
+    """Samples through `model.generate`, at most `max_rows` rows a call, without dropout and in evaluation mode."""
+
+    def __init__(self, model: nn.Module, *, tokenizer: Any = None, max_rows: int = 64):
+        self._model, self._tokenizer, self._max_rows = model, tokenizer, max_rows
+
+    @torch.no_grad()
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        """One sample a request, in order."""
+        samples: list[Sample | None] = [None] * len(requests)
+        # Rows of like budget and prompt length share a call: less padding, and no row runs past its context.
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
+        with evaluation_mode(self._model):
+            for chunk in _chunks(order, requests, self._max_rows):
+                for i, sample in zip(chunk, self._generate([requests[i] for i in chunk], options)):
+                    samples[i] = sample
+        return [sample for sample in samples if sample is not None]
+
+    def _generate(self, requests: list[Request], options: SamplingOptions) -> list[Sample]:
+        model = unwrap(self._model)
+        device = next(model.parameters()).device
+        ids, mask = _left_padded([request.prompt_ids for request in requests], options.pad_id, device)
+        budget = requests[0].max_new_tokens
+        config = _generation_config(options, budget)
+        kwargs: dict[str, Any] = {"tokenizer": self._tokenizer} if options.extra.get("stop_strings") else {}
+        if _OWN_SAMPLER & options.extra.keys():
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _only_config(model, config):
+                torch.manual_seed(requests[0].seed)
+                output = model.generate(ids, attention_mask=mask, generation_config=config, **kwargs)  # pyright: ignore
+            return [self._cut(row, None, config) for row in output[:, ids.shape[1] :].tolist()]
+        sampler = _RowSampler([request.seed for request in requests], budget, options, device)
+        with sampler.watching(model), _only_config(model, config):
+            output = model.generate(  # pyright: ignore[reportCallIssue]
+                ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([*_warpers(options), sampler]),
+                **kwargs,
+            )
+        completions = output[:, ids.shape[1] :].tolist()
+        return [self._cut(row, logprobs, config) for row, logprobs in zip(completions, sampler.logprobs())]
+
+    def _cut(self, row: list[int], logprobs: list[float] | None, config: GenerationConfig) -> Sample:
+        """The row up to its first end; what `generate` filled in behind it is not part of it."""
+        eos = config.eos_token_id
+        eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        end = next((i + 1 for i, token in enumerate(row) if token in eos_ids), None)
+        stops = config.stop_strings
+        if stops:
+            end = self._stop_string_end(row[:end], [stops] if isinstance(stops, str) else stops) or end
+        ids = row[:end]
+        return Sample(ids, "length" if end is None else "eos", None if logprobs is None else logprobs[: len(ids)])
+
+    def _stop_string_end(self, row: list[int], stops: list[str]) -> int | None:
+        """Tokens up to and including the one that completes a stop string; None if none occurs."""
+        if not any(stop in self._tokenizer.decode(row) for stop in stops):
+            return None
+        lengths = range(1, len(row) + 1)
+        return next((n for n in lengths if any(s in self._tokenizer.decode(row[:n]) for s in stops)), None)
+
+
+class _RowSampler(LogitsProcessor):
+    """Chooses each row's next token by the row's own random stream, and leaves `generate` no other choice.
+
+    The log-probs that it notes are those of the model's own logits at the sampling temperature, as training will score
+    them, whatever was cut from the distribution for sampling.
+    """
+
+    def __init__(self, seeds: list[int], max_tokens: int, options: SamplingOptions, device: torch.device):
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        draws = [torch.rand(max_tokens, generator=stream, dtype=torch.float64) for stream in streams]
+        self._draws = torch.stack(draws, dim=1).to(device)  # (max_tokens, B)
+        self._temperature = float(options.extra.get("temperature", options.temperature))
+        self._logits: torch.Tensor | None = None
+        self._logprobs: list[torch.Tensor] = []
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Look at the logits of every forward pass inside."""
+
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._logits = output.logits[:, -1].float()
+
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+        handle = inner.register_forward_hook(look)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        draws = self._draws[len(self._logprobs)]
+        cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
+        # The last sum is 1 up to rounding; scaling the draw by it keeps the choice inside the support.
+        chosen = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
+        chosen = chosen.clamp(max=scores.shape[-1] - 1)
+        assert self._logits is not None
+        logprobs = torch.log_softmax(self._logits / self._temperature, dim=-1).gather(-1, chosen)
+        self._logprobs.append(logprobs.squeeze(-1))
+        return torch.full_like(scores, float("-inf")).scatter(-1, chosen, 0.0)  # pyright: ignore[reportReturnType]
+
+    def logprobs(self) -> list[list[float]]:
+        """By row, one number a step taken."""
+        return torch.stack(self._logprobs, dim=1).tolist() if self._logprobs else []
+
+
+def _warpers(options: SamplingOptions) -> list[LogitsProcessor]:
+    """The cuts of the distribution, in the order in which `generate` applies them."""
+    chosen = {
+        name: options.extra.get(name, getattr(options, name)) for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    warpers: list[LogitsProcessor] = []
+    if chosen["temperature"] != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(chosen["temperature"])))
+    if chosen["top_k"]:
+        warpers.append(TopKLogitsWarper(top_k=int(chosen["top_k"])))
+    if chosen["top_p"] < 1.0:
+        warpers.append(TopPLogitsWarper(top_p=float(chosen["top_p"])))
+    if chosen["min_p"]:
+        warpers.append(MinPLogitsWarper(min_p=float(chosen["min_p"])))
+    return warpers
+
+
+def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfig:
+    own_sampler = bool(_OWN_SAMPLER & options.extra.keys())
+    values: dict[str, Any] = {
+        "max_new_tokens": budget,
+        "do_sample": own_sampler,
+        "repetition_penalty": options.repetition_penalty,
+        "eos_token_id": list(options.eos_ids),
+        "pad_token_id": options.pad_id,
+        "disable_compile": True,
+        "use_cache": True,
+    }
+    if options.cache_implementation is not None:
+        values["cache_implementation"] = options.cache_implementation
+    cuts = {"temperature", "top_k", "top_p", "min_p"}
+    if own_sampler:
+        values |= {name: getattr(options, name) for name in cuts}
+        values |= options.extra
+    else:
+        values |= {name: value for name, value in options.extra.items() if name not in cuts}
+    values["max_new_tokens"] = budget
+    return GenerationConfig(**values)
+
+
+@contextmanager
+def _only_config(model: nn.Module, config: GenerationConfig) -> Iterator[None]:
+    """Keep the model's own generation config out: `generate` would fill every option left unset from it."""
+    owners = [model]
+    if hasattr(model, "get_base_model"):
+        owners.append(model.get_base_model())  # pyright: ignore[reportCallIssue]
+    saved = [(owner, owner.generation_config) for owner in owners]
+    for owner in owners:
+        owner.generation_config = GenerationConfig(pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        for owner, original in saved:
+            owner.generation_config = original  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(prompt) for prompt in prompts)
+    ids = [[pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _chunks(order: list[int], requests: Sequence[Request], max_rows: int) -> Iterator[list[int]]:
+    """Runs of `order` of at most `max_rows` requests with one budget."""
+    chunk: list[int] = []
+    for i in order:
+        if chunk and (len(chunk) == max_rows or requests[i].max_new_tokens != requests[chunk[0]].max_new_tokens):
+            yield chunk
+            chunk = []
+        chunk.append(i)
+    if chunk:
+        yield chunk

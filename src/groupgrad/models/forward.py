@@ -1,0 +1,160 @@
+"""Log-probabilities and entropies of a batch's completion tokens.
+
+Models see a dense, right-padded layout made here; nothing outside this file knows of it. In a decoder (attention,
+recurrence or convolution alike) padding on the right cannot reach a token on its left, so no mask is needed and the
+kernels for plain causal attention run. Only the load balancing of a mixture of experts counts tokens and gets the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.types import Batch, TokenScores
+
+# Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
+ENTROPY_TOKENS = 512
+
+
+@dataclass(slots=True, frozen=True)
+class ForwardOptions:
+    """How to score."""
+
+    temperature: float = 1.0
+    """Divides the logits, as in sampling."""
+    pad_id: int = 0
+    """Token id that fills the right of short rows; never looked at."""
+    entropy_gradient: bool = False
+    """Let gradients flow through the entropies."""
+    aux_loss: bool = False
+    """Ask a mixture of experts for its load-balancing loss."""
+
+
+def score_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
+    """What `model` says of the completion tokens of `batch`; gradients flow into its parameters.
+
+    `model` may be wrapped for data parallelism. The logits of completion tokens alone are computed; the head's own
+    scales, caps and biases are the model's business and so are kept.
+    """
+    ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
+    extra: dict[str, Any] = {"use_cache": False}
+    if options.aux_loss:
+        extra |= {"attention_mask": mask, "output_router_logits": True}
+    with _head_on(model, rows, positions, ids.shape[1]) as seen:
+        output = model(input_ids=ids, **extra)
+    logits = output.logits
+    # The head's input was narrowed to the completion tokens unless this model computes its logits in another way.
+    logits = logits[0] if seen["narrowed"] else logits[rows, positions + logits.shape[1] - ids.shape[1]]
+    aux_loss = getattr(output, "aux_loss", None) if options.aux_loss else None
+    return _scores(logits, batch.completion_ids, options, aux_loss)
+
+
+@torch.no_grad()
+def score_without_gradient(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
+    """`score_tokens` in evaluation mode (no dropout) and without gradients; the model's modes are restored."""
+    with evaluation_mode(model):
+        return score_tokens(model, batch, replace(options, entropy_gradient=False, aux_loss=False))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module of `model` in evaluation mode inside, each back in its own mode afterwards, also on errors."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _dense_layout(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows (B, T), their mask, and for each completion token the row and the position whose logits predict it."""
+    device = batch.completion_ids.device
+    prompt_lengths = batch.prompt_offsets.diff()[batch.prompt_of_row]
+    completion_lengths = batch.offsets.diff()
+    lengths = prompt_lengths + completion_lengths
+    num_rows, width = batch.num_rows, int(lengths.max()) if batch.num_rows else 0
+    place = torch.arange(width, device=device).expand(num_rows, width)
+    mask = place < lengths[:, None]
+    ids = torch.full((num_rows, width), pad_id, dtype=torch.int64, device=device)
+    is_prompt = place < prompt_lengths[:, None]
+    source = batch.prompt_offsets[batch.prompt_of_row][:, None] + place
+    ids[is_prompt] = batch.prompt_ids[source[is_prompt]]
+    ids[mask & ~is_prompt] = batch.completion_ids
+    rows = batch.row_of_token
+    place_in_row = torch.arange(batch.num_tokens, device=device) - batch.offsets[rows]
+    return ids, mask.long(), rows, prompt_lengths[rows] + place_in_row - 1
+
+
+@contextmanager
+def _head_on(model: nn.Module, rows: torch.Tensor, positions: torch.Tensor, width: int) -> Iterator[dict[str, bool]]:
+    """Feed the model's output head the hidden states at (rows, positions) alone, as (1, L, H)."""
+    seen = {"narrowed": False}
+
+    def narrow(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden = inputs[0]
+        if hidden.dim() != 3 or hidden.shape[0] != int(rows_in_batch) or hidden.shape[1] < width:
+            return None
+        seen["narrowed"] = True
+        # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
+        return (hidden[rows, positions + hidden.shape[1] - width].unsqueeze(0), *inputs[1:])
+
+    rows_in_batch = int(rows.max()) + 1 if rows.numel() else 0
+    head = output_head(model)
+    if head is None or not rows.numel():
+        yield seen
+        return
+    handle = head.register_forward_pre_hook(narrow)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that turns hidden states into logits, adapters included; None if the model names none."""
+    inner = unwrap(model)
+    getter = getattr(inner, "get_output_embeddings", None)
+    return getter() if getter is not None else None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model under wrappers for data parallelism and compilation."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None and type(model).__name__ == "DeepSpeedEngine":
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _scores(
+    logits: torch.Tensor, tokens: torch.Tensor, options: ForwardOptions, aux_loss: torch.Tensor | None
+) -> TokenScores:
+    logits = logits.float()
+    if options.temperature != 1.0:
+        logits = logits / options.temperature
+    normaliser = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - normaliser
+    with torch.set_grad_enabled(options.entropy_gradient and torch.is_grad_enabled()):
+        source, lse = (logits, normaliser) if options.entropy_gradient else (logits.detach(), normaliser.detach())
+        parts = [
+            lse[i : i + ENTROPY_TOKENS] - (_probabilities(source, lse, i) * source[i : i + ENTROPY_TOKENS]).sum(-1)
+            for i in range(0, max(len(tokens), 1), ENTROPY_TOKENS)
+        ]
+        entropy = torch.cat(parts)
+    return TokenScores(logprobs=logprobs, entropy=entropy, aux_loss=aux_loss)
+
+
+def _probabilities(logits: torch.Tensor, normaliser: torch.Tensor, start: int) -> torch.Tensor:
+    end = start + ENTROPY_TOKENS
+    return (logits[start:end] - normaliser[start:end, None]).exp()

@@ -1,0 +1,137 @@
+"""The policy as given: an id or directory is loaded, an object is taken as it is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+
+from groupgrad.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load_policy(
+    model_id: str, init_kwargs: dict[str, Any], *, trust_remote_code: bool, quantization_config: Any, spread: bool
+) -> nn.Module:
+    """The model of an id or directory, in the architecture that its config names, float32 unless `dtype` is given.
+
+    With `spread` it is placed over all visible accelerators (one process); otherwise it stays where it is loaded.
+    Raises ValueError for a dtype that is none, or a quantization config given twice.
+    """
+    kwargs = dict(init_kwargs)
+    kwargs["dtype"] = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", "float32")))
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    if quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError("quantization_config is given both as an argument and in model_init_kwargs; give it once")
+        kwargs["quantization_config"] = quantization_config
+    if spread and torch.cuda.is_available():
+        kwargs.setdefault("device_map", "auto")
+    revision = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
+    config = AutoConfig.from_pretrained(model_id, trust_remote_code=kwargs["trust_remote_code"], **revision)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnavailableError(
+            f"{model_id} is an encoder-decoder ({config.model_type}); groupgrad trains decoder-only language models"
+        )
+    name = (getattr(config, "architectures", None) or [""])[0]
+    architecture = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
+    return (architecture or AutoModelForCausalLM).from_pretrained(model_id, **kwargs)
+
+
+def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer or processor that belongs to a model id; one must exist there."""
+    kwargs = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
+    try:
+        return AutoTokenizer.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
+    except (OSError, ValueError) as tokenizer_error:
+        try:
+            return AutoProcessor.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
+        except (OSError, ValueError):
+            raise ValueError(
+                f"no tokenizer found for the model {model_id!r} ({type(model).__name__}): {tokenizer_error}; pass one "
+                "as processing_class=AutoTokenizer.from_pretrained(...)"
+            ) from tokenizer_error
+
+
+def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer itself, also out of a processor. TypeError for anything else."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}; it must be a tokenizer "
+            "(AutoTokenizer.from_pretrained) or a processor that has one"
+        )
+    return tokenizer
+
+
+def end_of_sequence_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All token ids that end a completion: the tokenizer's and those of the model's generation config."""
+    ids: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    for token in configured if isinstance(configured, (list, tuple)) else [configured]:
+        if token is not None and int(token) not in ids:
+            ids.append(int(token))
+    return ids
+
+
+def max_context(model: nn.Module) -> int | None:
+    """Positions that the model has for prompt and completion together; None if its config sets no bound."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return int(limit) if limit else None
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout layer to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def cast_head_to_float32(model: nn.Module) -> None:
+    """Hold the output head in float32 and multiply in float32, whatever the rest computes in (arXiv:2510.13786).
+
+    ValueError if the head shares its weight with the input embedding, or carries an adapter.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        raise ValueError(f"cast_lm_head_to_fp32=True, but {type(model).__name__} names no output head; set it to False")
+    embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    if getattr(embedding, "weight", None) is getattr(head, "weight", object()):
+        raise ValueError(
+            "cast_lm_head_to_fp32=True, but this model ties its output head to the input embedding "
+            "(config.tie_word_embeddings=True); set cast_lm_head_to_fp32=False or use a model with an untied head"
+        )
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"cast_lm_head_to_fp32=True, but the output head is a {type(head).__name__}, not a plain linear layer (an "
+            "adapter on lm_head?); leave lm_head out of the adapter's target_modules or set it to False"
+        )
+    head.to(torch.float32)
+    head.__class__ = _Float32Linear
+
+
+class _Float32Linear(nn.Linear):
+    """A linear layer that computes in float32 also under autocast."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            return super().forward(input.float())
+
+
+def _dtype(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return value
+    if value not in _DTYPES:
+        raise ValueError(f"model_init_kwargs['dtype'] is {value!r}; choose one of {sorted(_DTYPES)} or a torch.dtype")
+    return _DTYPES[value]

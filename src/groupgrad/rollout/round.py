@@ -1,0 +1,141 @@
+"""One generation round: sample, score, turn rewards into advantages, make the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from groupgrad import dist
+from groupgrad.data.collate import collate
+from groupgrad.metrics import Metric
+from groupgrad.objectives import Advantages, compute_advantages, reward_metrics
+from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
+from groupgrad.telemetry.timings import Timings
+from groupgrad.types import Batch, Prompt, RewardTable, Rollout
+
+
+@dataclass(slots=True, frozen=True)
+class ScoringOptions:
+    """How rewards become advantages."""
+
+    reward_weights: tuple[float, ...]
+    scale_rewards: str = "group"
+    aggregation: str = "sum_then_normalize"
+    keep_records: bool = False
+    """Gather every rollout on the main process for the completions table."""
+
+
+@dataclass(slots=True, frozen=True)
+class RoundRequest:
+    """What a round is made of."""
+
+    prompts: Mapping[int, Prompt]
+    """By group; those of this rank's rows."""
+    rows: Sequence[int]
+    """This rank's row numbers."""
+    num_rows: int
+    """N, over all ranks."""
+    num_generations: int
+    phase: str
+    number: int
+    step: int
+
+
+@dataclass(slots=True)
+class ScoredRound:
+    """A finished round, this rank's part."""
+
+    rollouts: list[Rollout]
+    advantages: list[float]
+    metrics: dict[str, Metric]
+    num_tokens: int
+    """Over all ranks."""
+    mean_reward: float
+    """Over all ranks; NaN if nothing was scored."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Of all ranks, in row order; empty unless asked for."""
+
+    def micro_batch(self, rows: Sequence[int], *, mask_truncated: bool) -> Batch:
+        """The rollouts with these row numbers as a batch; its totals are filled in with the optimizer step."""
+        place = {rollout.index: i for i, rollout in enumerate(self.rollouts)}
+        chosen = [place[row] for row in rows]
+        return collate(
+            [self.rollouts[i] for i in chosen], [self.advantages[i] for i in chosen], mask_truncated=mask_truncated
+        )
+
+
+class RoundMaker:
+    """Makes scored rounds. Collective: every rank takes part in every round, also without rows of its own."""
+
+    def __init__(self, rollouts: RolloutMaker, rewards: RewardRunner, options: ScoringOptions, timings: Timings):
+        self.rollouts, self.rewards, self.options, self.timings = rollouts, rewards, options, timings
+
+    def __call__(self, request: RoundRequest, *, trainer_state: Any) -> ScoredRound:
+        """Collective. Sample and score one round. A failure on any rank is raised on all of them."""
+        error: BaseException | None = None
+        rollouts: list[Rollout] = []
+        table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
+        try:
+            with self.timings.phase("sampling"):
+                rollouts = self.rollouts(
+                    request.prompts,
+                    request.rows,
+                    num_generations=request.num_generations,
+                    phase=request.phase,
+                    round_number=request.number,
+                    policy_version=request.step,
+                )
+            with self.timings.phase("rewards"):
+                if rollouts:
+                    table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
+        except Exception as problem:
+            error = problem
+        dist.raise_together(error)
+        return self._finish(request, rollouts, table)
+
+    def _finish(self, request: RoundRequest, rollouts: list[Rollout], table: RewardTable) -> ScoredRound:
+        rewards, tokens = _gather_rewards(rollouts, table, request.num_rows)
+        result = compute_advantages(
+            rewards,
+            torch.tensor(self.options.reward_weights, dtype=torch.float64),
+            request.num_generations,
+            self.options.scale_rewards,  # pyright: ignore[reportArgumentType]
+            self.options.aggregation,  # pyright: ignore[reportArgumentType]
+        )
+        advantages = [float(result.advantages[rollout.index]) for rollout in rollouts]
+        records: list[dict[str, Any]] = []
+        if self.options.keep_records:
+            records = _gather_records(rollouts, log_records(rollouts, table, advantages, request.step))
+        metrics = {
+            **completion_metrics(rollouts),
+            **reward_metrics(rewards, table.names, result),
+            **table.metrics,
+        }
+        return ScoredRound(rollouts, advantages, metrics, tokens, _mean_reward(result), records)
+
+
+def _gather_rewards(rollouts: list[Rollout], table: RewardTable, num_rows: int) -> tuple[torch.Tensor, int]:
+    """Collective. The whole round's (N, R) rewards in row order, and its tokens."""
+    mine = ([rollout.index for rollout in rollouts], table.rewards, num_tokens(rollouts))
+    parts = dist.all_gather_objects(mine)
+    rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
+    for indices, values, _ in parts:
+        rewards[indices] = values.double()
+    return rewards, sum(tokens for _, _, tokens in parts)
+
+
+def _gather_records(rollouts: list[Rollout], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Collective. Everybody's records in row order, on the main process."""
+    parts = dist.all_gather_objects([(rollout.index, record) for rollout, record in zip(rollouts, records)])
+    if not dist.is_main():
+        return []
+    return [record for _, record in sorted((item for part in parts for item in part), key=lambda item: item[0])]
+
+
+def _mean_reward(result: Advantages) -> float:
+    return float(result.combined.nanmean())

@@ -1,0 +1,508 @@
+"""The trainer: one optimizer step, in reading order.
+
+`_prepare_inputs` → `_make_step` → `_make_round` → `compute_loss`; everything else connects these to the training loop
+of `transformers.Trainer`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import ProgressCallback as PlainProgressCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from groupgrad import assembly, dist
+from groupgrad.callbacks import ReferenceSync, RunState, StepEnd
+from groupgrad.config import GRPOConfig, options
+from groupgrad.data.buffer import RoundBuffer
+from groupgrad.data.evaluation import EvalBatch, EvalLoader
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.data.rounds import Tick, make_round_loader
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.metrics import Metric, average, latest, mean_of
+from groupgrad.models.forward import evaluation_mode, score_tokens, score_without_gradient
+from groupgrad.objectives import entropy_threshold, policy_loss
+from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoredRound
+from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.telemetry.model_card import write_model_card
+from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.store import MetricStore
+from groupgrad.telemetry.timings import Timings
+from groupgrad.types import Batch, StepTotals
+
+_TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})
+
+
+@dataclass(slots=True, frozen=True)
+class MicroStep:
+    """One micro-batch's turn within an optimizer step: all the step's ticks, and which of them it is."""
+
+    ticks: tuple[Tick, ...]
+    index: int
+
+
+class GRPOTrainer(Trainer):
+    """Trains a language model by group relative policy optimization (arXiv:2402.03300).
+
+    ```python
+    from datasets import load_dataset
+    from groupgrad import GRPOTrainer
+    from groupgrad.rewards import accuracy_reward
+
+    trainer = GRPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=accuracy_reward,
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model: id or directory of a causal language model, a `PreTrainedModel`, or a `PeftModel`.
+        reward_funcs: what scores completions: a Python function (sync or async), the id of a sequence-classification
+            model with one label, such a model, or a list of any of these. A function gets keyword arguments (`prompts`,
+            `completions`, `completion_ids`, every data-set column, `trainer_state`, `log_extra`, `log_metric`) and
+            returns a float or None (does not apply) for each completion.
+        args: the configuration; None gives a default one.
+        train_dataset: rows with a `prompt` (text, or a list of messages); other columns reach the reward functions.
+        eval_dataset: the same for evaluation, or a dict of named sets, each with metric keys of its own.
+        processing_class: the tokenizer; None loads the model's.
+        reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
+        callbacks: further `TrainerCallback`s.
+        optimizers: optimizer and scheduler; None makes those that `args` names.
+        quantization_config: passed to loading when `model` is an id.
+        peft_config: wraps the model in an adapter.
+        tools, rollout_func, environment_factory: not part of this version (UnavailableError).
+        tokenizer, reward_fn, reward_model, num_generations: other spellings of `processing_class`, `reward_funcs` and
+            `args.num_generations`.
+
+    Raises:
+        ConfigError, ValueError, TypeError: whatever cannot work, before anything is sampled; the message says what to
+            set.
+    """
+
+    _tag_names = ("grpo", "groupgrad")
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Any = None,
+        *,
+        tokenizer: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
+        reward_model: Any = None,
+        num_generations: int | None = None,
+    ):
+        assembly.refuse_unavailable(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        config = assembly.resolve_config(args, model, num_generations)
+        reward_funcs = assembly.resolve_reward_funcs(reward_funcs, reward_fn, reward_model)
+        parts = assembly.build_parts(model, config, processing_class or tokenizer, quantization_config, peft_config)
+        if config.remove_unused_columns:
+            train_dataset = assembly.keep_prompt_columns(train_dataset)
+            eval_dataset = assembly.keep_prompt_columns(eval_dataset)
+        self.plan = assembly.plan_for(config)
+        self.prompt_maker = PromptMaker(parts.tokenizer, config.chat_template_kwargs, parts.max_context)
+        assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, config)
+        self.rewards = RewardRunner(
+            reward_funcs,
+            reward_processing_classes,
+            device=config.device,
+            model_init_kwargs=config.model_init_kwargs,
+            trust_remote_code=config.trust_remote_code,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
+        self.scoring_options = options.scoring_options(config, len(self.rewards.names))
+        super().__init__(
+            model=parts.model,  # pyright: ignore[reportArgumentType]
+            args=config,
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=parts.processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self._connect(parts)
+
+    def _connect(self, parts: assembly.Parts) -> None:
+        """Make everything that lives as long as the trainer, and hang it into the training loop."""
+        config: GRPOConfig = self.args
+        self.loss_is_scaled_for_ga = True  # compute_loss returns shares that need no further division
+        self._parts = parts
+        self._reference = parts.reference
+        if self._reference is not None and self._reference.module is not None:
+            self._reference.place(self.accelerator.prepare_model(self._reference.module, evaluation_mode=True))
+        self.progress = ProgressCallback()
+        self.timings = Timings(on_phase=self.progress.set_phase)
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(PlainProgressCallback)
+        self.add_callback(self.progress)
+        self.add_callback(StepEnd(self._end_step))
+        self.metric_store = MetricStore()
+        self.completion_log = CompletionLog(
+            config.output_dir,  # pyright: ignore[reportArgumentType]
+            num_to_print=config.num_completions_to_print,
+            unique_prompts=config.log_unique_prompts,
+            log_multimodal=config.log_multimodal,
+            report_to=config.report_to or (),  # pyright: ignore[reportArgumentType]
+        )
+        self.engine = TransformersEngine(
+            self.model,  # pyright: ignore[reportArgumentType]
+            tokenizer=parts.tokenizer,
+            max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
+        )
+        self.buffer = RoundBuffer()
+        self.entropy_controller = assembly.entropy_controller(config)
+        self.run_state = RunState(
+            {
+                "buffer": self.buffer,
+                "metrics": self.metric_store,
+                "completions": self.completion_log,
+                "entropy": self.entropy_controller,
+                **({"reference": self._reference} if self._reference is not None and config.sync_ref_model else {}),
+            }
+        )
+        self._micro_batches: list[Batch] = []
+        self._step_seconds = 0.0
+        self._configure()
+
+    def _configure(self) -> None:
+        """Cut the configuration into the options of each floor; done again when a search changes it."""
+        config: GRPOConfig = self.args
+        parts = self._parts
+        pad_id = int(parts.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+        self.plan = assembly.plan_for(config)
+        self.policy_options = options.policy_options(config)
+        self.forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
+        self.round_maker = RoundMaker(
+            RolloutMaker(
+                self.engine,
+                parts.tokenizer,
+                options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id),
+                seed=config.seed,
+                max_context=parts.max_context,
+            ),
+            self.rewards,
+            self.scoring_options,
+            self.timings,
+        )
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Tick], num_batches: int, device: torch.device
+    ) -> tuple[list[MicroStep], None]:
+        """The ticks of one optimizer step, each micro-batch with sight of all of them."""
+        ticks, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return [MicroStep(tuple(ticks), index) for index in range(len(ticks))], None
+
+    def training_step(self, model: nn.Module, inputs: MicroStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
+        """Forward and backward of one micro-batch; the first of a step samples what the step needs."""
+        started = time.perf_counter()
+        with self.timings.phase("training"):
+            loss = super().training_step(model, inputs, num_items_in_batch)  # pyright: ignore[reportArgumentType]
+        self._step_seconds += time.perf_counter() - started
+        return loss
+
+    def _prepare_inputs(self, inputs: MicroStep) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The micro-batch on its device."""
+        if inputs.index == 0:
+            self._micro_batches = self._make_step(inputs.ticks)
+        return self._micro_batches[inputs.index].to(self.args.device)
+
+    def _make_step(self, ticks: tuple[Tick, ...]) -> list[Batch]:
+        """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
+        for tick in ticks:
+            if tick.position == 0 or self.buffer.get(tick.round) is None:
+                self.buffer.put(tick.round, self._make_round(tick))
+        self.buffer.keep_only({tick.round for tick in ticks})
+        batches = []
+        for tick in ticks:
+            micro_batches = self.buffer.get(tick.round)
+            assert micro_batches is not None
+            batches.append(micro_batches[tick.position % self.plan.steps_per_generation])
+        totals = self._step_totals(batches)
+        return [replace(batch, totals=totals) for batch in batches]
+
+    def _make_round(self, tick: Tick) -> list[Batch]:
+        """Collective. Sample and score the tick's round; its S micro-batches of this rank, kept on the CPU."""
+        rank, step = dist.rank(), self.state.global_step
+        rows = tick.rows if tick.rows is not None else self._rows_of(tick)
+        scored = self.round_maker(
+            RoundRequest(
+                prompts={group: self.prompt_maker(row, group) for group, row in rows.items()},
+                rows=self.plan.rank_rows(rank),
+                num_rows=self.plan.rows_per_round,
+                num_generations=self.plan.num_generations,
+                phase="train",
+                number=tick.round,
+                step=step,
+            ),
+            trainer_state=self.state,
+        )
+        self._note_round(scored)
+        with self.timings.phase("scoring"):
+            return [
+                self._with_frozen_scores(
+                    scored.micro_batch(
+                        self.plan.slice_rows(rank, s), mask_truncated=self.args.mask_truncated_completions
+                    )
+                )
+                for s in range(self.plan.steps_per_generation)
+            ]
+
+    def _with_frozen_scores(self, batch: Batch) -> Batch:
+        """The batch with the log-probs that stay fixed while it is trained on: the sampling policy's, if the policy
+        will have moved by then, and the reference's."""
+        old = reference = None
+        if not self.plan.is_on_policy:
+            old = self._score(self.model, batch).logprobs.cpu()  # pyright: ignore[reportArgumentType]
+        if self._reference is not None:
+            with self._reference.active() as module:
+                reference = self._score(module, batch).logprobs.cpu()
+        return replace(batch, old_logprobs=old, ref_logprobs=reference)
+
+    def _score(self, model: nn.Module, batch: Batch) -> Any:
+        return score_without_gradient(model, batch.to(self.args.device), self.forward_options)
+
+    def _step_totals(self, batches: list[Batch]) -> StepTotals:
+        """Collective. Denominators over all ranks and micro-batches of the step."""
+        mine = [sum(batch.num_rows for batch in batches), sum(int(batch.trained.sum()) for batch in batches)]
+        rows, tokens = dist.all_sum([float(number) for number in mine])
+        threshold = kept = None
+        if self.args.top_entropy_quantile < 1.0:
+            with self.timings.phase("scoring"):
+                mine_entropy = [self._score(self.model, b).entropy.cpu()[b.trained] for b in batches]  # pyright: ignore
+            entropies = dist.all_gather_rows(torch.cat(mine_entropy))
+            if len(entropies):
+                threshold = entropy_threshold(entropies, self.args.top_entropy_quantile)
+                kept = float((entropies >= threshold).sum())
+        return StepTotals(
+            rows=rows,
+            tokens=tokens,
+            micro_batches=len(batches),
+            world_size=dist.world_size(),
+            entropy_threshold=threshold,
+            entropy_tokens=kept,
+        )
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """This micro-batch's share of the loss: the loss is the sum over micro-batches of the mean over ranks."""
+        if return_outputs:
+            raise ValueError(
+                "return_outputs=True is not supported: the loss is made of token scores, not model outputs"
+            )
+        scores = score_tokens(model, inputs, self.forward_options)
+        result = policy_loss(
+            scores,
+            inputs,
+            self.policy_options,
+            entropy_coef=self.entropy_controller.applied,
+            aux_loss_coef=self._parts.aux_loss_coef,
+        )
+        self.metric_store.add(result.metrics)
+        self.entropy_controller.observe(result.metrics["entropy"])
+        return result.loss
+
+    def _end_step(self, step: int) -> None:
+        """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
+        metrics: dict[str, Metric] = {"step_time": average(self._step_seconds)}
+        if self.entropy_controller.is_active:
+            metrics |= self.entropy_controller.end_step()
+        if self._reference is not None and self.args.sync_ref_model:
+            sync = ReferenceSync(
+                self._reference, every=self.args.ref_model_sync_steps, mixup=self.args.ref_model_mixup_alpha
+            )
+            sync.end_step(self.accelerator.unwrap_model(self.model), step)
+        self.metric_store.add(metrics)
+        self._step_seconds = 0.0
+
+    # --------------------------------------------------------------------------------------------- data and log
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Ticks: one a micro-batch, the first of each round with the prompts that this rank needs."""
+        self._configure()
+        return make_round_loader(self.train_dataset, self.plan, dist.rank(), options.loader_options(self.args))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
+        """Batches of whole groups, every prompt once."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]  # pyright: ignore
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
+        assembly.check_dataset(dataset, "eval_dataset", self.prompt_maker)
+        rows = self.args.per_device_eval_batch_size * dist.world_size()
+        return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
+
+    def _rows_of(self, tick: Tick) -> dict[int, dict[str, Any]]:
+        """The prompts of a round whose first tick was skipped by a resume from a checkpoint without its buffer."""
+        if tick.indices is None or isinstance(self.train_dataset, IterableDataset):
+            raise ValueError(
+                "the checkpoint lies within a generation round but holds no rollouts of it, and a stream cannot be "
+                "read again; resume from a checkpoint that was saved without save_only_model"
+            )
+        return {group: self.train_dataset[tick.indices[group]] for group in self.plan.rank_groups(dist.rank())}  # pyright: ignore
+
+    def _note_round(self, scored: ScoredRound) -> None:
+        """Count, log and show a training round."""
+        self.state.num_input_tokens_seen += scored.num_tokens
+        self.metric_store.add({**scored.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
+        self.completion_log.add(scored.records, reward_names=self.rewards.names)
+        lengths = [rollout.num_sampled for rollout in scored.rollouts]
+        seconds = self.timings.take().get("sampling", 0.0)
+        self.progress.set_numbers(
+            reward=scored.mean_reward,
+            length=sum(lengths) / max(len(lengths), 1),
+            tokens_per_second=sum(lengths) * dist.world_size() / seconds if seconds > 0 else None,
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Collective on training logs: the window's metrics of all ranks join the loop's own."""
+        if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
+            logs = {**logs, **self.metric_store.flush()}
+            self.completion_log.flush(self.state.global_step, "train")
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: MicroStep) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
+        batch = self._micro_batches[inputs.index]
+        prompt_tokens = int(batch.prompt_offsets.diff()[batch.prompt_of_row].sum())
+        return 6.0 * sum(p.numel() for p in self.model.parameters()) * (prompt_tokens + batch.num_tokens)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: tokens are counted when they are sampled."""
+
+    # ----------------------------------------------------------------------------------------------- evaluation
+
+    def evaluation_loop(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        dataloader: EvalLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Collective. Sample, score and measure a data set; training state is not touched.
+
+        The same rows get the same random streams in every evaluation, so that changes are the policy's.
+        """
+        store, num_samples = MetricStore(), 0
+        self.callback_handler.eval_dataloader = dataloader
+        self._prepare_for_evaluation()
+        with self.timings.phase("evaluating"):
+            for batch in dataloader:
+                scored = self._evaluate_batch(batch, metric_key_prefix, store)
+                self.completion_log.add(scored.records, phase=metric_key_prefix, reward_names=self.rewards.names)
+                num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        numbers = {**store.flush(), "num_tokens": float(self.state.num_input_tokens_seen)}
+        self.completion_log.flush(self.state.global_step, metric_key_prefix)
+        metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore
+
+    def _prepare_for_evaluation(self) -> None:
+        """Put the model where it runs, when evaluation comes before any training."""
+        if not self.is_in_train and next(self.model.parameters()).device != self.args.device:
+            self._move_model_to_device(self.model, self.args.device)
+
+    def _evaluate_batch(self, batch: EvalBatch, phase: str, store: MetricStore) -> ScoredRound:
+        """Collective. One batch's metrics into `store`."""
+        group_size, rank = self.args.num_generations_eval_resolved, dist.rank()
+        rows = batch.rank_rows(rank, dist.world_size(), group_size)
+        groups = {row // group_size for row in rows}
+        scored = self.round_maker(
+            RoundRequest(
+                prompts={group: self.prompt_maker(batch.rows[group], group) for group in groups},
+                rows=rows,
+                num_rows=len(batch.rows) * group_size,
+                num_generations=group_size,
+                phase=phase,
+                number=batch.number,
+                step=self.state.global_step,
+            ),
+            trainer_state=self.state,
+        )
+        store.add(scored.metrics)
+        micro_batch = scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions)
+        num_rows, tokens = dist.all_sum([float(len(rows)), float(micro_batch.trained.sum())])
+        totals = StepTotals(rows=num_rows, tokens=tokens, world_size=dist.world_size())
+        if len(rows):
+            micro_batch = replace(micro_batch, totals=totals)
+            store.add(self._evaluation_loss(micro_batch))
+        return scored
+
+    @torch.no_grad()
+    def _evaluation_loss(self, batch: Batch) -> dict[str, Metric]:
+        """Loss and objective metrics of a batch; its loss weighs as much as its denominator counts."""
+        if self._reference is not None:
+            with self._reference.active() as module:
+                batch = replace(batch, ref_logprobs=self._score(module, batch).logprobs.cpu())
+        batch = batch.to(self.args.device)
+        with evaluation_mode(self.model):  # pyright: ignore[reportArgumentType]
+            scores = score_tokens(self.model, batch, self.forward_options)  # pyright: ignore[reportArgumentType]
+        result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self._parts.aux_loss_coef)
+        totals = batch.totals
+        weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
+        share = weight / totals.world_size
+        return {"loss": mean_of(result.loss * share, share), **result.metrics}
+
+    # ------------------------------------------------------------------------------------------ saving, resuming
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.run_state.save(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self.run_state.load(checkpoint)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now."""
+        start = copy.deepcopy(self.model.state_dict())
+
+        def restart() -> nn.Module:
+            self.model.load_state_dict(start)
+            return self.model
+
+        self.model_init = restart
+        try:
+            return super().hyperparameter_search(*args, **kwargs)
+        finally:
+            self.model_init = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict=state_dict)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the model card (`README.md`) into `output_dir`; main process only."""
+        if not self.is_world_process_zero():
+            return
+        write_model_card(Path(str(self.args.output_dir)) / "README.md", **kwargs)
