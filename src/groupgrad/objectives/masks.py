@@ -1,0 +1,31 @@
+"""Masks of the policy term. They take tokens out of the numerator; the denominators of the loss stay as they are."""
+
+from __future__ import annotations
+
+import torch
+
+from groupgrad.objectives.ragged import Layout, PerRow, row_mean
+
+
+def off_policy_keep(
+    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, advantages: torch.Tensor, layout: Layout, threshold: float
+) -> PerRow:
+    """(B,) bool: sequences that are kept, as their advantage is not negative or their drift is at most `threshold`.
+
+    The drift is the mean over loss tokens of `behaviour - logprobs`, in nats; a token whose behaviour log-prob is NaN
+    (the engine gave none) counts as no drift. No gradient. Source: arXiv:2512.02556, off-policy sequence masking.
+    """
+    gap = behaviour_logprobs - logprobs.detach()
+    gap = torch.where(gap.isnan(), torch.zeros_like(gap), gap)
+    drift = row_mean(gap, layout)
+    return PerRow((advantages >= 0) | (drift <= threshold))
+
+
+def high_entropy_keep(entropy: torch.Tensor, layout: Layout, threshold: float | None) -> torch.Tensor:
+    """(L,) bool: loss tokens whose entropy (nats) is at least `threshold`; all loss tokens if it is None.
+
+    No gradient. A threshold of inf or NaN keeps nothing. Source: arXiv:2506.01939, eq. 5.
+    """
+    if threshold is None:
+        return layout.trained
+    return layout.trained & (entropy.detach() >= threshold)

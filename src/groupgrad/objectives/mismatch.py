@@ -1,0 +1,81 @@
+"""Sampler/trainer mismatch: the ratio between what the trainer and what the sampling engine say of the same token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from groupgrad.metrics import Metric, maximum, mean_of, minimum
+from groupgrad.objectives.options import MismatchOptions
+from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, row_sum
+from groupgrad.types import Batch
+
+
+@dataclass(slots=True, frozen=True)
+class MismatchGap:
+    """By how much trainer and sampler differ."""
+
+    values: torch.Tensor
+    """(L,) trainer minus sampler log-prob, nats; 0 where it was not measured."""
+    measured: torch.Tensor
+    """(L,) bool, loss tokens for which the engine reported a finite log-prob."""
+
+
+def mismatch_gap(old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, layout: Layout) -> MismatchGap:
+    """The log-prob gap of every token between trainer, (L,), and sampling engine, (L,). No gradient."""
+    gap = old_logprobs.detach() - sampling_logprobs
+    measured = layout.trained & sampling_logprobs.isfinite()
+    return MismatchGap(torch.where(measured, gap, torch.zeros_like(gap)), measured)
+
+
+def mismatch_ratio(
+    old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, layout: Layout, options: MismatchOptions
+) -> PerToken | PerRow:
+    """The bounded importance ratio rho of each token or sequence, by which the policy term is multiplied.
+
+    At least 0; 1 (before the bounds) where nothing was measured. No gradient flows through it.
+    """
+    gap = mismatch_gap(old_logprobs, sampling_logprobs, layout).values
+    if options.mode in ("token_truncate", "token_mask"):
+        return PerToken(_bounded(gap.exp(), options))
+    return PerRow(_bounded(row_sum(gap, layout).exp(), options))
+
+
+def _bounded(ratio: torch.Tensor, options: MismatchOptions) -> torch.Tensor:
+    low = 0.0 if options.clip_min is None else options.clip_min
+    high = float("inf") if options.clip_max is None else options.clip_max
+    if options.mode in ("token_truncate", "sequence_truncate"):
+        return ratio.clamp(low, high)
+    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+
+
+def mismatch_metrics(batch: Batch, options: MismatchOptions, old_logprobs: torch.Tensor) -> dict[str, Metric]:
+    """The `sampling/...` metrics of a batch: the absolute log-prob gap (nats) and the ratio after its bounds.
+
+    The gap is taken over loss tokens with a finite sampler log-prob; the ratio over loss tokens or, in sequence modes,
+    over rows that have any. `old_logprobs` (L,) is the trainer's view at sampling time. Empty if the engine reported
+    no log-probs at all.
+    """
+    if batch.sampling_logprobs is None:
+        return {}
+    layout = layout_of(batch)
+    gap = mismatch_gap(old_logprobs, batch.sampling_logprobs, layout)
+    distance = gap.values.abs()
+    ratio = mismatch_ratio(old_logprobs, batch.sampling_logprobs, layout, options)
+    counted = layout.trained if isinstance(ratio, PerToken) else layout.counts > 0
+    return {
+        "sampling/sampling_logp_difference/mean": mean_of(distance.sum(), gap.measured.sum()),
+        "sampling/sampling_logp_difference/max": maximum(_extreme(distance, gap.measured, "max")),
+        "sampling/importance_sampling_ratio/min": minimum(_extreme(ratio.values, counted, "min")),
+        "sampling/importance_sampling_ratio/mean": mean_of(ratio.values[counted].sum(), counted.sum()),
+        "sampling/importance_sampling_ratio/max": maximum(_extreme(ratio.values, counted, "max")),
+    }
+
+
+def _extreme(values: torch.Tensor, counted: torch.Tensor, which: Literal["min", "max"]) -> torch.Tensor:
+    chosen = values[counted]
+    if chosen.numel() == 0:
+        return values.new_full((), float("nan"))
+    return chosen.min() if which == "min" else chosen.max()

@@ -1,0 +1,230 @@
+"""The policy loss of a micro-batch: surrogate x reduction by the LOSSES table, then masks, KL and bonuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from groupgrad.metrics import Metric, average, mean_of
+from groupgrad.objectives import surrogates
+from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics, mean_over_rows, mean_over_tokens
+from groupgrad.objectives.kl import kl_to_reference
+from groupgrad.objectives.masks import high_entropy_keep, off_policy_keep
+from groupgrad.objectives.mismatch import mismatch_ratio
+from groupgrad.objectives.options import LossType, PolicyOptions
+from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, spread, where_trained
+from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
+from groupgrad.objectives.reduce import Reduction, even_share, step_share, token_mean_share
+from groupgrad.types import Batch, TokenScores
+
+
+@dataclass(slots=True)
+class PolicyLoss:
+    """The loss of a micro-batch and what was measured on the way."""
+
+    loss: torch.Tensor
+    """() this micro-batch's share of the step's loss, with gradient."""
+    metrics: dict[str, Metric]
+    """Detached measurements of this micro-batch."""
+
+
+@dataclass(slots=True, frozen=True)
+class PolicyTerms:
+    """What every surrogate starts from."""
+
+    layout: Layout
+    logprobs: torch.Tensor
+    """(L,) log-probs of the policy; 0 outside the loss tokens."""
+    log_ratio: torch.Tensor
+    """(L,) log of the token ratio; 0 outside the loss tokens."""
+    ratio: PerToken | PerRow
+    """The policy ratio at the level asked for."""
+    advantages: torch.Tensor
+    """(B,)."""
+    correction: PerToken | PerRow | None
+    """The mismatch ratio, or None."""
+
+    @property
+    def token_ratio(self) -> torch.Tensor:
+        """(L,) the policy ratio that holds for each token."""
+        return spread(self.ratio, self.layout)
+
+    @property
+    def token_advantages(self) -> torch.Tensor:
+        """(L,) the advantage that holds for each token."""
+        return spread(PerRow(self.advantages), self.layout)
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLoss:
+    """What a surrogate makes of its terms."""
+
+    per_token: torch.Tensor
+    """(L,) with gradient."""
+    metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
+
+
+@dataclass(slots=True, frozen=True)
+class LossRecipe:
+    """What a `loss_type` stands for."""
+
+    surrogate: Callable[[PolicyTerms, PolicyOptions], TokenLoss]
+    reduction: Reduction
+    folds_mismatch: bool = False
+    """The surrogate has the mismatch ratio in its own weight already."""
+
+
+def _clipped(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+    loss = surrogates.clipped(
+        terms.token_ratio, terms.token_advantages, options.epsilon, options.epsilon_high, options.delta
+    )
+    kind = type(terms.ratio)
+    bounded = kind(surrogates.limited(terms.ratio.values.detach(), options.delta))
+    return TokenLoss(loss, clip_metrics(bounded, terms.advantages, terms.layout, options.epsilon, options.epsilon_high))
+
+
+def _cispo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+    loss = surrogates.cispo(terms.token_ratio, terms.token_advantages, terms.logprobs, options.epsilon_high)
+    return TokenLoss(loss, ceiling_metrics(terms.ratio, terms.advantages, terms.layout, options.epsilon_high))
+
+
+def _sapo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+    positive, negative = options.sapo_temperature_pos, options.sapo_temperature_neg
+    return TokenLoss(surrogates.sapo(terms.token_ratio, terms.token_advantages, positive, negative))
+
+
+def _vespo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+    log_weight = surrogates.sequence_log_weight(terms.log_ratio, terms.correction, terms.layout)
+    phi = surrogates.gamma_weights(
+        log_weight,
+        terms.advantages,
+        options.vespo_k_pos,
+        options.vespo_lambda_pos,
+        options.vespo_k_neg,
+        options.vespo_lambda_neg,
+    )
+    loss = surrogates.vespo(spread(PerRow(phi), terms.layout), terms.token_advantages, terms.logprobs)
+    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_over_rows(phi, terms.layout)})
+
+
+LOSSES: dict[LossType, LossRecipe] = {
+    "grpo": LossRecipe(_clipped, "sequence_mean"),
+    "bnpo": LossRecipe(_clipped, "local_token_mean"),
+    "dr_grpo": LossRecipe(_clipped, "constant"),
+    "dapo": LossRecipe(_clipped, "token_mean"),
+    "cispo": LossRecipe(_cispo, "token_mean"),
+    "sapo": LossRecipe(_sapo, "sequence_mean"),
+    "luspo": LossRecipe(_clipped, "sequence_sum"),
+    "vespo": LossRecipe(_vespo, "token_mean", folds_mismatch=True),
+}
+
+
+def policy_loss(
+    scores: TokenScores,
+    batch: Batch,
+    options: PolicyOptions,
+    *,
+    entropy_coef: float = 0.0,
+    aux_loss_coef: float = 0.0,
+) -> PolicyLoss:
+    """This micro-batch's share of the step's loss: policy term, KL term, less the entropy bonus, plus the router loss.
+
+    The sum of the shares over a rank's micro-batches, averaged over ranks, is the loss of the optimizer step (see
+    `reduce`); `batch.totals` holds its denominators. Empty batches, rows and masks give 0 with a gradient of 0.
+    `entropy_coef` is what applies in this step. Gradient flows to `scores` only. Not a collective.
+
+    Metrics are token- or sequence-weighted. `policy_loss` (only with an entropy bonus) is the policy and KL term as
+    the paper writes it, averaged over the steps merged: each share weighs 1 / micro_batches, so that a step weighs 1.
+
+    Raises ValueError for scores of another length than the batch, for `beta` without reference log-probs, and for a
+    `top_entropy_quantile` below 1 without the step's threshold.
+    """
+    _check(scores, batch, options)
+    recipe = LOSSES[options.loss_type]
+    terms = _terms(scores, batch, options)
+    layout = terms.layout
+    kept = high_entropy_keep(scores.entropy, layout, batch.totals.entropy_threshold)
+    policy = recipe.surrogate(terms, options)
+    per_token = _mask(policy.per_token, kept, terms, batch, options)
+    if terms.correction is not None and not recipe.folds_mismatch:
+        per_token = per_token * spread(terms.correction, layout)
+    metrics = {"entropy": mean_over_tokens(scores.entropy, layout), **policy.metrics}
+    if options.beta != 0 and batch.ref_logprobs is not None:
+        kl = kl_to_reference(
+            scores.logprobs, batch.ref_logprobs, layout, terms.ratio if options.use_bias_correction_kl else None
+        )
+        per_token = per_token + options.beta * kl
+        metrics["kl"] = mean_over_tokens(kl, layout)
+    loss = step_share(per_token, layout, batch.totals, recipe.reduction, options.max_completion_length)
+    if entropy_coef != 0:
+        metrics["policy_loss"] = mean_of(loss, 1 / batch.totals.micro_batches)
+        loss = loss - entropy_coef * _entropy_share(scores.entropy, kept, layout, batch)
+    if scores.aux_loss is not None:
+        metrics["aux_loss"] = average(scores.aux_loss)
+        if aux_loss_coef != 0:
+            loss = loss + aux_loss_coef * even_share(scores.aux_loss, batch.totals)
+    return PolicyLoss(loss, metrics)
+
+
+def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyTerms:
+    layout = layout_of(batch)
+    log_ratio = policy_log_ratio(scores.logprobs, batch.old_logprobs, layout)
+    correction = None
+    if options.mismatch is not None and batch.sampling_logprobs is not None:
+        old = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
+        correction = mismatch_ratio(old, batch.sampling_logprobs, layout, options.mismatch)
+    return PolicyTerms(
+        layout,
+        where_trained(scores.logprobs, layout),
+        log_ratio,
+        policy_ratio(log_ratio, layout, options.importance_sampling_level),
+        batch.advantages,
+        correction,
+    )
+
+
+def _mask(
+    per_token: torch.Tensor, kept: torch.Tensor, terms: PolicyTerms, batch: Batch, options: PolicyOptions
+) -> torch.Tensor:
+    """(L,) the policy term where both masks keep it, 0 elsewhere."""
+    threshold = options.off_policy_mask_threshold
+    behaviour = batch.old_logprobs if batch.sampling_logprobs is None else batch.sampling_logprobs
+    if threshold is not None and behaviour is not None:
+        rows = off_policy_keep(terms.logprobs, behaviour, terms.advantages, terms.layout, threshold)
+        kept = kept & spread(rows, terms.layout)
+    return torch.where(kept, per_token, torch.zeros_like(per_token))
+
+
+def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
+    """() share of the step's mean entropy (nats) over the tokens kept. Differentiable."""
+    totals = batch.totals
+    count = totals.tokens
+    if totals.entropy_threshold is not None:
+        if totals.entropy_tokens is None:
+            raise ValueError(
+                "the step's totals have an entropy_threshold but entropy_tokens=None, so the bonus has no denominator; "
+                "set entropy_tokens to the step's loss tokens at or above the threshold"
+            )
+        count = totals.entropy_tokens
+    return token_mean_share(torch.where(kept, entropy, torch.zeros_like(entropy)), layout, totals, count)
+
+
+def _check(scores: TokenScores, batch: Batch, options: PolicyOptions) -> None:
+    expected = (batch.num_tokens,)
+    if scores.logprobs.shape != expected or scores.entropy.shape != expected:
+        raise ValueError(
+            f"scores of shapes {tuple(scores.logprobs.shape)} and {tuple(scores.entropy.shape)} do not fit a batch of "
+            f"{batch.num_tokens} completion tokens; give one log-prob and one entropy a token"
+        )
+    if options.beta != 0 and batch.ref_logprobs is None:
+        raise ValueError(
+            f"beta={options.beta} needs the reference model's log-probs, but the batch has none; "
+            "set ref_logprobs, or beta=0"
+        )
+    if options.top_entropy_quantile < 1 and batch.totals.entropy_threshold is None:
+        raise ValueError(
+            f"top_entropy_quantile={options.top_entropy_quantile} needs the step's entropy_threshold, but the batch's "
+            "totals have none; set it with entropy_threshold(), or top_entropy_quantile=1.0"
+        )

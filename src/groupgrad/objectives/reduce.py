@@ -1,0 +1,70 @@
+"""All scaling: from (L,) token losses to this micro-batch's share of the step's loss.
+
+The sum of the shares over a rank's micro-batches, then the mean over ranks (what averaging gradients does), is the
+loss that the papers write, over the rows and tokens of the whole optimizer step. `bnpo` alone is local by definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from groupgrad.objectives.ragged import Layout, row_mean, where_trained
+from groupgrad.types import StepTotals
+
+Reduction = Literal["sequence_mean", "sequence_sum", "local_token_mean", "token_mean", "constant"]
+
+
+def step_share(
+    per_token: torch.Tensor,
+    layout: Layout,
+    totals: StepTotals,
+    reduction: Reduction,
+    max_completion_length: int,
+) -> torch.Tensor:
+    """() this micro-batch's share of the step's loss, from its (L,) token losses. Differentiable; 0 without tokens.
+
+    Rows that are empty or masked out count among the step's rows; only loss tokens count among its tokens.
+    """
+    return _REDUCTIONS[reduction](per_token, layout, totals, max_completion_length)
+
+
+def token_mean_share(per_token: torch.Tensor, layout: Layout, totals: StepTotals, step_tokens: float) -> torch.Tensor:
+    """() share of the mean over all `step_tokens` tokens of the step. Differentiable."""
+    return totals.world_size * where_trained(per_token, layout).sum() / max(1.0, step_tokens)
+
+
+def even_share(value: torch.Tensor, totals: StepTotals) -> torch.Tensor:
+    """() share of the mean over micro-batches, for what is measured once a micro-batch. Differentiable."""
+    return value / totals.micro_batches
+
+
+def _sequence_mean(per_token: torch.Tensor, layout: Layout, totals: StepTotals, constant: int) -> torch.Tensor:
+    return totals.world_size * row_mean(per_token, layout).sum() / max(1.0, totals.rows)
+
+
+def _sequence_sum(per_token: torch.Tensor, layout: Layout, totals: StepTotals, constant: int) -> torch.Tensor:
+    return totals.world_size * where_trained(per_token, layout).sum() / max(1.0, totals.rows)
+
+
+def _local_token_mean(per_token: torch.Tensor, layout: Layout, totals: StepTotals, constant: int) -> torch.Tensor:
+    return even_share(where_trained(per_token, layout).sum() / layout.counts.sum().clamp(min=1), totals)
+
+
+def _token_mean(per_token: torch.Tensor, layout: Layout, totals: StepTotals, constant: int) -> torch.Tensor:
+    return token_mean_share(per_token, layout, totals, totals.tokens)
+
+
+def _constant(per_token: torch.Tensor, layout: Layout, totals: StepTotals, constant: int) -> torch.Tensor:
+    return totals.world_size * where_trained(per_token, layout).sum() / (max(1.0, totals.rows) * constant)
+
+
+_REDUCTIONS: dict[Reduction, Callable[[torch.Tensor, Layout, StepTotals, int], torch.Tensor]] = {
+    "sequence_mean": _sequence_mean,
+    "sequence_sum": _sequence_sum,
+    "local_token_mean": _local_token_mean,
+    "token_mean": _token_mean,
+    "constant": _constant,
+}

@@ -1,0 +1,103 @@
+"""Sampler/trainer mismatch: levels, bounds, tokens without a sampler log-prob, metrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from groupgrad.objectives import MismatchOptions, mismatch_metrics
+from groupgrad.objectives.mismatch import mismatch_ratio
+from groupgrad.objectives.ragged import PerRow, PerToken, layout_of
+
+OLD = [[-1.3, -2.0, -0.4], [-0.9, -1.0]]
+SAMPLING = [[-1.0, -2.3, -0.4], [-0.9, -1.0]]
+ALL = [[True] * 3, [True] * 2]
+
+
+@pytest.fixture
+def ratio(make_batch):
+    def ratio(mode, sampling=SAMPLING, trained=ALL, **bounds):
+        batch = make_batch(trained, [1.0, 1.0], old=OLD, sampling=sampling)
+        options = MismatchOptions(mode, **bounds)
+        return mismatch_ratio(batch.old_logprobs, batch.sampling_logprobs, layout_of(batch), options)
+
+    return ratio
+
+
+def test_levels(ratio):
+    token = ratio("token_truncate")
+    assert isinstance(token, PerToken)
+    assert token.values.tolist() == pytest.approx([0.740818, 1.349859, 1, 1, 1], abs=1e-6)
+    sequence = ratio("sequence_mask")
+    assert isinstance(sequence, PerRow)
+    assert sequence.values.tolist() == pytest.approx([1, 1], abs=1e-12)
+
+
+def test_bounds(ratio):
+    bounds = {"clip_min": 0.8, "clip_max": 1.2}
+    assert ratio("token_truncate", **bounds).values.tolist() == pytest.approx([0.8, 1.2, 1, 1, 1])
+    assert ratio("token_mask", **bounds).values.tolist() == pytest.approx([0, 0, 1, 1, 1])
+    off = [[-2.3, -2.0, -0.4], [-1.1, -1.0]]  # exp(1) and exp(0.2)
+    assert ratio("sequence_truncate", off, clip_max=2.0).values.tolist() == pytest.approx([2, math.exp(0.2)])
+    assert ratio("sequence_mask", off, clip_max=2.0).values.tolist() == pytest.approx([0, math.exp(0.2)])
+    assert ratio("sequence_mask", off, clip_max=None).values.tolist() == pytest.approx([math.e, math.exp(0.2)])
+
+
+def test_bounds_include_their_ends(ratio):
+    assert ratio("token_mask", OLD, clip_min=1.0, clip_max=1.0).values.tolist() == [1] * 5
+
+
+def test_unreported_and_untrained_tokens_weigh_one(ratio):
+    holes = [[math.nan, -9.0, -0.4], [-math.inf, -1.0]]
+    trained = [[True, False, True], [True, True]]
+    assert ratio("token_truncate", holes, trained).values.tolist() == [1] * 5
+    assert ratio("sequence_truncate", holes, trained).values.tolist() == [1, 1]
+
+
+def test_overflow_is_bounded(ratio):
+    far = [[-200.0, -2.0, -0.4], [-0.9, -1.0]]
+    assert ratio("sequence_truncate", far).values.tolist() == [3, 1]
+    assert ratio("sequence_mask", far).values.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("bounds", [(4.0, 3.0), (-1.0, 3.0), (None, 0.0), (None, -1.0), (math.nan, 1.0)])
+def test_bounds_that_leave_nothing_are_refused(bounds):
+    with pytest.raises(ValueError, match="leave no importance ratio; set 0 <= clip_min <= clip_max"):
+        MismatchOptions("token_mask", *bounds)
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="mismatch mode='truncate' is not known; set one of 'token_truncate'"):
+        MismatchOptions("truncate")
+
+
+def read(metrics):
+    return {key.removeprefix("sampling/"): metric.read() for key, metric in metrics.items()}
+
+
+def test_metrics(make_batch):
+    sampling = [[-1.0, -2.3, -9.0], [math.nan, -1.0]]
+    batch = make_batch([[True, True, False], [True, True]], [1.0, 1.0], old=OLD, sampling=sampling)
+    token = read(mismatch_metrics(batch, MismatchOptions("token_truncate", clip_max=1.2), batch.old_logprobs))
+    assert token == {
+        "sampling_logp_difference/mean": pytest.approx(0.6 / 3),
+        "sampling_logp_difference/max": pytest.approx(0.3),
+        "importance_sampling_ratio/min": pytest.approx(math.exp(-0.3)),
+        "importance_sampling_ratio/mean": pytest.approx((math.exp(-0.3) + 1.2 + 1 + 1) / 4),
+        "importance_sampling_ratio/max": pytest.approx(1.2),
+    }
+    sequence = read(mismatch_metrics(batch, MismatchOptions("sequence_mask"), batch.old_logprobs))
+    assert [sequence[f"importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")] == pytest.approx([1] * 3)
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
+@pytest.mark.parametrize("trained", [[], [[]], [[False]]])
+def test_metrics_of_nothing_measure_nothing(make_batch, mode, trained):
+    values = [[-1.0] * len(row) for row in trained]
+    batch = make_batch(trained, [0.0] * len(trained), sampling=values)
+    metrics = mismatch_metrics(batch, MismatchOptions(mode), torch.zeros(batch.num_tokens))
+    assert len(metrics) == 5 and all(metric.read() is None for metric in metrics.values())
+    batch.sampling_logprobs = None
+    assert mismatch_metrics(batch, MismatchOptions(mode), torch.zeros(batch.num_tokens)) == {}

@@ -1,0 +1,272 @@
+"""The worked numbers of two completions under every loss; modifiers, metrics, errors and empty batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
+from groupgrad.types import StepTotals, TokenScores
+
+LP = [[-1.0, -2.0, -0.5], [-0.3, -1.2]]
+OLD = [[-1.3, -2.0, -0.4], [-0.9, -1.0]]
+REF = [[-1.1, -1.9, -0.7], [-0.4, -1.0]]
+ENTROPY = [[1.0, 2.0, 3.0], [4.0, 5.0]]
+ALL = [[True] * 3, [True] * 2]
+ADVANTAGES = [1.0, -0.5]
+KL = sum(math.exp(gap) - gap - 1 for gap in (-0.1, 0.1, -0.2, -0.1, 0.2)) / 5
+
+
+@pytest.fixture
+def run(make_batch, make_scores):
+    def run(*, trained=ALL, totals=None, sampling=None, entropy_coef=0.0, **options):
+        batch = make_batch(trained, ADVANTAGES, totals, old=OLD, ref=REF, sampling=sampling)
+        options = PolicyOptions(**{"max_completion_length": 8, **options})
+        return policy_loss(make_scores(LP, ENTROPY, grad=True), batch, options, entropy_coef=entropy_coef)
+
+    return run
+
+
+def read(result):
+    return {key: metric.read() for key, metric in result.metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"loss_type": "grpo"}, -0.187367),
+        ({"loss_type": "bnpo"}, -0.356883),
+        ({"loss_type": "dapo"}, -0.356883),
+        ({"loss_type": "dr_grpo"}, -0.111526),
+        ({"loss_type": "luspo"}, -0.892206),
+        ({"loss_type": "dapo", "delta": 1.5}, -0.389094),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, -0.229119),
+        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, -0.397083),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, -0.992707),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, 0.607544),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, 0.110000),
+        ({"loss_type": "sapo"}, -0.491448),
+        ({"loss_type": "vespo"}, 0.351239),
+        ({"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True}, -0.355783),
+    ],
+)
+def test_worked_losses(run, options, expected):
+    result = run(**options)
+    assert result.loss.item() == pytest.approx(expected, abs=1e-6)
+    assert result.loss.shape == () and result.loss.requires_grad
+
+
+def test_kl_metric_with_and_without_correction(run):
+    corrected = run(beta=0.1, use_bias_correction_kl=True)
+    plain = run(beta=0.1)
+    assert read(corrected)["kl"] == pytest.approx(0.010997, abs=1e-6)
+    assert read(plain)["kl"] == pytest.approx(0.010996, abs=1e-6)
+    assert "kl" not in read(run())
+
+
+def test_top_entropy_keeps_the_uncertain_tokens_and_the_denominator(run):
+    threshold = entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), 0.4)
+    assert threshold == pytest.approx(3.4)
+    totals = StepTotals(rows=2, tokens=5, entropy_threshold=threshold, entropy_tokens=2)
+    assert run(totals=totals, top_entropy_quantile=0.4).loss.item() == pytest.approx(0.264085, abs=1e-6)
+
+
+def test_top_entropy_spares_the_kl_term(run):
+    totals = StepTotals(rows=2, tokens=5, entropy_threshold=math.inf, entropy_tokens=0)
+    assert run(totals=totals, beta=0.1).loss.item() == pytest.approx(0.1 * KL, abs=1e-12)
+
+
+def test_entropy_bonus(run):
+    result = run(entropy_coef=0.01)
+    assert result.loss.item() == pytest.approx(-0.386883, abs=1e-6)
+    assert read(result)["policy_loss"] == pytest.approx(-0.356883, abs=1e-6)
+    assert "policy_loss" not in read(run())
+
+
+def test_entropy_bonus_of_the_tokens_kept_has_their_denominator(run):
+    totals = StepTotals(rows=2, tokens=5, entropy_threshold=3.4, entropy_tokens=2)
+    bonus = run(totals=totals).loss - run(totals=totals, entropy_coef=0.01).loss
+    assert bonus.item() == pytest.approx(0.01 * (4 + 5) / 2, abs=1e-9)
+    with pytest.raises(ValueError, match="entropy_tokens"):
+        run(totals=dataclasses.replace(totals, entropy_tokens=None), entropy_coef=0.01)
+
+
+def test_entropy_bonus_has_a_gradient(make_batch, make_scores):
+    scores = make_scores(LP, ENTROPY, grad=True)
+    policy_loss(scores, make_batch(ALL, [0.0, 0.0]), PolicyOptions(), entropy_coef=0.5).loss.backward()
+    torch.testing.assert_close(scores.entropy.grad, torch.full((5,), -0.5 / 5, dtype=torch.float64))
+
+
+def test_metrics_of_the_token_ratio(run):
+    metrics = read(run())
+    assert metrics["entropy"] == pytest.approx(3.0)
+    assert metrics["clip_ratio/low_mean"] == 0
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(0.2)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(0.2)
+    assert metrics["clip_ratio/low_min"] == 0
+    assert metrics["clip_ratio/high_max"] == pytest.approx(1 / 3)
+
+
+def test_metrics_count_sequences_at_sequence_level(run):
+    # Ratios 1.0689 (A > 0) and 1.2214 (A < 0): with widths of 0.05 the first is clipped above, none below.
+    metrics = read(run(importance_sampling_level="sequence", epsilon=0.05, epsilon_high=0.05))
+    assert metrics["clip_ratio/high_mean"] == 0.5
+    assert metrics["clip_ratio/high_max"] == 1
+    assert metrics["clip_ratio/low_mean"] == 0
+    assert metrics["clip_ratio/region_mean"] == 0.5
+
+
+def test_low_clip_is_counted(make_batch, make_scores):
+    batch = make_batch([[True, True], [True], []], [-1.0, -1.0, -1.0], old=[[0.0, 0.0], [0.0], []])
+    metrics = read(policy_loss(make_scores([[-1.0, -0.1], [-1.0], []]), batch, PolicyOptions()))
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(2 / 3)
+    assert metrics["clip_ratio/low_min"] == 0.5, "the empty completion does not count"
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(2 / 3)
+    assert metrics["clip_ratio/high_max"] == 0
+
+
+def test_metrics_of_cispo_sapo_and_vespo(run):
+    assert read(run(loss_type="cispo", epsilon_high=0.2))["cispo_clip_ratio"] == pytest.approx(0.6)
+    assert read(run(loss_type="vespo"))["vespo/phi_seq_mean"] == pytest.approx((0.767814 + 1.241538) / 2, abs=1e-6)
+    assert set(run(loss_type="sapo").metrics) == {"entropy"}
+
+
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_stays(make_batch, make_scores):
+    scores = make_scores(LP, grad=True)
+    result = policy_loss(scores, make_batch(ALL, ADVANTAGES), PolicyOptions())
+    assert result.loss.item() == pytest.approx(-(3 * 1 - 2 * 0.5) / 5)
+    result.loss.backward()
+    torch.testing.assert_close(scores.logprobs.grad, torch.tensor([-1, -1, -1, 0.5, 0.5], dtype=torch.float64) / 5)
+    assert read(result)["clip_ratio/region_mean"] == 0
+
+
+def test_masked_rows_count_as_rows_but_their_tokens_do_not(run):
+    masked = [[True] * 3, [False] * 2]
+    first = -(1.2 + 1 + math.exp(-0.1))
+    assert run(trained=masked, loss_type="grpo").loss.item() == pytest.approx(first / 3 / 2)
+    assert run(trained=masked, loss_type="luspo").loss.item() == pytest.approx(first / 2)
+    assert run(trained=masked, loss_type="dapo").loss.item() == pytest.approx(first / 3)
+
+
+def test_off_policy_mask_drops_drifted_sequences_of_negative_advantage(run):
+    # Drift of row 1 against old: ((-0.9 + 0.3) + (-1.0 + 1.2)) / 2 = -0.2; of row 0, (-0.3 + 0 + 0.1) / 3.
+    full, positive_only = -0.356883, -(1.2 + 1 + math.exp(-0.1)) / 5
+    assert run(off_policy_mask_threshold=-0.1).loss.item() == pytest.approx(full, abs=1e-6)
+    assert run(off_policy_mask_threshold=-0.3).loss.item() == pytest.approx(positive_only, abs=1e-9)
+    # The engine's log-probs come first, and where it gave none there is no drift: (0.9 + 0) / 2 = 0.45.
+    sampling = [[-9.0, -9.0, -9.0], [0.6, math.nan]]
+    assert run(off_policy_mask_threshold=0.46, sampling=sampling).loss.item() == pytest.approx(full, abs=1e-6)
+    assert run(off_policy_mask_threshold=0.44, sampling=sampling).loss.item() == pytest.approx(positive_only, abs=1e-9)
+
+
+def test_off_policy_mask_without_any_older_logprobs_masks_nothing(make_batch, make_scores):
+    loss = policy_loss(make_scores(LP), make_batch(ALL, ADVANTAGES), PolicyOptions(off_policy_mask_threshold=-1.0)).loss
+    assert loss.item() == pytest.approx(-0.4)
+
+
+def test_mismatch_ratio_weighs_the_policy_term_only(run):
+    sampling = [[-1.0, -2.3, -0.4], [-0.9, -1.0]]
+    token = MismatchOptions("token_truncate", clip_max=1.2)
+    rho = [math.exp(-0.3), 1.2, 1.0]
+    expected = -(rho[0] * 1.2 + rho[1] * 1 + rho[2] * math.exp(-0.1)) + 0.5 * (math.exp(0.6) + math.exp(-0.2))
+    # Row 1 is penalised: -min(c A, clip(c) A) with A = -0.5 is 0.5 max(c, clip(c)).
+    expected += 0.5 * (0.818730753 - math.exp(-0.2))
+    assert run(sampling=sampling, mismatch=token).loss.item() == pytest.approx(expected / 5, abs=1e-8)
+    with_kl = run(sampling=sampling, mismatch=token, beta=0.1)
+    assert with_kl.loss.item() == pytest.approx(expected / 5 + 0.1 * KL, abs=1e-8)
+    assert run(mismatch=token).loss.item() == pytest.approx(-0.356883, abs=1e-6), "no sampler log-probs: no correction"
+
+
+def test_vespo_folds_the_mismatch_ratio_into_its_weight(run):
+    sampling = [[-1.0, -2.3, -0.4], [-1.0, -1.0]]  # sequence ratios 1 and exp(0.1)
+    result = run(loss_type="vespo", sampling=sampling, mismatch=MismatchOptions("sequence_truncate"))
+    phi = [math.exp(3 + 2 * 0.2 - 3 * math.exp(0.2)), math.exp(2 + 3 * 0.5 - 2 * math.exp(0.5))]
+    assert result.loss.item() == pytest.approx((phi[0] * 3.5 - 0.5 * phi[1] * 1.5) / 5, abs=1e-9)
+    token = run(loss_type="vespo", sampling=sampling, mismatch=MismatchOptions("token_truncate"))
+    assert token.loss.item() == pytest.approx(result.loss.item(), abs=1e-12)
+
+
+def test_vespo_ignores_what_lies_outside_the_loss_tokens(make_batch, make_scores):
+    trained = [[True, False]]
+    batch = make_batch(trained, [1.0], old=[[-1.0, -5.0]], sampling=[[-1.0, -50.0]])
+    options = PolicyOptions(loss_type="vespo", mismatch=MismatchOptions("token_truncate", clip_min=0.5))
+    assert policy_loss(make_scores([[-1.0, -2.0]]), batch, options).loss.item() == pytest.approx(1.0)
+
+
+def test_aux_loss_is_a_mean_over_micro_batches(make_batch, make_scores):
+    scores = make_scores(LP)
+    scores.aux_loss = torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
+    batch = make_batch(ALL, [0.0, 0.0], StepTotals(rows=4, tokens=10, micro_batches=2))
+    result = policy_loss(scores, batch, PolicyOptions(), aux_loss_coef=0.25)
+    assert result.loss.item() == pytest.approx(0.5)
+    result.loss.backward()
+    assert scores.aux_loss.grad.item() == pytest.approx(0.125)
+    assert read(result)["aux_loss"] == 4.0
+    assert policy_loss(scores, batch, PolicyOptions()).loss.item() == 0
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("trained", [[], [[]], [[], []], [[False, False]], [[], [False], [True]]])
+def test_nothing_to_train_is_a_zero_with_a_gradient(make_batch, make_scores, loss_type, level, trained):
+    values = [[-1.0] * len(row) for row in trained]
+    totals = StepTotals(rows=0, tokens=0, entropy_threshold=math.inf, entropy_tokens=0)
+    batch = make_batch(trained, [-0.0] * len(trained), totals, old=values, ref=values, sampling=values)
+    options = PolicyOptions(
+        loss_type=loss_type, importance_sampling_level=level, off_policy_mask_threshold=0.0, beta=0.1,
+        mismatch=MismatchOptions(), top_entropy_quantile=0.2,
+    )  # fmt: skip
+    scores = make_scores(values, grad=True)
+    result = policy_loss(scores, batch, options, entropy_coef=0.1)
+    assert result.loss.item() == 0
+    result.loss.backward()
+    assert scores.logprobs.grad.abs().sum() == 0 and not scores.logprobs.grad.isnan().any()
+    loss_tokens = sum(map(sum, trained))
+    assert (result.metrics["entropy"].read() is None) == (loss_tokens == 0)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_wild_values_outside_the_loss_tokens_reach_neither_loss_nor_gradient(make_batch, make_scores, loss_type):
+    wild = 1e4
+    batch = make_batch(
+        [[True, False]], [1.0], old=[[-1.0, -wild]], ref=[[-1.0, wild]], sampling=[[-1.0, math.nan]]
+    )  # fmt: skip
+    options = PolicyOptions(loss_type=loss_type, beta=0.1, mismatch=MismatchOptions(), off_policy_mask_threshold=0.1)
+    scores = make_scores([[-1.2, -3.0]], [[1.0, math.nan]], grad=True)
+    result = policy_loss(scores, batch, options, entropy_coef=0.1)
+    result.loss.backward()
+    assert math.isfinite(result.loss.item())
+    assert scores.logprobs.grad[0] != 0 and scores.logprobs.grad[1] == 0
+    assert scores.entropy.grad.tolist() == pytest.approx([-0.1, 0.0])
+    assert result.metrics["entropy"].read() == 1.0
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_float32_stays_float32(make_batch, make_scores, loss_type):
+    batch = make_batch(ALL, ADVANTAGES, old=OLD, ref=REF)
+    for name in ("advantages", "old_logprobs", "ref_logprobs"):
+        setattr(batch, name, getattr(batch, name).float())
+    exact = make_scores(LP, ENTROPY)
+    single = TokenScores(exact.logprobs.float(), exact.entropy.float())
+    options = PolicyOptions(loss_type=loss_type, beta=0.1)
+    loss = policy_loss(single, batch, options).loss
+    assert loss.dtype == torch.float32
+    precise = policy_loss(exact, make_batch(ALL, ADVANTAGES, old=OLD, ref=REF), options).loss
+    assert loss.item() == pytest.approx(precise.item(), rel=1e-5)
+
+
+def test_what_cannot_work_is_refused(make_batch, make_scores):
+    batch = make_batch(ALL, ADVANTAGES)
+    with pytest.raises(ValueError, match=r"beta=0.1 needs .* set ref_logprobs"):
+        policy_loss(make_scores(LP), batch, PolicyOptions(beta=0.1))
+    with pytest.raises(ValueError, match=r"top_entropy_quantile=0.2 needs .* entropy_threshold"):
+        policy_loss(make_scores(LP), batch, PolicyOptions(top_entropy_quantile=0.2))
+    with pytest.raises(ValueError, match="5 completion tokens"):
+        policy_loss(make_scores(LP[:1]), batch, PolicyOptions())
+    with pytest.raises(ValueError, match=r"loss_type='ppo' is not known; set one of 'grpo'"):
+        PolicyOptions(loss_type="ppo")
+    with pytest.raises(ValueError, match="importance_sampling_level='word'"):
+        PolicyOptions(importance_sampling_level="word")
