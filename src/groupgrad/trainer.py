@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,25 @@ from groupgrad import assembly, dist
 from groupgrad.callbacks import ReferenceSync, RunState, StepEnd
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.buffer import RoundBuffer
-from groupgrad.data.evaluation import EvalBatch, EvalLoader
+from groupgrad.data.evaluation import EvalLoader
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.data.rounds import Tick, make_round_loader
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.metrics import Metric, average, latest, mean_of
-from groupgrad.models.forward import evaluation_mode, score_tokens, score_without_gradient
-from groupgrad.objectives import entropy_threshold, policy_loss
+from groupgrad.metrics import Metric, average, latest
+from groupgrad.models.forward import score_tokens
+from groupgrad.models.frozen import FrozenScorer
+from groupgrad.objectives import policy_loss
 from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoredRound
 from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.totals import step_totals
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.model_card import write_model_card
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.store import MetricStore
 from groupgrad.telemetry.timings import Timings
-from groupgrad.types import Batch, StepTotals
-
-_TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})
+from groupgrad.types import Batch
 
 
 @dataclass(slots=True, frozen=True)
@@ -194,21 +196,24 @@ class GRPOTrainer(Trainer):
         """Cut the configuration into the options of each floor; done again when a search changes it."""
         config: GRPOConfig = self.args
         parts = self._parts
-        pad_id = int(parts.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+        pad_id = int(parts.tokenizer.pad_token_id)
         self.plan = assembly.plan_for(config)
         self.policy_options = options.policy_options(config)
         self.forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
-        self.round_maker = RoundMaker(
-            RolloutMaker(
-                self.engine,
-                parts.tokenizer,
-                options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id),
-                seed=config.seed,
-                max_context=parts.max_context,
-            ),
-            self.rewards,
-            self.scoring_options,
-            self.timings,
+        self.frozen_scorer = FrozenScorer(self.model, self._reference, self.forward_options, config.device)
+        sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+        rollouts = RolloutMaker(self.engine, parts.tokenizer, sampling, seed=config.seed, max_context=parts.max_context)
+        self.round_maker = RoundMaker(self.prompt_maker, rollouts, self.rewards, self.scoring_options, self.timings)
+        self.evaluator = Evaluator(
+            self.model,
+            self.round_maker,
+            self.frozen_scorer,
+            self.policy_options,
+            self.forward_options,
+            config.num_generations_eval_resolved,
+            config.mask_truncated_completions,
+            parts.aux_loss_coef,
+            config.device,
         )
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -217,8 +222,8 @@ class GRPOTrainer(Trainer):
         self, epoch_iterator: Iterator[Tick], num_batches: int, device: torch.device
     ) -> tuple[list[MicroStep], None]:
         """The ticks of one optimizer step, each micro-batch with sight of all of them."""
-        ticks, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return [MicroStep(tuple(ticks), index) for index in range(len(ticks))], None
+        ticks = tuple(islice(epoch_iterator, num_batches))
+        return [MicroStep(ticks, index) for index in range(len(ticks))], None
 
     def training_step(self, model: nn.Module, inputs: MicroStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
         """Forward and backward of one micro-batch; the first of a step samples what the step needs."""
@@ -245,70 +250,34 @@ class GRPOTrainer(Trainer):
             micro_batches = self.buffer.get(tick.round)
             assert micro_batches is not None
             batches.append(micro_batches[tick.position % self.plan.steps_per_generation])
-        totals = self._step_totals(batches)
+        with self.timings.phase("scoring"):
+            totals = step_totals(
+                batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.frozen_scorer.entropy
+            )
         return [replace(batch, totals=totals) for batch in batches]
 
     def _make_round(self, tick: Tick) -> list[Batch]:
         """Collective. Sample and score the tick's round; its S micro-batches of this rank, kept on the CPU."""
-        rank, step = dist.rank(), self.state.global_step
-        rows = tick.rows if tick.rows is not None else self._rows_of(tick)
+        rank = dist.rank()
         scored = self.round_maker(
             RoundRequest(
-                prompts={group: self.prompt_maker(row, group) for group, row in rows.items()},
+                rows_by_group=tick.rows if tick.rows is not None else self._rows_of(tick),
                 rows=self.plan.rank_rows(rank),
                 num_rows=self.plan.rows_per_round,
                 num_generations=self.plan.num_generations,
                 phase="train",
                 number=tick.round,
-                step=step,
+                step=self.state.global_step,
             ),
             trainer_state=self.state,
         )
         self._note_round(scored)
+        slices = [self.plan.slice_rows(rank, s) for s in range(self.plan.steps_per_generation)]
+        micro_batches = [
+            scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions) for rows in slices
+        ]
         with self.timings.phase("scoring"):
-            return [
-                self._with_frozen_scores(
-                    scored.micro_batch(
-                        self.plan.slice_rows(rank, s), mask_truncated=self.args.mask_truncated_completions
-                    )
-                )
-                for s in range(self.plan.steps_per_generation)
-            ]
-
-    def _with_frozen_scores(self, batch: Batch) -> Batch:
-        """The batch with the log-probs that stay fixed while it is trained on: the sampling policy's, if the policy
-        will have moved by then, and the reference's."""
-        old = reference = None
-        if not self.plan.is_on_policy:
-            old = self._score(self.model, batch).logprobs.cpu()  # pyright: ignore[reportArgumentType]
-        if self._reference is not None:
-            with self._reference.active() as module:
-                reference = self._score(module, batch).logprobs.cpu()
-        return replace(batch, old_logprobs=old, ref_logprobs=reference)
-
-    def _score(self, model: nn.Module, batch: Batch) -> Any:
-        return score_without_gradient(model, batch.to(self.args.device), self.forward_options)
-
-    def _step_totals(self, batches: list[Batch]) -> StepTotals:
-        """Collective. Denominators over all ranks and micro-batches of the step."""
-        mine = [sum(batch.num_rows for batch in batches), sum(int(batch.trained.sum()) for batch in batches)]
-        rows, tokens = dist.all_sum([float(number) for number in mine])
-        threshold = kept = None
-        if self.args.top_entropy_quantile < 1.0:
-            with self.timings.phase("scoring"):
-                mine_entropy = [self._score(self.model, b).entropy.cpu()[b.trained] for b in batches]  # pyright: ignore
-            entropies = dist.all_gather_rows(torch.cat(mine_entropy))
-            if len(entropies):
-                threshold = entropy_threshold(entropies, self.args.top_entropy_quantile)
-                kept = float((entropies >= threshold).sum())
-        return StepTotals(
-            rows=rows,
-            tokens=tokens,
-            micro_batches=len(batches),
-            world_size=dist.world_size(),
-            entropy_threshold=threshold,
-            entropy_tokens=kept,
-        )
+            return [self.frozen_scorer(batch, old=not self.plan.is_on_policy) for batch in micro_batches]
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -418,7 +387,10 @@ class GRPOTrainer(Trainer):
         self._prepare_for_evaluation()
         with self.timings.phase("evaluating"):
             for batch in dataloader:
-                scored = self._evaluate_batch(batch, metric_key_prefix, store)
+                scored, metrics = self.evaluator(
+                    batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
+                )
+                store.add(metrics)
                 self.completion_log.add(scored.records, phase=metric_key_prefix, reward_names=self.rewards.names)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -431,47 +403,6 @@ class GRPOTrainer(Trainer):
         """Put the model where it runs, when evaluation comes before any training."""
         if not self.is_in_train and next(self.model.parameters()).device != self.args.device:
             self._move_model_to_device(self.model, self.args.device)
-
-    def _evaluate_batch(self, batch: EvalBatch, phase: str, store: MetricStore) -> ScoredRound:
-        """Collective. One batch's metrics into `store`."""
-        group_size, rank = self.args.num_generations_eval_resolved, dist.rank()
-        rows = batch.rank_rows(rank, dist.world_size(), group_size)
-        groups = {row // group_size for row in rows}
-        scored = self.round_maker(
-            RoundRequest(
-                prompts={group: self.prompt_maker(batch.rows[group], group) for group in groups},
-                rows=rows,
-                num_rows=len(batch.rows) * group_size,
-                num_generations=group_size,
-                phase=phase,
-                number=batch.number,
-                step=self.state.global_step,
-            ),
-            trainer_state=self.state,
-        )
-        store.add(scored.metrics)
-        micro_batch = scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions)
-        num_rows, tokens = dist.all_sum([float(len(rows)), float(micro_batch.trained.sum())])
-        totals = StepTotals(rows=num_rows, tokens=tokens, world_size=dist.world_size())
-        if len(rows):
-            micro_batch = replace(micro_batch, totals=totals)
-            store.add(self._evaluation_loss(micro_batch))
-        return scored
-
-    @torch.no_grad()
-    def _evaluation_loss(self, batch: Batch) -> dict[str, Metric]:
-        """Loss and objective metrics of a batch; its loss weighs as much as its denominator counts."""
-        if self._reference is not None:
-            with self._reference.active() as module:
-                batch = replace(batch, ref_logprobs=self._score(module, batch).logprobs.cpu())
-        batch = batch.to(self.args.device)
-        with evaluation_mode(self.model):  # pyright: ignore[reportArgumentType]
-            scores = score_tokens(self.model, batch, self.forward_options)  # pyright: ignore[reportArgumentType]
-        result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self._parts.aux_loss_coef)
-        totals = batch.totals
-        weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
-        share = weight / totals.world_size
-        return {"loss": mean_of(result.loss * share, share), **result.metrics}
 
     # ------------------------------------------------------------------------------------------ saving, resuming
 
@@ -497,9 +428,6 @@ class GRPOTrainer(Trainer):
             return super().hyperparameter_search(*args, **kwargs)
         finally:
             self.model_init = None
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict=state_dict)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the model card (`README.md`) into `output_dir`; main process only."""

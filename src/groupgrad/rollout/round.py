@@ -10,13 +10,14 @@ import torch
 
 from groupgrad import dist
 from groupgrad.data.collate import collate
+from groupgrad.data.prompts import PromptMaker
 from groupgrad.metrics import Metric
 from groupgrad.objectives import Advantages, compute_advantages, reward_metrics
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.sampling import RolloutMaker
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.telemetry.timings import Timings
-from groupgrad.types import Batch, Prompt, RewardTable, Rollout
+from groupgrad.types import Batch, RewardTable, Rollout
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,8 +35,8 @@ class ScoringOptions:
 class RoundRequest:
     """What a round is made of."""
 
-    prompts: Mapping[int, Prompt]
-    """By group; those of this rank's rows."""
+    rows_by_group: Mapping[int, dict[str, Any]]
+    """Data-set rows of this rank's groups."""
     rows: Sequence[int]
     """This rank's row numbers."""
     num_rows: int
@@ -72,8 +73,16 @@ class ScoredRound:
 class RoundMaker:
     """Makes scored rounds. Collective: every rank takes part in every round, also without rows of its own."""
 
-    def __init__(self, rollouts: RolloutMaker, rewards: RewardRunner, options: ScoringOptions, timings: Timings):
-        self.rollouts, self.rewards, self.options, self.timings = rollouts, rewards, options, timings
+    def __init__(
+        self,
+        prompt_maker: PromptMaker,
+        rollouts: RolloutMaker,
+        rewards: RewardRunner,
+        options: ScoringOptions,
+        timings: Timings,
+    ):
+        self.prompt_maker, self.rollouts, self.rewards = prompt_maker, rollouts, rewards
+        self.options, self.timings = options, timings
 
     def __call__(self, request: RoundRequest, *, trainer_state: Any) -> ScoredRound:
         """Collective. Sample and score one round. A failure on any rank is raised on all of them."""
@@ -83,7 +92,7 @@ class RoundMaker:
         try:
             with self.timings.phase("sampling"):
                 rollouts = self.rollouts(
-                    request.prompts,
+                    {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()},
                     request.rows,
                     num_generations=request.num_generations,
                     phase=request.phase,

@@ -1,0 +1,73 @@
+"""Measuring the policy on a data set: the same sampling and scoring as in training, no gradients, no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad import dist
+from groupgrad.data.evaluation import EvalBatch
+from groupgrad.metrics import Metric, mean_of
+from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
+from groupgrad.models.frozen import FrozenScorer
+from groupgrad.objectives import PolicyOptions, policy_loss
+from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoredRound
+from groupgrad.rollout.totals import step_totals
+from groupgrad.types import Batch
+
+# Losses whose denominator counts tokens; the others count rows.
+_TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})
+
+
+@dataclass(slots=True, frozen=True)
+class Evaluator:
+    """Samples, scores and measures evaluation batches.
+
+    The same rows get the same random streams in every evaluation, so that changes are the policy's.
+    """
+
+    model: nn.Module
+    round_maker: RoundMaker
+    frozen: FrozenScorer
+    policy_options: PolicyOptions
+    forward_options: ForwardOptions
+    num_generations: int
+    mask_truncated: bool
+    aux_loss_coef: float
+    device: torch.device | str
+
+    def __call__(
+        self, batch: EvalBatch, *, phase: str, step: int, trainer_state: Any
+    ) -> tuple[ScoredRound, dict[str, Metric]]:
+        """Collective. One batch's rollouts and this rank's part of its metrics."""
+        rows = batch.rank_rows(dist.rank(), dist.world_size(), self.num_generations)
+        scored = self.round_maker(
+            RoundRequest(
+                rows_by_group={row // self.num_generations: batch.rows[row // self.num_generations] for row in rows},
+                rows=rows,
+                num_rows=len(batch.rows) * self.num_generations,
+                num_generations=self.num_generations,
+                phase=phase,
+                number=batch.number,
+                step=step,
+            ),
+            trainer_state=trainer_state,
+        )
+        micro_batch = scored.micro_batch(rows, mask_truncated=self.mask_truncated)
+        micro_batch = replace(micro_batch, totals=step_totals([micro_batch]))
+        return scored, {**scored.metrics, **(self._loss(micro_batch) if len(rows) else {})}
+
+    @torch.no_grad()
+    def _loss(self, batch: Batch) -> dict[str, Metric]:
+        """Loss and objective metrics; the loss weighs as much as its denominator counts."""
+        batch = self.frozen(batch, old=False).to(self.device)
+        with evaluation_mode(self.model):
+            scores = score_tokens(self.model, batch, self.forward_options)
+        result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self.aux_loss_coef)
+        totals = batch.totals
+        weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
+        part = weight / totals.world_size
+        return {"loss": mean_of(result.loss * part, part), **result.metrics}

@@ -1,0 +1,37 @@
+"""The denominators of an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from groupgrad import dist
+from groupgrad.objectives import entropy_threshold
+from groupgrad.types import Batch, StepTotals
+
+
+def step_totals(
+    batches: Sequence[Batch], *, keep_entropy: float = 1.0, entropy_of: Callable[[Batch], torch.Tensor] | None = None
+) -> StepTotals:
+    """Collective. Totals over all ranks and micro-batches of the step that `batches` are this rank's part of.
+
+    With `keep_entropy` < 1 the entropy from which the step's most uncertain tokens are kept is found over the whole
+    step (arXiv:2506.01939, eq. 6), which takes `entropy_of` each batch; otherwise all tokens are kept.
+    """
+    mine = [float(sum(batch.num_rows for batch in batches)), float(sum(int(b.trained.sum()) for b in batches))]
+    rows, tokens = dist.all_sum(mine)
+    threshold = kept = None
+    if keep_entropy < 1.0 and entropy_of is not None:
+        entropies = dist.all_gather_rows(torch.cat([entropy_of(batch)[batch.trained] for batch in batches]))
+        if len(entropies):
+            threshold = entropy_threshold(entropies, keep_entropy)
+            kept = float((entropies >= threshold).sum())
+    return StepTotals(
+        rows=rows,
+        tokens=tokens,
+        micro_batches=len(batches),
+        world_size=dist.world_size(),
+        entropy_threshold=threshold,
+        entropy_tokens=kept,
+    )
