@@ -1,0 +1,84 @@
+"""Small models and tokenizers made in code, shared by all tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A character tokenizer with a chat template: ids 0 pad, 1 eos, 2 bos, then one a character."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
+    for character in CHARACTERS:
+        vocabulary[character] = len(vocabulary)
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(seed: int = 0, **config: object) -> Qwen3ForCausalLM:
+    """A random Qwen3-architecture model of about 20 thousand parameters in float32, evaluation mode off."""
+    torch.manual_seed(seed)
+    settings: dict[str, object] = {
+        "vocab_size": len(CHARACTERS) + 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**{**settings, **config}))
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def model() -> Qwen3ForCausalLM:
+    return make_model()
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A saved small model with its tokenizer."""
+    folder = tmp_path / "model"
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference data beside the project; tests that need it skip without it."""
+    folder = Path(os.environ.get("GROUPGRAD_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"the shared data folder is not here ({folder})")
+    return folder
