@@ -62,9 +62,11 @@ def plot_rewards(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> 
         _draw_curve(axes[1], length, _LENGTH, "tokens per completion")
         axes[1].set_title("Completion length", loc="left", fontsize=10, color=_INK, fontweight="bold")
         axes[1].set_ylabel("tokens", color=_MUTED)
-        axes[1].set_ylim(bottom=0)
+        axes[1].set_ylim(0, max(1.15 * np.nanmax(length.values, initial=0.0), 1.0))
     for axis in axes:
         _tidy(axis)
+    if len({*reward.steps, *(step for points in evaluations.values() for step in points.steps)}) == 1:
+        axes[-1].set_xlim(axes[-1].get_xlim()[0] - 1, axes[-1].get_xlim()[1] + 1)
     axes[-1].set_xlabel("optimizer step", color=_MUTED)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -173,12 +173,16 @@ class ProgressCallback(TrainerCallback):
         self._bar.refresh()
 
     def _description(self) -> str:
-        """`reward=... len=... tok/s=... | phase`; on a narrow terminal the last numbers go first, the phase never."""
+        """`reward=... len=... tok/s=... | phase`; idle is blank.
+
+        On a narrow terminal the last numbers go first, the phase never.
+        """
         written = [f"{key}={_short(key, value)}" for key, value in self._numbers.items()]
         room = shutil.get_terminal_size().columns - _BAR_RESERVE - len(self._phase)
         while written and len(" ".join(written)) + 3 > room:
             written.pop()
-        return " ".join([*written, "|", self._phase]) if written else self._phase
+        doing = [] if self._phase == "idle" else [self._phase]
+        return " ".join([*written, "|", *doing] if written and doing else written or doing)
 
     def _close_evaluation(self) -> None:
         bar, self._evaluation_bar = self._evaluation_bar, None

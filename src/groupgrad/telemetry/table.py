@@ -56,15 +56,14 @@ def build_table(records: Sequence[Mapping[str, Any]], columns: Columns, *, title
     rewards, extras = columns.rewards, columns.extras
     numbers = _numbers_width([*rewards, "Advantage"], records)
     shown = list(extras)
-    while (
-        shown
-        and _left_for_text(width, numbers + sum(_extra_width(name, records) + _PADDING for name in shown))
-        < 2 * _MIN_TEXT
-    ):
+    while shown:
+        others = sum(_extra_width(name, records) + _PADDING for name in shown)
+        if _left_for_text(width, numbers + others) >= 2 * _MIN_TEXT:
+            break
         shown.pop()
     merged = _left_for_text(width, numbers) < 2 * _MIN_TEXT and len(rewards) > 1
 
-    table = Table(title=visible(title), box=box.SQUARE, show_lines=True, expand=True)
+    table = Table(title=Text(visible(title)), box=box.SQUARE, show_lines=True, expand=True)
     table.add_column("Prompt", ratio=2, overflow="fold")
     table.add_column("Completion", ratio=3, overflow="fold")
     if merged:

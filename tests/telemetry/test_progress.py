@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from groupgrad.telemetry import ProgressCallback, Timings
+
+LOGS = {"loss": 0.0, "reward": 0.5, "completions/mean_length": 40.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal(monkeypatch) -> SimpleNamespace:
+    """Standard output and error that claim to be a 100-column terminal.
+
+    Not a fixture: pytest puts its own streams back between the set-up of a test and its call.
+    """
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    return SimpleNamespace(out=out, err=err)
+
+
+def run_state(step: int = 0, *, main: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(is_world_process_zero=main, global_step=step, max_steps=8)
+
+
+ARGS = SimpleNamespace(disable_tqdm=False)
+
+
+def frames(stream: io.StringIO) -> list[str]:
+    """What was drawn, one entry a redraw."""
+    return [frame.strip() for frame in re.split(r"\r|\n", stream.getvalue().replace("\x1b[A", "")) if frame.strip()]
+
+
+def test_the_bar_shows_step_numbers_and_phase(monkeypatch):
+    streams = terminal(monkeypatch)
+    progress, state = ProgressCallback(), run_state(2)
+    progress.on_train_begin(ARGS, state, None)
+    progress.set_phase("sampling")
+    progress._shown_at = float("-inf")
+    progress.set_numbers(reward=0.12345, length=45.4, tokens_per_second=1234.4)
+    last = frames(streams.err)[-1]
+    assert "| 2/8 [" in last
+    assert last.endswith("reward=0.123 len=45 tok/s=1234 | sampling")
+    progress.close()
+    assert frames(streams.err)[-1].endswith("reward=0.123 len=45 tok/s=1234")
+
+
+def test_a_phase_is_shown_at_once_and_numbers_ten_times_a_second(monkeypatch):
+    streams = terminal(monkeypatch)
+    clock = Clock()
+    progress = ProgressCallback(clock=clock)
+    progress.on_train_begin(ARGS, run_state(), None)
+    before = len(frames(streams.err))
+    for i in range(100):
+        clock.now += 0.01
+        progress.set_numbers(reward=float(i))
+    assert 8 <= len(frames(streams.err)) - before <= 11
+    before = len(frames(streams.err))
+    for phase in ("sampling", "rewards", "rewards", "scoring"):
+        progress.set_phase(phase)
+    assert [frame.split()[-1] for frame in frames(streams.err)[before:]] == ["sampling", "rewards", "scoring"]
+    progress.close()
+
+
+def test_a_narrow_terminal_keeps_the_phase(monkeypatch):
+    streams = terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "64")
+    progress = ProgressCallback()
+    progress.on_train_begin(ARGS, run_state(), None)
+    progress.set_numbers(reward=0.5, length=100.0, tokens_per_second=99999.0)
+    progress.set_phase("evaluating")
+    assert frames(streams.err)[-1].endswith("evaluating")
+    progress.set_phase("idle")
+    monkeypatch.setenv("COLUMNS", "78")
+    progress.set_phase("training")
+    assert frames(streams.err)[-1].endswith("reward=0.500 len=100 | training")
+    progress.close()
+
+
+def test_a_log_event_is_one_line_on_standard_output(monkeypatch):
+    streams = terminal(monkeypatch)
+    clock = Clock()
+    progress, state = ProgressCallback(clock=clock), run_state()
+    progress.on_train_begin(ARGS, state, None)
+    for step in (2, 4):
+        state.global_step = step
+        clock.now += 3.0
+        progress.on_step_end(ARGS, state, None)
+        progress.on_log(ARGS, state, None, logs=LOGS)
+    progress.on_train_end(ARGS, state, None)
+    lines = streams.out.getvalue().splitlines()
+    assert [line.split("step ")[1][0] for line in lines] == ["2", "4"]
+    assert all(line.endswith("  1.50 s/step") for line in lines)
+    assert "4/8" in frames(streams.err)[-1]
+
+
+def test_timings_drive_the_phase(monkeypatch):
+    terminal(monkeypatch)
+    progress = ProgressCallback()
+    timings = Timings(progress.set_phase)
+    progress.on_train_begin(ARGS, run_state(), None)
+    with timings.phase("sampling"):
+        with timings.phase("rewards"):
+            assert progress.phase == "rewards"
+        assert progress.phase == "sampling"
+    progress.close()
+
+
+def test_evaluation_has_a_bar_that_goes_away(monkeypatch):
+    streams = terminal(monkeypatch)
+    progress, state = ProgressCallback(), run_state()
+    progress.on_train_begin(ARGS, state, None)
+    for _ in range(3):
+        progress.on_prediction_step(ARGS, state, None, eval_dataloader=[0, 0, 0])
+    assert any("/3 [" in frame and "evaluation" in frame for frame in frames(streams.err))
+    progress.on_evaluate(ARGS, state, None)
+    assert progress._evaluation_bar is None
+    progress.on_prediction_step(ARGS, state, None, eval_dataloader=iter([0]))  # a stream has no length
+    progress.on_predict(ARGS, state, None, metrics={})
+    progress.close()
+
+
+def test_an_exception_leaves_no_bar_and_a_second_run_starts_clean(monkeypatch):
+    streams = terminal(monkeypatch)
+    progress, state = ProgressCallback(), run_state()
+    with pytest.raises(KeyboardInterrupt), progress:
+        progress.on_train_begin(ARGS, state, None)
+        progress.on_prediction_step(ARGS, state, None, eval_dataloader=[0, 0])
+        raise KeyboardInterrupt
+    assert progress._bar is None
+    assert progress._evaluation_bar is None
+    assert streams.err.getvalue().endswith("\n") or streams.err.getvalue().endswith("\r")
+    progress.close()
+    progress.on_train_begin(ARGS, state, None)
+    progress.on_train_begin(ARGS, state, None)
+    assert progress._bar.pos == 0
+    progress.close()
+
+
+@pytest.mark.parametrize("why", ["no terminal", "disable_tqdm"])
+def test_without_a_bar_there_is_one_plain_line_a_log(monkeypatch, why):
+    terminal(monkeypatch)
+    if why == "no terminal":
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+    args = SimpleNamespace(disable_tqdm=why == "disable_tqdm")
+    progress, state = ProgressCallback(), run_state()
+    progress.on_train_begin(args, state, None)
+    for step in range(1, 9):
+        state.global_step = step
+        for phase in ("sampling", "training"):
+            progress.set_phase(phase)
+        progress.set_numbers(reward=1.0)
+        progress.on_step_end(args, state, None)
+        progress.on_prediction_step(args, state, None, eval_dataloader=[0])
+        if step % 4 == 0:
+            progress.on_log(args, state, None, logs=LOGS)
+    progress.on_train_end(args, state, None)
+    assert sys.stderr.getvalue() == ""
+    assert [line[:6] for line in sys.stdout.getvalue().splitlines()] == ["step 4", "step 8"]
+
+
+def test_other_ranks_show_nothing(monkeypatch):
+    streams = terminal(monkeypatch)
+    progress, state = ProgressCallback(), run_state(main=False)
+    progress.on_train_begin(ARGS, state, None)
+    progress.set_phase("sampling")
+    progress.set_numbers(reward=1.0)
+    progress.on_step_end(ARGS, state, None)
+    progress.on_prediction_step(ARGS, state, None, eval_dataloader=[0])
+    progress.on_evaluate(ARGS, state, None)
+    progress.on_log(ARGS, state, None, logs=LOGS)
+    progress.on_train_end(ARGS, state, None)
+    assert streams.out.getvalue() == streams.err.getvalue() == ""
+
+
+SCRIPT = """
+import fcntl, struct, sys, termios
+from types import SimpleNamespace
+fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
+from groupgrad.telemetry import ProgressCallback
+args = SimpleNamespace(disable_tqdm=False)
+state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=4)
+progress = ProgressCallback()
+progress.on_train_begin(args, state, None)
+progress.set_phase("sampling")
+state.global_step = 2
+progress.on_step_end(args, state, None)
+progress.on_log(args, state, None, logs={"loss": 0.0, "reward": 0.5})
+progress.set_phase("training")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_on_a_real_terminal_lines_go_above_the_bar_and_an_abandoned_bar_ends_its_line():
+    main, side = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], stdout=side, stderr=side, stdin=side, env=environment
+    )
+    os.close(side)
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(main, 65536)
+        except OSError:  # how Linux says that the other end has closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(main)
+    assert process.wait(timeout=60) == 0
+    drawn = b"".join(chunks).decode()
+    assert re.search(r"\r *\rstep 2  reward  0\.500  loss  0\.0000 .*\r\n", drawn)  # the bar is wiped, then the line
+    assert drawn.endswith("\r\n")
+    last = drawn.rstrip().split("\r")[-1].strip()
+    assert "2/4 [" in last
+    assert all(len(frame) <= 90 for frame in re.split(r"[\r\n]", drawn))

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from groupgrad.telemetry import Timings
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nested_phases_count_exclusively():
+    clock = Clock()
+    timings = Timings(clock=clock)
+    clock.now += 5  # outside any phase: nobody's
+    with timings.phase("sampling"):
+        clock.now += 2
+        with timings.phase("rewards"):
+            clock.now += 3
+        clock.now += 1
+    with timings.phase("training"):
+        clock.now += 0.5
+    assert timings.take() == {"sampling": 3.0, "rewards": 3.0, "training": 0.5}
+    assert timings.take() == {}
+
+
+def test_a_phase_repeated_or_inside_itself_adds_up_once():
+    clock = Clock()
+    timings = Timings(clock=clock)
+    for _ in range(3):
+        with timings.phase("scoring"):
+            clock.now += 1
+            with timings.phase("scoring"):
+                clock.now += 2
+    assert timings.take() == {"scoring": 9.0}
+
+
+def test_taking_inside_a_phase_splits_it():
+    clock = Clock()
+    timings = Timings(clock=clock)
+    with timings.phase("training"):
+        clock.now += 4
+        assert timings.take() == {"training": 4.0}
+        clock.now += 1
+    assert timings.take() == {"training": 1.0}
+
+
+def test_an_exception_closes_the_phase():
+    clock = Clock()
+    timings = Timings(clock=clock)
+    with pytest.raises(KeyError), timings.phase("rewards"):
+        clock.now += 2
+        raise KeyError
+    clock.now += 7
+    assert timings.current is None
+    assert timings.take() == {"rewards": 2.0}
+
+
+def test_the_hook_hears_of_each_beginning_and_of_returns():
+    heard: list[str] = []
+    timings = Timings(heard.append)
+    with timings.phase("sampling"), timings.phase("rewards"):
+        pass
+    with timings.phase("training"):
+        pass
+    assert heard == ["sampling", "rewards", "sampling", "training"]
