@@ -262,8 +262,6 @@ def test_what_cannot_work_is_refused(make_batch, make_scores):
     batch = make_batch(ALL, ADVANTAGES)
     with pytest.raises(ValueError, match=r"beta=0.1 needs .* set ref_logprobs"):
         policy_loss(make_scores(LP), batch, PolicyOptions(beta=0.1))
-    with pytest.raises(ValueError, match=r"top_entropy_quantile=0.2 needs .* entropy_threshold"):
-        policy_loss(make_scores(LP), batch, PolicyOptions(top_entropy_quantile=0.2))
     with pytest.raises(ValueError, match="5 completion tokens"):
         policy_loss(make_scores(LP[:1]), batch, PolicyOptions())
     with pytest.raises(ValueError, match=r"loss_type='ppo' is not known; set one of 'grpo'"):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from groupgrad.metrics import Metric, maximum, mean_of, minimum
+from groupgrad.metrics import Metric
+from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
 from groupgrad.objectives.options import MismatchOptions
 from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, row_sum
 from groupgrad.types import Batch
@@ -64,18 +64,11 @@ def mismatch_metrics(batch: Batch, options: MismatchOptions, old_logprobs: torch
     gap = mismatch_gap(old_logprobs, batch.sampling_logprobs, layout)
     distance = gap.values.abs()
     ratio = mismatch_ratio(old_logprobs, batch.sampling_logprobs, layout, options)
-    counted = layout.trained if isinstance(ratio, PerToken) else layout.counts > 0
+    counts = counted(ratio, layout)
     return {
-        "sampling/sampling_logp_difference/mean": mean_of(distance.sum(), gap.measured.sum()),
-        "sampling/sampling_logp_difference/max": maximum(_extreme(distance, gap.measured, "max")),
-        "sampling/importance_sampling_ratio/min": minimum(_extreme(ratio.values, counted, "min")),
-        "sampling/importance_sampling_ratio/mean": mean_of(ratio.values[counted].sum(), counted.sum()),
-        "sampling/importance_sampling_ratio/max": maximum(_extreme(ratio.values, counted, "max")),
+        "sampling/sampling_logp_difference/mean": mean_where(distance, gap.measured),
+        "sampling/sampling_logp_difference/max": maximum_where(distance, gap.measured),
+        "sampling/importance_sampling_ratio/min": minimum_where(ratio.values, counts),
+        "sampling/importance_sampling_ratio/mean": mean_where(ratio.values, counts),
+        "sampling/importance_sampling_ratio/max": maximum_where(ratio.values, counts),
     }
-
-
-def _extreme(values: torch.Tensor, counted: torch.Tensor, which: Literal["min", "max"]) -> torch.Tensor:
-    chosen = values[counted]
-    if chosen.numel() == 0:
-        return values.new_full((), float("nan"))
-    return chosen.min() if which == "min" else chosen.max()

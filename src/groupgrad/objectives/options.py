@@ -71,7 +71,8 @@ class PolicyOptions:
     off_policy_mask_threshold: float | None = None
     """Mean drift (nats a token) beyond which a sequence of negative advantage is left out; None keeps all."""
     top_entropy_quantile: float = 1.0
-    """Share of tokens, the most uncertain ones, that the policy term keeps. The threshold is in the step's totals."""
+    """Share of tokens, the most uncertain ones, that the policy term keeps: `entropy_threshold` makes the threshold of
+    the step's totals from it. The loss itself reads only that threshold; None there keeps all tokens."""
     mismatch: MismatchOptions | None = None
     """How trainer/sampler mismatch is corrected; None corrects nothing."""
 

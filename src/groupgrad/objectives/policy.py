@@ -9,9 +9,10 @@ import torch
 
 from groupgrad.metrics import Metric, average, mean_of
 from groupgrad.objectives import surrogates
-from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics, mean_over_rows, mean_over_tokens
+from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics
 from groupgrad.objectives.kl import kl_to_reference
 from groupgrad.objectives.masks import high_entropy_keep, off_policy_keep
+from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import LossType, PolicyOptions
 from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, spread, where_trained
@@ -106,7 +107,7 @@ def _vespo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
         options.vespo_lambda_neg,
     )
     loss = surrogates.vespo(spread(PerRow(phi), terms.layout), terms.token_advantages, terms.logprobs)
-    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_over_rows(phi, terms.layout)})
+    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.layout.counts > 0)})
 
 
 LOSSES: dict[LossType, LossRecipe] = {
@@ -138,8 +139,9 @@ def policy_loss(
     Metrics are token- or sequence-weighted. `policy_loss` (only with an entropy bonus) is the policy and KL term as
     the paper writes it, averaged over the steps merged: each share weighs 1 / micro_batches, so that a step weighs 1.
 
-    Raises ValueError for scores of another length than the batch, for `beta` without reference log-probs, and for a
-    `top_entropy_quantile` below 1 without the step's threshold.
+    Tokens are kept by entropy if the totals have a threshold, whatever `top_entropy_quantile` it was made from.
+    Raises ValueError for scores of another length than the batch, for `beta` without reference log-probs, and for an
+    entropy bonus whose totals have a threshold but no count of the tokens it keeps.
     """
     _check(scores, batch, options)
     recipe = LOSSES[options.loss_type]
@@ -150,13 +152,13 @@ def policy_loss(
     per_token = _mask(policy.per_token, kept, terms, batch, options)
     if terms.correction is not None and not recipe.folds_mismatch:
         per_token = per_token * spread(terms.correction, layout)
-    metrics = {"entropy": mean_over_tokens(scores.entropy, layout), **policy.metrics}
+    metrics = {"entropy": mean_where(scores.entropy, layout.trained), **policy.metrics}
     if options.beta != 0 and batch.ref_logprobs is not None:
         kl = kl_to_reference(
             scores.logprobs, batch.ref_logprobs, layout, terms.ratio if options.use_bias_correction_kl else None
         )
         per_token = per_token + options.beta * kl
-        metrics["kl"] = mean_over_tokens(kl, layout)
+        metrics["kl"] = mean_where(kl, layout.trained)
     loss = step_share(per_token, layout, batch.totals, recipe.reduction, options.max_completion_length)
     if entropy_coef != 0:
         metrics["policy_loss"] = mean_of(loss, 1 / batch.totals.micro_batches)
@@ -222,9 +224,4 @@ def _check(scores: TokenScores, batch: Batch, options: PolicyOptions) -> None:
         raise ValueError(
             f"beta={options.beta} needs the reference model's log-probs, but the batch has none; "
             "set ref_logprobs, or beta=0"
-        )
-    if options.top_entropy_quantile < 1 and batch.totals.entropy_threshold is None:
-        raise ValueError(
-            f"top_entropy_quantile={options.top_entropy_quantile} needs the step's entropy_threshold, but the batch's "
-            "totals have none; set it with entropy_threshold(), or top_entropy_quantile=1.0"
         )
