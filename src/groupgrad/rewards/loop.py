@@ -1,0 +1,66 @@
+"""One event loop on a thread of its own, for asynchronous reward functions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines on a daemon thread that starts when first needed.
+
+    The loop lives on between calls, so that a reward function can keep a client session open. It ends with `close`,
+    with this object, or with the interpreter; a later `submit` starts a new one. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]] = []
+        self._finalizer = weakref.finalize(self, _stop, self._running)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; the future is to be waited for on another thread."""
+        with self._lock:
+            if not self._running or not self._running[0][1].is_alive():
+                self._running.clear()
+                self._running.append(_start())
+            return asyncio.run_coroutine_threadsafe(coroutine, self._running[0][0])
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. May be called any number of times."""
+        with self._lock:
+            _stop(self._running)
+
+
+def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=_run, args=(loop,), name="reward-loop", daemon=True)
+    thread.start()
+    return loop, thread
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
+
+
+def _stop(running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]]) -> None:
+    while running:
+        loop, thread = running.pop()
+        if thread.is_alive():
+            loop.call_soon_threadsafe(loop.stop)
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)

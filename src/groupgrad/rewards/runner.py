@@ -1,0 +1,268 @@
+"""Scores finished rollouts with reward functions and reward models of every kind."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+
+from groupgrad.errors import RewardError
+from groupgrad.metrics import Metric, mean_of, merge
+from groupgrad.rewards import REWARD_FUNCTIONS
+from groupgrad.rewards.functions import (
+    RewardFunction,
+    distinct_names,
+    failure,
+    innermost,
+    inspect_function,
+    read_rewards,
+)
+from groupgrad.rewards.inputs import CallInputs, CallLog
+from groupgrad.rewards.loop import LoopThread
+from groupgrad.rewards.models import RewardModel, RewardModelOptions
+from groupgrad.types import RewardTable, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+RewardFunc = Union[str, "PreTrainedModel", Callable[..., Any]]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What became of one reward function's call."""
+
+    rewards: list[float]
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Ended:
+    """How an asynchronous call ended; an error is carried as a value so that it cannot end the loop it ran on."""
+
+    returned: Any
+    error: BaseException | None
+    seconds: float
+
+
+class RewardRunner:
+    """Calls every reward function on rollouts and collects what they return and log.
+
+    An item is the name or folder of a sequence-classification model (loaded with one label and a copy of
+    `model_init_kwargs` without the entries that concern the policy's own checkpoint or placement, see
+    `models.POLICY_ONLY_KEYS`), such a model itself, or a callable, synchronous or not. `processing_classes` are the
+    tokenizers of the models: None, one for a single item, or a list as long as the items, of which entries for
+    callables are ignored. The lists given are not changed. ValueError or TypeError for what cannot work.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: RewardFunc | list[RewardFunc],
+        processing_classes: Any = None,
+        *,
+        device: torch.device | str = "cpu",
+        model_init_kwargs: dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        max_batch_rows: int = 16,
+    ):
+        if max_batch_rows < 1:
+            raise ValueError(
+                f"max_batch_rows={max_batch_rows}: a forward pass needs at least one row; set it to 1 or more"
+            )
+        items: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        if not items:
+            raise ValueError("reward_funcs=[]: without a reward there is nothing to learn; give at least one function")
+        classes = _align(processing_classes, len(items))
+        options = RewardModelOptions(device, model_init_kwargs, trust_remote_code, chat_template_kwargs, max_batch_rows)
+        for item in items:
+            _check(item)
+        scorers = [_scorer(item, processing_class, options) for item, processing_class in zip(items, classes)]
+        self.names: list[str] = distinct_names([scorer.name for scorer in scorers])
+        self._scorers = [scorer.renamed(name) for scorer, name in zip(scorers, self.names)]
+        self._loop = LoopThread()
+        self._warned_unscored = False
+
+    def score(self, rollouts: Sequence[Rollout], *, trainer_state: Any = None, step: int = 0) -> RewardTable:
+        """The rewards of these rollouts, in their order. Local, no collective.
+
+        Asynchronous functions start first and run, all at once, beside the synchronous ones, which are called in order.
+        `rewards` is (B, R), NaN where a function gave None or NaN. RewardError (from the original) if a function
+        fails or returns something that cannot be used; KeyboardInterrupt and the like pass through. No function is
+        called for no rollouts.
+        """
+        rollouts = list(rollouts)
+        if not rollouts:
+            return RewardTable(torch.empty(0, len(self.names), dtype=torch.float64), list(self.names))
+        inputs = CallInputs.of(rollouts, trainer_state, step)
+        logs = [CallLog(name, len(rollouts), step) for name in self.names]
+        outcomes: list[_Outcome | None] = [None] * len(logs)
+        pending: dict[int, concurrent.futures.Future[_Ended]] = {}
+        try:
+            for k, scorer in enumerate(self._scorers):
+                if isinstance(scorer, RewardFunction) and scorer.is_async:
+                    arguments = scorer.arguments(inputs, logs[k])
+                    pending[k] = self._loop.submit(_await(scorer.call, arguments, logs[k]))
+            for k, scorer in enumerate(self._scorers):
+                if isinstance(scorer, RewardModel):
+                    outcomes[k] = _run_model(scorer, inputs)
+                elif k not in pending:
+                    outcomes[k] = self._run_function(scorer, inputs, logs[k])
+            for k, future in pending.items():
+                outcomes[k] = _finish(future, inputs, logs[k])
+        finally:
+            for future in pending.values():
+                future.cancel()
+            for log in logs:
+                log.close()
+        return self._table([outcome for outcome in outcomes if outcome is not None], logs, inputs)
+
+    def close(self) -> None:
+        """End the thread of the asynchronous functions. May be called any number of times."""
+        self._loop.close()
+
+    def _run_function(self, function: RewardFunction, inputs: CallInputs, log: CallLog) -> _Outcome:
+        arguments = function.arguments(inputs, log)
+        started = time.perf_counter()
+        try:
+            returned = self._call(function, arguments, log)
+        except Exception as error:
+            if error is log.error:
+                raise
+            raise self._blame(function, inputs, error) from error
+        finally:
+            log.close()
+        seconds = time.perf_counter() - started
+        return _Outcome(read_rewards(returned, function.name, inputs), seconds)
+
+    def _call(self, function: RewardFunction, arguments: dict[str, Any], log: CallLog) -> Any:
+        returned = function.call(**arguments)
+        if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an asynchronous one
+            ended = self._loop.submit(_await(lambda: returned, {}, log)).result()
+            if ended.error is not None:
+                raise ended.error
+            return ended.returned
+        return returned
+
+    def _blame(self, function: RewardFunction, inputs: CallInputs, error: Exception) -> RewardError:
+        """Find the row that makes a function fail by calling it once a row; what it logs then is dropped."""
+        num_rows = len(inputs.rollouts)
+        if num_rows == 1:
+            return failure(error, function.name, inputs, 0)
+        for row in range(num_rows):
+            single = inputs.only(row)
+            muted = CallLog(function.name, 1, inputs.step, muted=True)
+            try:
+                self._call(function, function.arguments(single, muted), muted)
+            except Exception as again:
+                # A function that fails otherwise on a single row (too few for a statistic, say) tells nothing of it.
+                if type(again) is type(error):
+                    return failure(error, function.name, inputs, row)
+        return failure(error, function.name, inputs)
+
+    def _table(self, outcomes: list[_Outcome], logs: list[CallLog], inputs: CallInputs) -> RewardTable:
+        rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float64).T.contiguous()
+        unscored = rewards.isnan().all(dim=1).nonzero().flatten().tolist()
+        if unscored and not self._warned_unscored:
+            self._warned_unscored = True
+            logger.warning(
+                "step %d: %d of %d completions got no reward from any function and teach nothing; the first is %s",
+                inputs.step,
+                len(unscored),
+                len(inputs.rollouts),
+                inputs.describe(unscored[0]),
+            )
+        columns: dict[str, list[Any]] = {}
+        metrics: dict[str, Metric] = {}
+        for log in logs:
+            for column, values in log.columns.items():
+                columns[_free_name(column, log.function, columns)] = values
+            for name, (total, count) in log.metrics.items():
+                metric = mean_of(total, count)
+                metrics[name] = merge(metrics[name], metric) if name in metrics else metric
+        seconds = {name: outcome.seconds for name, outcome in zip(self.names, outcomes)}
+        return RewardTable(rewards, list(self.names), columns, metrics, seconds)
+
+
+def _run_model(model: RewardModel, inputs: CallInputs) -> _Outcome:
+    started = time.perf_counter()
+    try:
+        return _Outcome(model.score(inputs), time.perf_counter() - started)
+    except RewardError:
+        raise
+    except Exception as error:
+        raise failure(error, model.name, inputs) from error
+
+
+def _finish(future: concurrent.futures.Future[_Ended], inputs: CallInputs, log: CallLog) -> _Outcome:
+    ended = future.result()
+    if ended.error is None:
+        return _Outcome(read_rewards(ended.returned, log.function, inputs), ended.seconds)
+    if ended.error is log.error or not isinstance(ended.error, Exception):
+        raise ended.error
+    row = 0 if len(inputs.rollouts) == 1 else None
+    raise failure(ended.error, log.function, inputs, row) from ended.error
+
+
+async def _await(call: Callable[..., Any], arguments: dict[str, Any], log: CallLog) -> _Ended:
+    started = time.perf_counter()
+    returned, error = None, None
+    try:
+        returned = await call(**arguments)
+    except (Exception, KeyboardInterrupt, SystemExit) as caught:
+        error = caught
+    finally:
+        log.close()
+    return _Ended(returned, error, time.perf_counter() - started)
+
+
+def _align(processing_classes: Any, count: int) -> list[Any]:
+    if processing_classes is None:
+        return [None] * count
+    classes = list(processing_classes) if isinstance(processing_classes, (list, tuple)) else [processing_classes]
+    if len(classes) != count:
+        raise ValueError(
+            f"{len(classes)} reward_processing_classes for {count} reward_funcs: they are matched by position; give a "
+            "list of the same length, with None for functions and for models whose tokenizer is to be loaded"
+        )
+    return classes
+
+
+def _check(item: Any) -> None:
+    """Refuse what is no reward function before any model is loaded."""
+    if isinstance(item, str):
+        if item in REWARD_FUNCTIONS:
+            raise ValueError(
+                f"reward_funcs={item!r}: a text is the name of a reward model, but this is a function of "
+                "groupgrad.rewards; give the function itself"
+            )
+    elif not callable(item) or isinstance(item, type):
+        raise TypeError(
+            f"reward_funcs contains {item!r} ({type(item).__name__}), which cannot be called; give functions, callable "
+            "objects, sequence-classification models or the names of such models"
+        )
+
+
+def _scorer(item: Any, processing_class: Any, options: RewardModelOptions) -> RewardFunction | RewardModel:
+    if isinstance(item, (str, torch.nn.Module)):
+        return RewardModel(item, processing_class, options)
+    check_ready = getattr(innermost(item), "check_ready", None)
+    if check_ready is not None:
+        check_ready()
+    return inspect_function(item)
+
+
+def _free_name(column: str, function: str, taken: dict[str, Any]) -> str:
+    name, number = column, 1
+    while name in taken:
+        name = f"{function}/{column}" if number == 1 else f"{function}/{column}_{number}"
+        number += 1
+    return name

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from groupgrad.rewards import accuracy, accuracy_reward, reasoning_accuracy_reward
+from groupgrad.rewards.accuracy import MathVerifier, Verdict
+
+TOWER = r"the result is \boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.fixture
+def verifier(monkeypatch):
+    """Stands in for the shared one, with a short deadline."""
+    short = MathVerifier(timeout_s=1.0, max_workers=2)
+    monkeypatch.setattr(accuracy, "_VERIFIER", short)
+    yield short
+    short.close()
+
+
+@pytest.mark.parametrize(
+    ("solution", "completion", "expected"),
+    [
+        ("72", r"so it is \boxed{72}.", 1.0),
+        ("#### 72", r"\boxed{72}", 1.0),
+        ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72.\n#### 72", r"\boxed{72}", 1.0),
+        ("#### 1,234", r"\boxed{1234}", 1.0),
+        (r"\boxed{72}", r"\boxed{72.0}", 1.0),
+        ("$72$", r"The answer is $72$", 1.0),
+        (r"$\frac{1}{2}$", r"\boxed{0.5}", 1.0),
+        (r"\frac12", r"\boxed{\frac{2}{4}}", 1.0),
+        ("x^2+1", r"\boxed{1 + x^2}", 1.0),
+        (r"3\sqrt{2}", r"\boxed{3}", 0.0),
+        (r"3\sqrt{2}", r"\boxed{\sqrt{18}}", 1.0),
+        ("(1, 2)", r"\boxed{(1,2)}", 1.0),
+        ("(1, 2)", r"\boxed{2}", 0.0),
+        ("$5.50", r"\boxed{\$5.5}", 1.0),
+        (72, r"\boxed{72}", 1.0),
+        ("72", r"\boxed{72 \text{ cm}}", 1.0),
+        ("72", r"first \boxed{70}, no: \boxed{72}", 0.0),
+        ("72", "no formula: 72", 0.0),
+        ("72", r"\boxed{27}", 0.0),
+        ("72", "", 0.0),
+        ("72", "\\boxed{", 0.0),
+        ("nothing to parse", r"\boxed{72}", None),
+        ("", r"\boxed{72}", None),
+        ("?", r"\boxed{72}", None),
+        (None, r"\boxed{72}", None),
+    ],
+)
+def test_accuracy(solution, completion, expected):
+    assert accuracy_reward(completions=[completion], solution=[solution], prompts=["p"]) == [expected]
+
+
+def test_many_rows_keep_their_order():
+    count = 100
+    completions = [rf"\boxed{{{i}}}" for i in range(count)]
+    solutions = [str(i if i % 3 else i + 1) for i in range(count)]
+    assert MathVerifier(max_workers=2).judge(["2", "3"], [r"\boxed{2}", r"\boxed{2}"])[1].correct is False
+    assert accuracy_reward(completions=completions, solution=solutions) == [float(i % 3 > 0) for i in range(count)]
+
+
+def test_columns():
+    columns = {}
+    accuracy_reward(
+        completions=[r"\boxed{\frac{1}{2}}", "none"],
+        solution=["#### 5", "words only"],
+        log_extra=columns.__setitem__,
+        log_metric=lambda name, value: pytest.fail("no row timed out"),
+    )
+    assert columns == {
+        "solution": ["#### 5", "words only"],
+        "gold_parsed": ["5", None],
+        "answer_parsed": [r"\frac{1}{2}", None],
+    }
+
+
+def test_a_conversation_is_judged_by_its_last_assistant_message():
+    completion = [
+        {"role": "assistant", "content": r"\boxed{1}"},
+        {"role": "tool", "content": r"\boxed{3}"},
+        {"role": "assistant", "content": r"\boxed{2}"},
+    ]
+    assert accuracy_reward(completions=[completion, completion], solution=["2", "1"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "delimiters", "expected"),
+    [
+        (r"<think>\boxed{1}</think>\boxed{2}", None, 1.0),
+        (r"<think>\boxed{2}</think>\boxed{1}", None, 0.0),
+        (r"</think>\boxed{1}</think>\boxed{2}", None, 1.0),
+        (r"\boxed{2}", None, 0.0),
+        # the last of any delimiter, whatever the order of the list
+        (r"</think>\boxed{1}</reason>\boxed{2}", ["</think>", "</reason>"], 1.0),
+        (r"</reason>\boxed{1}</think>\boxed{2}", ["</think>", "</reason>"], 1.0),
+        (r"</reason>\boxed{2}", ["</think>", "</reason>"], 1.0),
+        (r"</reason>\boxed{2}", "</reason>", 1.0),
+    ],
+)
+def test_reasoning_accuracy(completion, delimiters, expected):
+    assert reasoning_accuracy_reward([completion], ["2"], reasoning_delimiters=delimiters) == [expected]
+
+
+def test_reasoning_accuracy_with_an_unknown_gold_and_bad_delimiters():
+    assert reasoning_accuracy_reward(["no delimiter", r"</think>\boxed{1}"], ["words only"] * 2) == [None, None]
+    for delimiters in ([], [""]):
+        with pytest.raises(ValueError, match="reasoning_delimiters="):
+            reasoning_accuracy_reward([""], ["2"], reasoning_delimiters=delimiters)
+
+
+def test_solutions_must_match_completions():
+    with pytest.raises(ValueError, match="1 solutions for 2 completions"):
+        accuracy_reward(["a", "b"], ["2"])
+
+
+def test_a_pathological_answer_in_another_thread(verifier, caplog):
+    """The formula never ends inside one C call, and a thread has no signals."""
+    results, metrics = [], {}
+    verifier.judge(["1"], ["warm"])
+
+    def work():
+        completions = [r"\boxed{1}", TOWER, r"\boxed{1}"]
+        results.extend(accuracy_reward(completions, ["1"] * 3, log_metric=metrics.__setitem__))
+
+    thread = threading.Thread(target=work)
+    started = time.perf_counter()
+    thread.start()
+    thread.join(20)
+    assert results == [1.0, 0.0, 1.0]
+    assert time.perf_counter() - started < 6
+    assert metrics == {"accuracy_reward/timed_out": pytest.approx(1 / 3)}
+    assert "more than 1 s (or the memory allowed) for 1 of 3" in caplog.text
+
+
+def test_a_pathological_gold_is_waited_for_once(verifier):
+    verifier.judge(["1"], ["warm"])
+    started = time.perf_counter()
+    verdicts = verifier.judge([r"$9^{9^{9^{9}}}$"] * 8, [r"\boxed{1}"] * 8)
+    assert verdicts == [Verdict(None, timed_out=True)] * 8
+    assert time.perf_counter() - started < 8
+
+
+def test_several_threads_at_once():
+    verifier = MathVerifier(max_workers=2)
+    wrong = []
+
+    def work(offset):
+        golds = [str(offset * 100 + i) for i in range(10)]
+        verdicts = verifier.judge(golds, [rf"\boxed{{{gold}}}" for gold in golds])
+        wrong.extend(gold for gold, verdict in zip(golds, verdicts) if not (verdict.correct and verdict.gold == gold))
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == [] and len(verifier._workers) <= 2
+    verifier.close()
+
+
+def test_close_ends_the_processes_and_a_later_call_starts_anew():
+    verifier = MathVerifier(max_workers=1)
+    verifier.judge(["1"], [r"\boxed{1}"])
+    worker = verifier._workers[0]
+    verifier.close()
+    assert not worker.is_running
+    assert verifier.judge(["1"], [r"\boxed{1}"])[0].correct
+    second = verifier._workers[0]
+    del verifier
+    assert not second.is_running
+
+
+def test_a_process_that_dies_between_calls_is_replaced():
+    verifier = MathVerifier(max_workers=1)
+    verifier.judge(["1"], ["x"])
+    verifier._workers[0]._process.kill()
+    verifier._workers[0]._process.wait()
+    assert verifier.judge(["1"], [r"\boxed{1}"]) == [Verdict(True, gold="1", answer="1")]
+    verifier.close()
+
+
+def test_missing_math_verify(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install groupgrad\[math\]"):
+        accuracy_reward(["a"], ["b"])
+
+
+def test_a_script_without_a_main_guard_works_and_leaves_no_process_behind(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from groupgrad.rewards import accuracy, accuracy_reward\n"
+        "print(accuracy_reward([r'\\boxed{2}'], ['2']), accuracy._VERIFIER._workers[0]._process.pid)\n"
+    )
+    out = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
+    rewards, pid = out.stdout.rsplit(" ", 1)
+    assert rewards == "[1.0]"
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run(["kill", "-0", pid.strip()], check=True, capture_output=True)
+
+
+def test_the_worker_does_not_import_torch():
+    code = "import sys, groupgrad.rewards.math_worker; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+def test_a_deadline_must_be_positive(timeout_s):
+    with pytest.raises(ValueError, match="timeout_s="):
+        MathVerifier(timeout_s=timeout_s)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from groupgrad.errors import RewardError
+from groupgrad.rewards.functions import distinct_names, function_name, inspect_function, is_async, read_rewards
+from groupgrad.rewards.inputs import CallInputs, fresh
+
+
+class Judge:
+    def __call__(self, completions, **kwargs):
+        return [0.0] * len(completions)
+
+    def method(self, completions, **kwargs):
+        return [0.0] * len(completions)
+
+
+class AsyncJudge:
+    async def __call__(self, completions, **kwargs):
+        return [0.0] * len(completions)
+
+
+def plain(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+async def slow(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "asynchronous"),
+    [
+        (plain, "plain", False),
+        (slow, "slow", True),
+        (functools.partial(plain, threshold=3), "plain", False),
+        (functools.partial(functools.partial(slow, a=1), b=2), "slow", True),
+        (functools.partial(AsyncJudge(), a=1), "AsyncJudge", True),
+        (lambda completions: [], "<lambda>", False),
+        (Judge(), "Judge", False),
+        (Judge().method, "method", False),
+        (AsyncJudge(), "AsyncJudge", True),
+    ],
+)
+def test_name_and_kind(function, name, asynchronous):
+    assert function_name(function) == name
+    assert is_async(function) is asynchronous
+    assert inspect_function(function).is_async is asynchronous
+
+
+def test_an_instance_may_name_itself():
+    judge = Judge()
+    judge.__name__ = "strict_judge"  # pyright: ignore[reportAttributeAccessIssue]
+    assert function_name(judge) == "strict_judge"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["reward_func"] * 3, ["reward_func", "reward_func_2", "reward_func_3"]),
+        (["f", "f", "f_2"], ["f", "f_3", "f_2"]),
+        (["f_2", "f", "f"], ["f_2", "f", "f_3"]),
+    ],
+)
+def test_distinct_names(names, expected):
+    assert distinct_names(names) == expected
+
+
+def test_positional_only_argument_is_refused():
+    def reward(completions, /):
+        return completions
+
+    with pytest.raises(ValueError, match=r"'reward' takes 'completions' by position only.*remove the '/'"):
+        inspect_function(reward)
+
+
+def inputs_of(make_rollouts, count=3, step=7):
+    return CallInputs.of(make_rollouts(["abc" * 200, "y", "z"][:count]), None, step)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 2.5, True],
+        (1.0, 2.5, np.bool_(True)),
+        np.array([1.0, 2.5, 1.0]),
+        torch.tensor([1.0, 2.5, 1.0]),
+        [torch.tensor(1.0), np.float32(2.5), Fraction(1)],
+    ],
+)
+def test_numbers_of_every_kind_are_read(make_rollouts, returned):
+    assert read_rewards(returned, "f", inputs_of(make_rollouts)) == [1.0, 2.5, 1.0]
+
+
+def test_none_and_nan_are_nan(make_rollouts):
+    rewards = read_rewards([None, float("nan"), 0], "f", inputs_of(make_rollouts))
+    assert math.isnan(rewards[0]) and math.isnan(rewards[1]) and rewards[2] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0, 2.0], r"'f', step 7: it returned 2 rewards for 3 completions.*row 0"),
+        ([], r"returned 0 rewards for 3"),
+        ([1.0, float("inf"), 0.0], r"'f', step 7: it returned inf for row 1 \(prompt 'p1', completion 'y'\)"),
+        ([1.0, 0.0, -float("inf")], r"returned -inf for row 2"),
+        ([10**400, 0, 0], r"for row 0 .*infinite"),
+        (["1.0", 0.0, 0.0], r"returned '1.0' \(str\) for row 0"),
+        ([1j, 0.0, 0.0], r"\(complex\) for row 0"),
+        ([[1.0], [2.0], [3.0]], r"\[1.0\] \(list\) for row 0"),
+        (torch.zeros(3, 1), r"array of shape \(3, 1\); return shape \(3,\)"),
+        (1.0, r"it returned 1.0 \(float\); return a list"),
+        (None, r"it returned None \(NoneType\)"),
+        ("abc", r"it returned 'abc' \(str\)"),
+        ({0: 1.0, 1: 1.0, 2: 1.0}, r"\(dict\); return a list"),
+    ],
+)
+def test_unusable_rewards_are_errors(make_rollouts, returned, message):
+    with pytest.raises(RewardError, match=message):
+        read_rewards(returned, "f", inputs_of(make_rollouts))
+
+
+def test_a_shown_row_is_cut(make_rollouts):
+    rollouts = make_rollouts(["c" * 1000], [{"prompt": "start " + "p" * 1000 + " end"}])
+    text = CallInputs.of(rollouts, None, 0).describe(0)
+    assert "start" not in text and " end'" in text and len(text) < 500
+
+
+def test_a_conversation_is_shown_as_text(make_rollouts):
+    rollouts = make_rollouts(
+        [[{"role": "assistant", "content": "four"}]], [{"prompt": [{"role": "user", "content": "2+2?"}]}]
+    )
+    assert CallInputs.of(rollouts, None, 0).describe(0) == "row 0 (prompt 'user: 2+2?', completion 'assistant: four')"
+
+
+def test_fresh_copies_structure_and_shares_leaves():
+    image = object()
+    value = [{"role": "user", "content": [{"type": "image", "image": image}]}, (1, [2])]
+    copy = fresh(value)
+    assert copy == value
+    copy[0]["content"].append(1)
+    copy[1][1].append(3)
+    assert len(value[0]["content"]) == 1 and value[1] == (1, [2])  # pyright: ignore
+    assert copy[0]["content"][0]["image"] is image

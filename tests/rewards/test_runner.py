@@ -1,0 +1,465 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from groupgrad.errors import RewardError
+from groupgrad.rewards import REWARD_FUNCTIONS, RewardRunner, accuracy_reward
+
+
+@pytest.fixture
+def run(make_rollouts):
+    runners = []
+
+    def go(functions, completions=("a", "bb"), rows=None, *, step=0, trainer_state=None, **extra):
+        runner = RewardRunner(functions)
+        runners.append(runner)
+        return runner.score(make_rollouts(list(completions), rows, **extra), trainer_state=trainer_state, step=step)
+
+    yield go
+    for runner in runners:
+        runner.close()
+
+
+def length(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+def test_functions_of_every_kind_in_one_list(run):
+    class Judge:
+        async def __call__(self, completion_ids, **kwargs):
+            await asyncio.sleep(0)
+            return [10.0 * len(ids) for ids in completion_ids]
+
+        def method(self, completions):
+            return [c == "a" for c in completions]
+
+    async def coroutine(completions, **kwargs):
+        return [None, 3]
+
+    def scaled(completions, factor, **kwargs):
+        return [factor * len(c) for c in completions]
+
+    functions = [
+        length,
+        Judge(),
+        coroutine,
+        functools.partial(scaled, factor=100),
+        lambda prompts: (1, 2),
+        Judge().method,
+    ]
+    given = list(functions)
+    table = run(functions)
+    assert functions == given
+    assert table.names == ["length", "Judge", "coroutine", "scaled", "<lambda>", "method"]
+    assert table.rewards.dtype == torch.float64
+    expected = torch.tensor([[1, 10, math.nan, 100, 1, 1], [2, 20, 3, 200, 2, 0]], dtype=torch.float64)
+    torch.testing.assert_close(table.rewards, expected, equal_nan=True)
+    assert list(table.seconds) == table.names and all(seconds >= 0 for seconds in table.seconds.values())
+
+
+def test_a_lambda_around_a_coroutine_function(run):
+    async def inner(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [len(c) for c in completions]
+
+    assert run(lambda completions: inner(completions=completions)).rewards.tolist() == [[1.0], [2.0]]
+
+
+def test_one_function_needs_no_list(run):
+    assert run(length).rewards.tolist() == [[1.0], [2.0]]
+
+
+def test_same_names_are_told_apart(run):
+    table = run([functools.partial(length, a=1), functools.partial(length, a=2), length])
+    assert table.names == ["length", "length_2", "length_3"]
+
+
+def test_no_rollouts_call_nothing():
+    def reward(**kwargs):
+        raise AssertionError("called")
+
+    table = RewardRunner([reward, length]).score([])
+    assert table.rewards.shape == (0, 2) and table.names == ["reward", "length"]
+
+
+def test_every_argument_there_is(run):
+    seen = {}
+
+    def reward(**kwargs):
+        seen.update(kwargs)
+        return [0.0] * len(kwargs["prompts"])
+
+    rows = [
+        {"prompt": "p", "ground_truth": "1", "completion": "no", "completion_ids": "no"},
+        {"prompt": "q", "task": "t"},
+    ]
+    state = object()
+    run(reward, ["a", "bb"], rows, trainer_state=state, score_hint=[5, ...], environments=[1, 2])
+    assert seen.pop("log_extra") and seen.pop("log_metric")
+    assert seen.pop("trainer_state") is state
+    assert seen == {
+        "prompts": ["p", "q"],
+        "completions": ["a", "bb"],
+        "completion_ids": [[0], [0, 1]],
+        "ground_truth": ["1", None],
+        "task": [None, "t"],
+        "score_hint": [5, None],
+        "environments": [1, 2],
+    }
+
+
+def test_a_function_without_kwargs_gets_what_it_names(run):
+    def reward(completions, ground_truth, log_metric=None, missing=7):
+        assert missing == 7 and log_metric is not None
+        return [float(c == g) for c, g in zip(completions, ground_truth)]
+
+    rows = [{"prompt": "p", "ground_truth": "a", "other": 1}, {"prompt": "p", "ground_truth": "x", "other": 1}]
+    assert run(reward, ["a", "bb"], rows).rewards.tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_required_argument_that_does_not_exist(run, asynchronous):
+    def reward(completions, solution, **kwargs):
+        raise AssertionError("called")
+
+    async def async_reward(completions, solution, **kwargs):
+        raise AssertionError("called")
+
+    name = "async_reward" if asynchronous else "reward"
+    message = rf"'{name}', step 4: it requires the argument 'solution'.*available: prompts, .*log_metric, task\. Add"
+    with pytest.raises(RewardError, match=message):
+        run(async_reward if asynchronous else reward, ["a"], [{"prompt": "p", "task": 1}], step=4)
+
+
+def test_what_a_partial_binds_stays_bound(run):
+    def reward(completions, solution, **kwargs):
+        return [float(solution == "fixed")] * len(completions)
+
+    rows = [{"prompt": "p", "solution": "column"}] * 2
+    assert run(functools.partial(reward, solution="fixed"), ["a", "b"], rows).rewards.tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"ground_truth": "a", "answer": "z"}, [1.0, 0.0]),
+        ({"ground_truths": "a", "ground_truth": "z"}, [1.0, 0.0]),
+        ({"answer": "bb", "solution": "z"}, [0.0, 1.0]),
+        ({"solution": "b"}, [0.0, 1.0]),
+    ],
+)
+def test_responses_and_ground_truths(run, columns, expected):
+    def reward_fn(responses, ground_truths):
+        return [1.0 if truth in response else 0.0 for response, truth in zip(responses, ground_truths)]
+
+    rows = [{"prompt": "p", **columns}] * 2
+    assert run(reward_fn, ["a", "bb"], rows).rewards.flatten().tolist() == expected
+
+
+def test_responses_are_texts_of_the_last_assistant_message(run):
+    def reward_fn(responses):
+        assert responses == ["final"]
+        return [1.0]
+
+    completion = [
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "final"},
+        {"role": "tool", "content": "x"},
+    ]
+    run(reward_fn, [completion], [{"prompt": [{"role": "user", "content": "q"}]}])
+
+
+def test_ground_truths_without_such_a_column(run):
+    def reward_fn(responses, ground_truths):
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"requires the argument 'ground_truths'.*ground_truth, answer, solution"):
+        run(reward_fn, ["a"], [{"prompt": "p", "label": "x"}])
+
+
+def test_inputs_that_a_function_changes_stay_whole_for_the_next(run):
+    prompt = [{"role": "user", "content": "q"}]
+    completion = [{"role": "assistant", "content": "a"}]
+    rows = [{"prompt": prompt, "tests": [1, 2]}]
+
+    def vandal(prompts, completions, completion_ids, tests, **kwargs):
+        prompts[0][0]["content"] = completions[0][0]["content"] = "changed"
+        prompts.clear()
+        completion_ids[0].clear()
+        tests[0].append(3)
+        return [0.0]
+
+    def witness(prompts, completions, completion_ids, tests, **kwargs):
+        assert prompts == [[{"role": "user", "content": "q"}]] and completions == [
+            [{"role": "assistant", "content": "a"}]
+        ]
+        assert completion_ids == [[0]] and tests == [[1, 2]]
+        return [1.0]
+
+    assert run([vandal, witness], [completion], rows).rewards.tolist() == [[0.0, 1.0]]
+    assert prompt[0]["content"] == "q" and rows[0]["tests"] == [1, 2]
+
+
+def test_asynchronous_functions_overlap_each_other_and_the_synchronous(run):
+    async def first(completions, **kwargs):
+        await asyncio.sleep(0.2)
+        return [1.0] * len(completions)
+
+    second, third = functools.partial(first, a=1), functools.partial(first, a=2)
+
+    def sync(completions, **kwargs):
+        time.sleep(0.2)
+        return [2.0] * len(completions)
+
+    started = time.perf_counter()
+    table = run([first, sync, second, third])
+    assert time.perf_counter() - started < 0.45
+    assert table.rewards.tolist() == [[1.0, 2.0, 1.0, 1.0]] * 2
+    assert all(seconds == pytest.approx(0.2, abs=0.15) for seconds in table.seconds.values())
+
+
+def test_all_asynchronous_calls_share_one_daemon_loop(make_rollouts):
+    seen = []
+
+    async def reward(completions, **kwargs):
+        seen.append((asyncio.get_running_loop(), threading.current_thread()))
+        return [0.0] * len(completions)
+
+    runner = RewardRunner([reward, reward])
+    runner.score(make_rollouts(["a"]))
+    runner.score(make_rollouts(["a"]))
+    assert len(set(seen)) == 1
+    thread = seen[0][1]
+    assert thread.daemon and thread is not threading.current_thread()
+    runner.close()
+    runner.close()
+    assert not thread.is_alive()
+    runner.score(make_rollouts(["a"]))  # a new loop after close
+    last = seen[-1][1]
+    assert last is not thread
+    del runner
+    gc.collect()
+    assert not last.is_alive()
+
+
+def test_a_failing_row_is_found(run):
+    def reward(completions, log_extra, **kwargs):
+        log_extra("seen", completions)
+        return [1 / (3 - len(c)) for c in completions]
+
+    with pytest.raises(
+        RewardError, match=r"'reward' failed at step 12 on row 2 \(prompt 'p2', completion 'ccc'\): Zero"
+    ) as e:
+        run(reward, ["a", "bb", "ccc", "dddd"], step=12)
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+
+
+def test_a_failure_of_the_batch_as_a_whole(run):
+    calls = []
+
+    def reward(completions, **kwargs):
+        calls.append(len(completions))
+        if len(completions) > 1:
+            raise RuntimeError("too many")
+        raise TypeError("too few")
+
+    with pytest.raises(RewardError, match=r"failed at step 0 on a batch of 3 rows: RuntimeError: too many"):
+        run(reward, ["a", "b", "c"])
+    assert calls == [3, 1, 1, 1]
+
+
+def test_a_failing_asynchronous_function_stops_the_others(run):
+    cancelled = threading.Event()
+
+    async def bad(completions, **kwargs):
+        raise KeyError("lost")
+
+    async def patient(completions, **kwargs):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    started = time.perf_counter()
+    with pytest.raises(RewardError, match=r"'bad' failed at step 0 on a batch of 2 rows: KeyError: 'lost'") as e:
+        run([bad, patient])
+    assert isinstance(e.value.__cause__, KeyError)
+    assert time.perf_counter() - started < 5 and cancelled.wait(5)
+
+
+def test_unusable_rewards_of_an_asynchronous_function(run):
+    async def short(completions, **kwargs):
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"'short', step 0: it returned 1 rewards for 2"):
+        run(short)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_keyboard_interrupt_passes_through(make_rollouts, asynchronous):
+    def reward(**kwargs):
+        raise KeyboardInterrupt
+
+    async def async_reward(**kwargs):
+        raise KeyboardInterrupt
+
+    async def alive(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        RewardRunner(async_reward if asynchronous else reward).score(make_rollouts(["a"]))
+    assert RewardRunner(alive).score(make_rollouts(["a"])).rewards.item() == 1.0
+
+
+def test_columns_and_metrics(run):
+    def first(completions, log_extra=None, log_metric=None, **kwargs):
+        log_extra("length", [len(c) for c in completions])
+        log_metric("accuracy", 0.5)
+        log_metric("accuracy", torch.tensor(1.0))
+        log_metric("unknown", float("nan"))
+        return [0.0] * len(completions)
+
+    async def second(completions, log_extra=None, log_metric=None, **kwargs):
+        log_extra("length", ["x", "y"])
+        log_extra("own", ("u", "v"))
+        log_metric("accuracy", 0)
+        return [0.0] * len(completions)
+
+    table = run([second, first])
+    assert table.columns == {"length": ["x", "y"], "own": ["u", "v"], "first/length": [1, 2]}
+    assert table.metrics["accuracy"].read() == pytest.approx(0.5)
+    assert table.metrics["accuracy"].weight == 3
+    assert "unknown" not in table.metrics
+
+
+def test_columns_last_one_call(make_rollouts):
+    def reward(completions, log_extra, **kwargs):
+        if len(completions) == 1:
+            log_extra("once", ["x"])
+        return [0.0] * len(completions)
+
+    runner = RewardRunner(reward)
+    assert runner.score(make_rollouts(["a"])).columns == {"once": ["x"]}
+    assert runner.score(make_rollouts(["a", "b"])).columns == {}
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        (
+            lambda extra, metric: extra("col", [1]),
+            r"'reward', step 3: log_extra\('col', ...\) got 1 values for 2 compl",
+        ),
+        (lambda extra, metric: extra("col", "ab"), r"log_extra\('col', ...\) got a str"),
+        (lambda extra, metric: extra("col", 5), r"log_extra\('col', ...\) got a int"),
+        (lambda extra, metric: metric("m", "high"), r"'reward', step 3: log_metric\('m', ...\) got 'high' \(str\)"),
+        (lambda extra, metric: metric("m", [1, 2]), r"log_metric\('m', ...\) got \[1, 2\]"),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_wrong_logs_are_errors(run, log, message, asynchronous):
+    def reward(completions, log_extra, log_metric):
+        log(log_extra, log_metric)
+        return [0.0] * len(completions)
+
+    async def later(completions, log_extra, log_metric):
+        return reward(completions, log_extra, log_metric)
+
+    later.__name__ = "reward"
+    with pytest.raises(RewardError, match=message):
+        run(later if asynchronous else reward, step=3)
+
+
+def test_a_late_log_is_dropped_with_one_warning(run, caplog):
+    kept = []
+
+    def reward(completions, log_extra, log_metric):
+        kept.extend([log_extra, log_metric])
+        return [0.0] * len(completions)
+
+    table = run(reward)
+    with caplog.at_level(logging.WARNING):
+        kept[0]("late", [1, 2])
+        kept[1]("late", 1.0)
+    assert table.columns == {} and table.metrics == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "reward function 'reward' called log_extra('late', ...) after it had returned; this and later calls are ignored"
+    ]
+
+
+def test_logging_from_many_threads(run):
+    def reward(completions, log_metric, **kwargs):
+        threads = [threading.Thread(target=lambda: [log_metric("m", value) for value in range(500)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [0.0] * len(completions)
+
+    metric = run(reward).metrics["m"]
+    assert metric.weight == 4000 and metric.read() == pytest.approx(249.5)
+
+
+def test_rows_that_nothing_scores_are_reported_once(make_rollouts, caplog):
+    runner = RewardRunner([lambda completions: [None, 1.0], lambda completions: [None, None]])
+    with caplog.at_level(logging.WARNING):
+        for step in range(2):
+            runner.score(make_rollouts(["a", "b"]), step=step)
+    assert len(caplog.records) == 1
+    assert "step 0: 1 of 2 completions got no reward" in caplog.text and "row 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("functions", "kwargs", "error", "message"),
+    [
+        ([], {}, ValueError, r"reward_funcs=\[\]"),
+        ([length, 3], {}, TypeError, r"reward_funcs contains 3 \(int\), which cannot be called"),
+        (None, {}, TypeError, r"contains None"),
+        (dict, {}, TypeError, r"cannot be called"),
+        ("accuracy_reward", {}, ValueError, r"'accuracy_reward'.*give the function itself"),
+        ([length, length], {"processing_classes": object()}, ValueError, r"1 reward_processing_classes for 2"),
+        ([length], {"processing_classes": [None, None]}, ValueError, r"2 reward_processing_classes for 1"),
+        ([length], {"max_batch_rows": 0}, ValueError, r"max_batch_rows=0"),
+    ],
+)
+def test_what_cannot_work_fails_at_construction(functions, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        RewardRunner(functions, **kwargs)
+
+
+def test_processing_classes_of_functions_are_ignored():
+    classes = [object(), None]
+    assert RewardRunner([length, length], classes).names == ["length", "length_2"]
+    assert len(classes) == 2
+
+
+def test_a_missing_math_verify_shows_at_construction(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install groupgrad\[math\]"):
+        RewardRunner([length, functools.partial(accuracy_reward, a=1)])
+
+
+def test_the_registry_scores(run):
+    rows = [{"prompt": "p", "solution": "72"}]
+    table = run(list(REWARD_FUNCTIONS.values()), [r"<think>t</think>\boxed{72}"], rows)
+    assert table.names == [
+        "accuracy_reward",
+        "reasoning_accuracy_reward",
+        "think_format_reward",
+        "soft_overlong_punishment_reward",
+        "cosine_scaled_reward",
+        "repetition_penalty_reward",
+    ]
+    cosine = 0.5 + 0.25 * (1 + math.cos(math.pi * 26 / 1280))
+    assert table.rewards.tolist()[0] == pytest.approx([1.0, 1.0, 1.0, 0.0, cosine, 0.0])

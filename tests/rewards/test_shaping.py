@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from groupgrad.rewards import (
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    shaping,
+)
+
+
+def ids(*lengths):
+    return [list(range(length)) for length in lengths]
+
+
+def test_soft_overlong_punishment():
+    reward = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    assert reward.__name__ == "soft_overlong_punishment_reward"
+    assert reward(completion_ids=ids(0, 80, 81, 90, 100, 101), prompts=None) == [0.0, 0.0, -0.05, -0.5, -1.0, -1.0]
+
+
+def test_soft_overlong_punishment_without_a_ramp():
+    assert get_soft_overlong_punishment(10, 0)(completion_ids=ids(10, 11)) == [0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((0, 0), "max_completion_len=0"), ((10, -1), "soft_punish_cache=-1"), ((10, 11), "soft_punish_cache=11")],
+)
+def test_soft_overlong_punishment_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        get_soft_overlong_punishment(*arguments)
+
+
+def test_cosine_scaled_reward(monkeypatch):
+    monkeypatch.setattr(shaping, "accuracy_reward", lambda completions, solution, **kwargs: list(solution))
+    reward = get_cosine_scaled_reward(max_len=100)
+    assert reward.__name__ == "cosine_scaled_reward"
+    # right: 1 + half of the way down to 0.5; a quarter of the way is (1 + cos(pi/4)) / 2 = 0.853553...
+    rewards = reward(
+        completions=[""] * 8,
+        solution=[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, None],
+        completion_ids=ids(0, 50, 100, 400, 0, 25, 100, 5),
+    )
+    wrong = -0.5 - 0.5 * (1 + math.sqrt(0.5)) / 2
+    assert rewards[:7] == pytest.approx([1.0, 0.75, 0.5, 0.5, -1.0, wrong, -0.5])
+    assert rewards[7] is None
+
+
+def test_cosine_scaled_reward_checks_the_answer():
+    reward = get_cosine_scaled_reward(max_len=4, min_value_wrong=-3, max_value_wrong=-1)
+    assert reward(
+        completions=[r"\boxed{2}", r"\boxed{3}", r"\boxed{3}"], solution=["2", "2", "?"], completion_ids=ids(4, 2, 2)
+    ) == [pytest.approx(0.5), pytest.approx(-2.0), None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_len": 0}, "max_len=0"),
+        ({"max_len": 5, "min_value_wrong": 0.0}, "min_value_wrong=0.0 is above max_value_wrong=-0.5"),
+        ({"max_len": 5, "max_value_correct": 0.0}, "min_value_correct=0.5 is above"),
+    ],
+)
+def test_cosine_scaled_reward_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        get_cosine_scaled_reward(**arguments)
+
+
+def test_repetition_penalty():
+    reward = get_repetition_penalty_reward(ngram_size=2, max_penalty=-2.0)
+    assert reward.__name__ == "repetition_penalty_reward"
+    # 1 2 1 2 1: pairs 12 21 12 21, two distinct of four
+    rows = [[], [1], [1, 2], [1, 2, 1, 2, 1], [7, 7, 7, 7, 7], [1, 2, 3, 4]]
+    assert reward(completion_ids=rows) == pytest.approx([0.0, 0.0, 0.0, -1.0, -1.5, 0.0])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((0, -1.0), "ngram_size=0"), ((3, 0.5), "max_penalty=0.5")])
+def test_repetition_penalty_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        get_repetition_penalty_reward(*arguments)
