@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from groupgrad.errors import UnavailableError
@@ -86,13 +88,25 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker) -> Non
             "prompts: dataset.rename_column('...', 'prompt')"
         )
     for column in ("image", "images"):
-        if first.get(column):
+        if column in first and (first[column] or _has_images(dataset, column)):
             raise UnavailableError(
                 f"{argument} has the column '{column}', but training on images is not part of this version; remove "
                 f"the column: dataset.remove_columns('{column}')"
             )
     prompts = [first["prompt"]] if isinstance(dataset, IterableDataset) else dataset["prompt"]
     _check_prompts(prompts, argument, prompt_maker)
+
+
+def _has_images(dataset: Any, column: str) -> bool:
+    """True if any row has one; nothing is decoded. Of a stream only the first row is known."""
+    if isinstance(dataset, IterableDataset):
+        return False
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=1000):
+        values = table.column(column).drop_null()
+        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+        if pc.sum(pc.list_value_length(values)).as_py() if is_list else len(values):  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+    return False
 
 
 def _check_prompts(prompts: Iterable[Any], argument: str, prompt_maker: PromptMaker) -> None:
@@ -124,7 +138,7 @@ def _malformed(prompt: Any, prompt_maker: PromptMaker) -> str | None:
         if (
             not isinstance(message, dict)
             or "role" not in message
-            or not ("content" in message or "tool_calls" in message)
+            or (message.get("content") is None and not message.get("tool_calls"))
         ):
             return f"its prompt has the message {message!r}; a message is a dict with 'role' and 'content'"
     if not getattr(prompt_maker.tokenizer, "chat_template", None):

@@ -1,0 +1,150 @@
+"""Rows to token ids, and what a data set must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from groupgrad.data.prompts import PromptMaker, check_dataset, drop_empty_fields
+from groupgrad.errors import UnavailableError
+
+USER = [{"role": "user", "content": "ab"}]
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(character) for character in text]
+
+
+def check(rows: Any, tokenizer: Any, max_context: int | None = None) -> None:
+    dataset = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    check_dataset(dataset, "train_dataset", PromptMaker(tokenizer, None, max_context))
+
+
+def test_a_text_is_tokenised_as_it_is(tokenizer):
+    row = {"prompt": "1+1=", "answer": "2"}
+    prompt = PromptMaker(tokenizer)(row, 3)
+    assert prompt.ids == ids_of(tokenizer, "1+1=")
+    assert prompt.row is row
+    assert prompt.group == 3
+    assert not prompt.is_conversational
+
+
+def test_a_conversation_goes_through_the_template_with_a_generation_prompt(tokenizer):
+    prompt = PromptMaker(tokenizer)({"prompt": USER}, 0)
+    assert prompt.ids == ids_of(tokenizer, "<user>ab\n<assistant>")
+    assert prompt.is_conversational
+
+
+def test_template_arguments_reach_the_template(tokenizer):
+    tokenizer.chat_template = "{{ greeting }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    maker = PromptMaker(tokenizer, {"greeting": "hi "})
+    assert maker.token_ids(USER) == ids_of(tokenizer, "hi ab")
+
+
+def test_fields_that_a_columnar_store_filled_with_none_are_dropped(tokenizer):
+    messages = [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "z"}]
+    assert drop_empty_fields(messages) == [{"role": "user", "content": "a"}, messages[1]]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'name' in m %}{{ m.name }}:{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert PromptMaker(tokenizer).token_ids(messages) == ids_of(tokenizer, "az:b")
+
+
+def test_a_prompt_that_leaves_no_room_for_a_completion_is_an_error(tokenizer):
+    maker = PromptMaker(tokenizer, None, max_context=4)
+    assert len(maker({"prompt": "abc"}, 0).ids) == 3
+    with pytest.raises(ValueError, match=r"4 tokens, but the model has 4 positions.*'abcd'"):
+        maker({"prompt": "abcd"}, 0)
+
+
+def test_a_prompt_without_tokens_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="gives no token"):
+        PromptMaker(tokenizer)({"prompt": ""}, 0)
+
+
+def test_good_data_sets_pass(tokenizer):
+    check([{"prompt": "ab"}, {"prompt": "c"}], tokenizer, 16)
+    check([{"prompt": USER}], tokenizer, 64)
+    check(IterableDataset.from_generator(lambda: iter([{"prompt": "ab"}])), tokenizer)
+
+
+def test_prompts_that_are_too_long_are_counted_and_the_longest_shown(tokenizer):
+    rows = [{"prompt": "a"}, {"prompt": "b" * 8}, {"prompt": "c" * 11}, {"prompt": "d" * 7}]
+    with pytest.raises(ValueError) as caught:
+        check(rows, tokenizer, 8)
+    message = str(caught.value)
+    assert message.startswith("2 prompts of train_dataset are too long")
+    assert "a prompt has 11 tokens" in message
+    assert repr("c" * 11) in message
+
+
+def test_conversations_are_measured_with_their_template(tokenizer):
+    """`<user>ab\\n<assistant>` has 20 characters."""
+    check([{"prompt": USER}], tokenizer, 21)
+    with pytest.raises(ValueError, match=r"1 prompts .* 20 tokens"):
+        check([{"prompt": USER}], tokenizer, 20)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": ""}], "row 0 of train_dataset: its prompt is the empty text"),
+        ([{"prompt": "a"}, {"prompt": ""}], "row 1 of train_dataset"),
+        ([{"prompt": []}], "empty list of messages"),
+        ([{"prompt": [{"role": "user", "text": "a"}]}], "a message is a dict with 'role' and 'content'"),
+        ([{"prompt": [{"content": "a"}]}], "a message is a dict with 'role' and 'content'"),
+        ([{"prompt": [{"role": "user", "content": None}]}], "a message is a dict with 'role' and 'content'"),
+        ([{"prompt": ["a", "b"]}], "has the message 'a'"),
+        ([{"prompt": 7}], "its prompt is 7"),
+        ([{"prompt": None}, {"prompt": "a"}], "its prompt is None"),
+        ([{"question": "a", "answer": "b"}], r"columns \['answer', 'question'\], but no 'prompt'"),
+    ],
+)
+def test_rows_that_cannot_be_prompts(rows: list[dict[str, Any]], message: str, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        check(rows, tokenizer)
+
+
+def test_an_assistant_message_may_hold_tool_calls_instead_of_content(tokenizer):
+    call = {"type": "function", "function": {"name": "f", "arguments": "x"}}
+    messages = [
+        {"role": "user", "content": "a", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    check([{"prompt": messages}], tokenizer)
+
+
+def test_an_empty_data_set(tokenizer):
+    with pytest.raises(ValueError, match="no rows"):
+        check(Dataset.from_dict({"prompt": []}), tokenizer)
+    with pytest.raises(ValueError, match="no rows"):
+        check(IterableDataset.from_generator(lambda: iter([])), tokenizer)
+
+
+@pytest.mark.parametrize("thing", [({"prompt": "a"},), "path/to/data", {"train": 1}])
+def test_something_that_is_no_data_set(thing: Any, tokenizer):
+    with pytest.raises(TypeError, match=type(thing).__name__):
+        check(thing, tokenizer)
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+@pytest.mark.parametrize("first", [True, False])
+def test_image_columns_are_refused_wherever_the_images_are(column: str, first: bool, tokenizer):
+    value = "picture" if column == "image" else ["picture"]
+    rows = [{"prompt": "a", column: value}, {"prompt": "b", column: None}]
+    with pytest.raises(UnavailableError, match=f"the column '{column}'"):
+        check(rows if first else rows[::-1], tokenizer)
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": "a", "images": []}], [{"prompt": "a", "image": None}]])
+def test_image_columns_without_images_are_allowed(rows: list[dict[str, Any]], tokenizer):
+    check(rows, tokenizer)
+
+
+def test_a_conversation_needs_a_chat_template(tokenizer):
+    tokenizer.chat_template = None
+    check([{"prompt": "a"}], tokenizer)
+    with pytest.raises(ValueError, match="no chat template"):
+        check([{"prompt": USER}], tokenizer)
