@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -82,3 +81,15 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the shared data folder is not here ({folder})")
     return folder
+
+
+@pytest.fixture(name="make_model")
+def _make_model() -> Callable[..., Qwen3ForCausalLM]:
+    """The function that makes small models, for tests that need several or one of their own."""
+    return make_model
+
+
+@pytest.fixture(name="make_tokenizer")
+def _make_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
+    """The function that makes tokenizers."""
+    return make_tokenizer

@@ -10,8 +10,9 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
+from groupgrad import compat
 from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig
 from groupgrad.config.options import round_plan
@@ -85,6 +86,26 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
             "launch` (one process a GPU) or show it one GPU with CUDA_VISIBLE_DEVICES=0"
         )
     return args
+
+
+def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:
+    """The one of the two spellings that is given, or None; ValueError if both are."""
+    if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
+        raise ValueError("processing_class and tokenizer are given, two names of one argument; give only one of them")
+    return tokenizer if processing_class is None else processing_class
+
+
+def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:
+    """ImportError if the optimizer that `config` names needs a package that is not installed."""
+    if optimizers[0] is not None or config.deepspeed is not None:
+        return
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(config, model)
+    except ImportError as error:
+        name = f"optim={getattr(config.optim, 'value', config.optim)!r}"
+        if "bitsandbytes" in str(error):
+            compat.require("bitsandbytes", name)
+        raise ImportError(f"{name} cannot be used: {error}; install it, or set optim='adamw_torch'") from error
 
 
 def build_parts(

@@ -122,7 +122,9 @@ class GRPOTrainer(Trainer):
         assembly.refuse_unavailable(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         config = assembly.resolve_config(args, model, num_generations)
         reward_funcs = assembly.resolve_reward_funcs(reward_funcs, reward_fn, reward_model)
-        parts = assembly.build_parts(model, config, processing_class or tokenizer, quantization_config, peft_config)
+        processing_class = assembly.resolve_processing_class(processing_class, tokenizer)
+        parts = assembly.build_parts(model, config, processing_class, quantization_config, peft_config)
+        assembly.check_optimizer(config, optimizers, parts.model)
         if config.remove_unused_columns:
             train_dataset = assembly.keep_prompt_columns(train_dataset)
             eval_dataset = assembly.keep_prompt_columns(eval_dataset)

@@ -1,0 +1,117 @@
+"""What scripts written for the documents find on this machine: their models and data sets, small and local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.transformers import TransformersEngine
+
+MODEL_IDS = ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-72B")
+
+MATH_ROWS = [
+    {"prompt": [{"role": "user", "content": f"What is {a}+{a}?"}], "solution": f"${2 * a}$"} for a in range(1, 5)
+]
+
+AFFORDABLE: dict[str, Any] = {"max_completion_length": 6, "use_cpu": True, "save_strategy": "no", "logging_steps": 1}
+"""Defaults that a test run can pay for; what a script sets itself stays as it is."""
+MAX_STEPS = 4
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: Any, make_tokenizer: Any) -> Path:
+    """A working directory in which the documents' model and data-set ids are small local things."""
+    for name in MODEL_IDS:
+        make_model().save_pretrained(tmp_path / name)
+        make_tokenizer().save_pretrained(tmp_path / name)
+
+    def load_dataset(path: str, *args: Any, split: str) -> Dataset:
+        assert (path, args, split) == ("trl-lib/DeepMath-103K", (), "train")
+        return Dataset.from_list(MATH_ROWS)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return tmp_path
+
+
+@pytest.fixture
+def affordable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations made from here on default to small settings and stop after four steps."""
+    original = GRPOConfig.__init__
+
+    def init(self: GRPOConfig, *args: Any, **kwargs: Any) -> None:
+        steps = kwargs.get("max_steps", -1)
+        small = {**AFFORDABLE, **kwargs, "max_steps": MAX_STEPS if steps < 0 else min(steps, MAX_STEPS)}
+        original(self, *args, **small)
+
+    monkeypatch.setattr(GRPOConfig, "__init__", init)
+
+
+@pytest.fixture
+def unsampled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails the test if anything is sampled."""
+    calls: list[int] = []
+    monkeypatch.setattr(TransformersEngine, "sample", lambda self, requests, options: calls.append(len(requests)))
+    yield
+    assert calls == [], f"{sum(calls)} completions were sampled"
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Callable[..., GRPOTrainer]:
+    """A trainer on four text prompts, by default; keywords of the configuration and of the trainer change it."""
+
+    def make(config: dict[str, Any] | None = None, **arguments: Any) -> GRPOTrainer:
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 4,
+            "num_generations": 2,
+            "max_completion_length": 4,
+            "max_steps": 1,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+        }
+        defaults: dict[str, Any] = {
+            "reward_funcs": count_vowels,
+            "train_dataset": Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)]),
+        }
+        if "args" not in arguments:
+            arguments["args"] = GRPOConfig(**{**settings, **(config or {})})
+        if "model" not in arguments:
+            arguments["model"] = make_model()
+            arguments.setdefault("processing_class", make_tokenizer())
+        return GRPOTrainer(**{**defaults, **arguments})
+
+    return make
+
+
+def count_vowels(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that tells texts apart."""
+    return [float(sum(character in "aeiou" for character in text)) for text in completions]
+
+
+@pytest.fixture(name="count_vowels")
+def _count_vowels() -> Callable[..., list[float]]:
+    return count_vowels
+
+
+@pytest.fixture
+def same_weights() -> Callable[[torch.nn.Module, torch.nn.Module], bool]:
+    """Whether two models hold the same numbers under the same names."""
+
+    def compare(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+        mine, theirs = one.state_dict(), other.state_dict()
+        return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+    return compare

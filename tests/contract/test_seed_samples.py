@@ -1,0 +1,633 @@
+# ruff: noqa: E501 - the documents' lines are as long as they are
+"""The code samples of the user documents run as they are written: only the name of the imported package changes.
+
+Where a document writes `...` for "your other arguments", the test fills in arguments. Names that a document leaves to
+its reader (`model`, `dataset`, `check_math_solution`) are in the namespace that the sample runs in.
+"""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.compat import is_available
+from groupgrad.errors import ConfigError, UnavailableError
+
+pytestmark = pytest.mark.usefixtures("hub", "affordable")
+
+QUICK_START = """\
+from datasets import load_dataset
+from trl import GRPOTrainer
+from trl.rewards import accuracy_reward
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2-0.5B-Instruct",
+    reward_funcs=accuracy_reward,
+    train_dataset=dataset,
+)
+trainer.train()
+"""
+
+CLASS_EXAMPLE = """\
+from trl import GRPOTrainer
+from trl.rewards import accuracy_reward
+from datasets import load_dataset
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2.5-0.5B-Instruct",
+    reward_funcs=accuracy_reward,
+    train_dataset=dataset,
+)
+trainer.train()
+"""
+
+LONGER_BY_TOKENS = '''\
+def reward_func(completion_ids, **kwargs):
+    """Reward function that assigns higher scores to longer completions (in terms of token count)."""
+    return [float(len(ids)) for ids in completion_ids]
+'''
+
+LONGER_BY_TOKENS_TRIED = """\
+>>> prompts = ["The sky is", "The sun is"]  # not used in the reward function, but the trainer will pass it
+>>> completions = [" blue.", " in the sky."]  # not used in the reward function, but the trainer will pass it
+>>> completion_ids = [[6303, 13], [304, 279, 12884, 13]]
+>>> reward_func(prompts=prompts, completions=completions, completion_ids=completion_ids)
+[2.0, 4.0]
+"""
+
+LONGER_BY_CHARACTERS = '''\
+def reward_func(completions, **kwargs):
+    """Reward function that assigns higher scores to longer completions (in terms of character count)."""
+    return [float(len(completion)) for completion in completions]
+'''
+
+LONGER_BY_CHARACTERS_TRIED = """\
+>>> prompts = ["The sky is", "The sun is"]
+>>> completions = [" blue.", " in the sky."]
+>>> completion_ids = [[6303, 13], [304, 279, 12884, 13]]  # not used in the reward function, but the trainer will pass it
+>>> reward_func(prompts=prompts, completions=completions, completion_ids=completion_ids)
+[6.0, 12.0]
+"""
+
+FORMAT = '''\
+import re
+
+def format_reward_func(completions, **kwargs):
+    """Reward function that checks if the completion has a specific format."""
+    pattern = r"^.*?.*?$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+'''
+
+FORMAT_TRIED = """\
+>>> prompts = [
+...     [{"role": "assistant", "content": "What is the result of (1 + 2) * 4?"}],
+...     [{"role": "assistant", "content": "What is the result of (3 + 1) * 2?"}],
+... ]
+>>> completions = [
+...     [{"role": "assistant", "content": "The sum of 1 and 2 is 3, which we multiply by 4 to get 12.(1 + 2) * 4 = 12"}],
+...     [{"role": "assistant", "content": "The sum of 3 and 1 is 4, which we multiply by 2 to get 8. So (3 + 1) * 2 = 8."}],
+... ]
+>>> format_reward_func(prompts=prompts, completions=completions)
+[1.0, 0.0]
+"""
+
+# The document lost everything in angle brackets. Without the tags its pattern matches any line, so the output that it
+# shows can only be that of the tagged text.
+TAGS_BACK = (
+    ("^.*?.*?$", "^<think>.*?</think><answer>.*?</answer>$"),
+    (
+        "The sum of 1 and 2 is 3, which we multiply by 4 to get 12.(1 + 2) * 4 = 12",
+        "<think>The sum of 1 and 2 is 3, which we multiply by 4 to get 12.</think><answer>(1 + 2) * 4 = 12</answer>",
+    ),
+)
+
+REFERENCE = r"""
+import re
+
+def reward_func(completions, ground_truth, **kwargs):
+    # Regular expression to capture content inside \boxed{}
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    # Reward 1 if the content is the same as the ground truth, 0 otherwise
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
+"""
+
+REFERENCE_TRIED = r"""
+>>> prompts = ["Problem: Solve the equation $2x + 3 = 7$. Solution:", "Problem: Solve the equation $3x - 5 = 10$."]
+>>> completions = [r" The solution is \boxed{2}.", r" The solution is \boxed{6}."]
+>>> ground_truth = ["2", "5"]
+>>> reward_func(prompts=prompts, completions=completions, ground_truth=ground_truth)
+[1.0, 0.0]
+"""
+
+MULTI_TASK = """\
+from datasets import Dataset
+from trl import GRPOTrainer
+
+# Define a dataset that contains both math and coding problems
+dataset = Dataset.from_list(
+    [
+        {"prompt": "What is 2+2?", "task": "math"},
+        {"prompt": "Write a function that returns the sum of two numbers.", "task": "code"},
+        {"prompt": "What is 3*4?", "task": "math"},
+        {"prompt": "Write a function that returns the product of two numbers.", "task": "code"},
+    ]
+)
+
+# Math-specific reward function
+def math_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task):
+        if t == "math":
+            # Calculate math-specific reward
+            correct = check_math_solution(prompt, completion)
+            reward = 1.0 if correct else -1.0
+            rewards.append(reward)
+        else:
+            # Return None for non-math tasks
+            rewards.append(None)
+    return rewards
+
+# Coding-specific reward function
+def coding_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task):
+        if t == "coding":
+            # Calculate coding-specific reward
+            works = test_code_solution(prompt, completion)
+            reward = 1.0 if works else -1.0
+            rewards.append(reward)
+        else:
+            # Return None for non-coding tasks
+            rewards.append(None)
+    return rewards
+
+# Use both task-specific reward functions
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2-0.5B-Instruct",
+    reward_funcs=[math_reward_func, coding_reward_func],
+    train_dataset=dataset,
+)
+
+trainer.train()
+"""
+
+ASYNCHRONOUS = """\
+import asyncio
+
+async def async_reward_func(prompts, completions, **kwargs):
+    # Simulate an I/O-bound call (e.g., HTTP request, database lookup)
+    await asyncio.sleep(0.01)
+    # Simple toy reward: 1.0 if the completion is non-empty, else 0.0
+    return [1.0 if completion else 0.0 for completion in completions]
+"""
+
+LOGGING = r"""
+import re
+
+def reward_func(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
+    extracted = [re.search(r"\\boxed\{(.*?)\}", c) for c in completions]
+    extracted = [m.group(1) if m else None for m in extracted]
+    rewards = [1.0 if e == gt else 0.0 for e, gt in zip(extracted, ground_truth)]
+
+    if log_extra:
+        log_extra("golden_answer", list(ground_truth))
+        log_extra("extracted_answer", [e or "[none]" for e in extracted])
+
+    if log_metric:
+        log_metric("accuracy", sum(rewards) / len(rewards))
+
+    return rewards
+"""
+
+PASSED_ALONE = """\
+from trl import GRPOTrainer
+
+trainer = GRPOTrainer(
+    reward_funcs=reward_func,
+    ...,
+)
+"""
+
+PASSED_IN_A_LIST = """\
+from trl import GRPOTrainer
+
+trainer = GRPOTrainer(
+    reward_funcs=[reward_func, async_reward_func1, async_reward_func2],
+    ...,
+)
+"""
+
+OTHER_SPELLINGS = """\
+from trl import GRPOTrainer, GRPOConfig
+
+# Define reward function (example for math)
+def reward_fn(responses, ground_truths):
+    rewards = []
+    for resp, gt in zip(responses, ground_truths):
+        # Check if answer matches
+        rewards.append(1.0 if gt in resp else 0.0)
+    return rewards
+
+# Configure GRPO training
+args = GRPOConfig(
+    output_dir = "grpo_outputs",
+    per_device_train_batch_size = 1,
+    gradient_accumulation_steps = 8,
+    learning_rate = 1e-5,
+    max_steps = 500,
+    num_generations = 4,  # Generate 4 responses per prompt
+    optim = "adamw_8bit",
+)
+
+# Create trainer
+trainer = GRPOTrainer(
+    model = model,
+    args = args,
+    train_dataset = dataset,
+    tokenizer = tokenizer,
+    reward_fn = reward_fn,
+)
+
+trainer.train()
+"""
+
+VLLM_COLOCATE = """\
+from trl import GRPOConfig
+
+training_args = GRPOConfig(
+    ...,
+    use_vllm=True,  # vllm_mode="colocate" by default
+)
+"""
+
+VLLM_SERVER = """\
+   from trl import GRPOConfig
+
+   training_args = GRPOConfig(
+       ...,
+       use_vllm=True,
+       vllm_mode="server",
+   )
+"""
+
+VLLM_AT_SCALE = """\
+import argparse
+
+from datasets import load_dataset
+from trl import GRPOTrainer, GRPOConfig
+from trl.rewards import accuracy_reward
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--vllm_server_host", type=str, default="", help="The server IP")
+    args = parser.parse_args()
+
+    dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+    training_args = GRPOConfig(
+        per_device_train_batch_size=4,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_host=args.vllm_server_host.replace("ip-", "").replace("-", "."),  # from ip-X-X-X-X to X.X.X.X
+    )
+
+    trainer = GRPOTrainer(
+        model="Qwen/Qwen2.5-72B",
+        args=training_args,
+        reward_funcs=accuracy_reward,
+        train_dataset=dataset
+    )
+    trainer.train()
+
+if __name__=="__main__":
+    main()
+"""
+
+TOOLS = '''\
+from trl import GRPOTrainer
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Asynchronously adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The sum of the two integers.
+    """
+    return a + b
+
+trainer = GRPOTrainer(
+    tools=[multiply, async_add],
+    ...,
+)
+'''
+
+ENVIRONMENT = '''\
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+instructions = [f"Increment the counter by {i}." for i in range(1, 7)]
+dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": instruction}] for instruction in instructions]})
+
+def reward_func(environments, **kwargs):  # dummy reward: the reward is the current value of the counter
+    return [environment.counter for environment in environments]
+
+class IncrementEnv:
+    def reset(self, **kwargs) -> str | None:  # required; receives sampled row fields as kwargs (e.g., `prompt`)
+        self.counter = 0
+        return "Counter reset to 0.\\n"
+
+    def increment(self, step: int) -> int:  # the other public methods of the environment are exposed as tools
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen3-0.6B",
+    args=GRPOConfig(chat_template_kwargs={"enable_thinking": False}),
+    train_dataset=dataset,
+    reward_funcs=reward_func,
+    environment_factory=IncrementEnv,
+)
+trainer.train()
+'''
+
+IN_DOCUMENT: dict[str, tuple[str, ...]] = {
+    "000_*.txt": (
+        QUICK_START, CLASS_EXAMPLE, LONGER_BY_TOKENS, LONGER_BY_TOKENS_TRIED, LONGER_BY_CHARACTERS,
+        LONGER_BY_CHARACTERS_TRIED, FORMAT, FORMAT_TRIED, REFERENCE, REFERENCE_TRIED, MULTI_TASK, ASYNCHRONOUS, LOGGING,
+        PASSED_ALONE, PASSED_IN_A_LIST, VLLM_COLOCATE, VLLM_SERVER, VLLM_AT_SCALE, TOOLS, ENVIRONMENT,
+    ),
+    "002_*.txt": (QUICK_START,),
+    "004_*.txt": (OTHER_SPELLINGS,),
+}  # fmt: skip
+
+
+def run(sample: str, **names: Any) -> dict[str, Any]:
+    """The namespace after running a sample as a script."""
+    code = inspect.cleandoc("\n" + sample).replace("from trl", "from groupgrad").replace("    ...,", "    **rest,")
+    namespace = {"__name__": "__main__", "__annotations__": {}, **names}
+    exec(compile(code, "sample.py", "exec"), namespace)
+    return namespace
+
+
+def try_out(session: str, namespace: dict[str, Any]) -> int:
+    """Run an interactive session of a document; the number of its lines. Fails where the output is another."""
+    examples = doctest.DocTestParser().get_doctest(session, namespace, "sample", None, None)
+    results = doctest.DocTestRunner(verbose=False).run(examples)
+    assert results.failed == 0
+    return results.attempted
+
+
+def steps_of(trainer: GRPOTrainer) -> list[dict[str, float]]:
+    """What was logged at each step."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def rest(**changes: Any) -> dict[str, Any]:
+    """Arguments for the `...` of a document's constructor call."""
+    dataset = Dataset.from_list([{"prompt": f"{a}+1=", "ground_truth": str(a + 1)} for a in range(4)])
+    return {"model": "Qwen/Qwen2-0.5B-Instruct", "train_dataset": dataset, **changes}
+
+
+@pytest.mark.parametrize("document", IN_DOCUMENT)
+def test_the_samples_are_those_of_the_documents(document: str, shared: Path) -> None:
+    (path,) = (shared / "reference" / "seeds").glob(document)
+    text = path.read_text(encoding="utf-8")
+    for sample in IN_DOCUMENT[document]:
+        assert sample.strip("\n") in text
+
+
+@pytest.mark.parametrize("sample", [QUICK_START, CLASS_EXAMPLE], ids=["quick start", "class example"])
+def test_quick_start(sample: str, hub: Path) -> None:
+    pytest.importorskip("math_verify")
+    trainer = run(sample)["trainer"]
+    name = "Qwen2-0.5B-Instruct" if sample is QUICK_START else "Qwen2.5-0.5B-Instruct"
+    assert trainer.args.output_dir == f"{name}-GRPO"
+    # One prompt with its 8 completions a step, four of them in the data set: one epoch.
+    assert trainer.state.global_step == 4
+    assert trainer.state.epoch == 1.0
+    # A random model's six characters are never the answer.
+    assert [step["rewards/accuracy_reward/mean"] for step in steps_of(trainer)] == [0.0] * 4
+    assert [step["reward"] for step in steps_of(trainer)] == [0.0] * 4
+
+
+def test_quick_start_under_accelerate_launch(hub: Path, make_model: Any) -> None:
+    pytest.importorskip("math_verify")
+    # Here nothing is patched: the ids are local folders of those names, and the script takes all defaults. A short
+    # context keeps the default of 256 tokens affordable.
+    make_model(max_position_embeddings=48).save_pretrained(hub / "Qwen" / "Qwen2-0.5B-Instruct")
+    (hub / "trl-lib" / "DeepMath-103K").mkdir(parents=True)
+    row = '{"prompt": [{"role": "user", "content": "What is 1+1?"}], "solution": "$2$"}\n'
+    (hub / "trl-lib" / "DeepMath-103K" / "train.jsonl").write_text(row)
+    (hub / "train_grpo.py").write_text(QUICK_START.replace("from trl", "from groupgrad"))
+    environment = {**os.environ, "HF_HOME": str(hub / "home"), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train_grpo.py"]
+    ended = subprocess.run(command, check=False, cwd=hub, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    # One row, three epochs, the last step is saved.
+    saved = hub / "Qwen2-0.5B-Instruct-GRPO" / "checkpoint-3"
+    assert (saved / "model.safetensors").is_file()
+
+
+def test_longer_by_tokens() -> None:
+    namespace = run(LONGER_BY_TOKENS)
+    assert try_out(LONGER_BY_TOKENS_TRIED, namespace) == 4
+    trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
+    trainer.train()
+    steps = steps_of(trainer)
+    assert len(steps) == 4
+    for step in steps:
+        assert step["rewards/reward_func/mean"] == pytest.approx(step["completions/mean_length"])
+        assert step["reward"] == step["rewards/reward_func/mean"]
+
+
+def test_longer_by_characters() -> None:
+    namespace = run(LONGER_BY_CHARACTERS)
+    assert try_out(LONGER_BY_CHARACTERS_TRIED, namespace) == 4
+    trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
+    trainer.train()
+    for step in steps_of(trainer):
+        # One token is one character, and an EOS is none.
+        ended = 1 - step["completions/clipped_ratio"]
+        assert step["rewards/reward_func/mean"] <= step["completions/mean_length"] - ended + 1e-9
+
+
+def test_format() -> None:
+    sample, session = FORMAT, FORMAT_TRIED
+    for lost, restored in TAGS_BACK:
+        assert lost in sample + session
+        sample, session = sample.replace(lost, restored), session.replace(lost, restored)
+    function = run(sample)["format_reward_func"]
+    assert try_out(session, {"format_reward_func": function}) == 3
+    messages = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{a}+1?"}]} for a in range(4)])
+    trainer = run(PASSED_ALONE, reward_func=function, rest=rest(train_dataset=messages))["trainer"]
+    trainer.train()
+    assert [step["rewards/format_reward_func/mean"] for step in steps_of(trainer)] == [0.0] * 4
+
+
+def test_reference() -> None:
+    namespace = run(REFERENCE)
+    assert try_out(REFERENCE_TRIED, namespace) == 4
+    trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
+    trainer.train()
+    assert [step["rewards/reward_func/mean"] for step in steps_of(trainer)] == [0.0] * 4
+
+
+def test_multi_task() -> None:
+    seen: list[str] = []
+
+    def check_math_solution(prompt: str, completion: str) -> bool:
+        seen.append(prompt)
+        return len(seen) % 2 == 0
+
+    trainer = run(MULTI_TASK, check_math_solution=check_math_solution, test_code_solution=None)["trainer"]
+    steps = steps_of(trainer)
+    assert sorted(set(seen)) == ["What is 2+2?", "What is 3*4?"]
+    assert len(seen) == 16
+    # Its `task` column says "code" and its function asks for "coding": nobody scores those rows, so they teach nothing.
+    scored = [step for step in steps if step.get("rewards/math_reward_func/mean") is not None]
+    assert [step["rewards/math_reward_func/mean"] for step in scored] == [0.0, 0.0]
+    assert [step["rewards/math_reward_func/std"] for step in scored] == pytest.approx([(8 / 7) ** 0.5] * 2)
+    assert all(step["grad_norm"] > 0 for step in scored)
+    unscored = [step for step in steps if step not in scored]
+    assert len(unscored) == 2
+    assert [step["grad_norm"] for step in unscored] == [0.0, 0.0]
+    assert all(step.get("rewards/coding_reward_func/mean") is None for step in steps)
+
+
+def test_asynchronous_and_synchronous_in_one_list() -> None:
+    namespace = run(ASYNCHRONOUS)
+    first, second = namespace["async_reward_func"], run(ASYNCHRONOUS)["async_reward_func"]
+    functions = {
+        "reward_func": run(LONGER_BY_TOKENS)["reward_func"],
+        "async_reward_func1": first,
+        "async_reward_func2": second,
+    }
+    trainer = run(PASSED_IN_A_LIST, rest=rest(), **functions)["trainer"]
+    trainer.train()
+    for step in steps_of(trainer):
+        # Two functions of one name have keys of their own, and the reward is the sum of all three.
+        names = ("reward_func", "async_reward_func", "async_reward_func_2")
+        parts = [step[f"rewards/{name}/mean"] for name in names]
+        assert parts[1] == parts[2]
+        assert step["reward"] == pytest.approx(sum(parts))
+
+
+def test_weighted_sum() -> None:
+    functions = {
+        "reward_func": run(LONGER_BY_TOKENS)["reward_func"],
+        "async_reward_func1": run(ASYNCHRONOUS)["async_reward_func"],
+        "async_reward_func2": run(LONGER_BY_CHARACTERS)["reward_func"],
+    }
+    weighted = GRPOConfig(output_dir="out", reward_weights=[0.5, 2.0, -1.0])
+    trainer = run(PASSED_IN_A_LIST, rest=rest(args=weighted), **functions)["trainer"]
+    trainer.train()
+    for step in steps_of(trainer):
+        parts = [step[f"rewards/{name}/mean"] for name in ("reward_func", "async_reward_func", "reward_func_2")]
+        assert step["reward"] == pytest.approx(0.5 * parts[0] + 2.0 * parts[1] - parts[2])
+
+
+def test_extra_columns_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    args = GRPOConfig(output_dir="out", log_completions=True, num_completions_to_print=1)
+    trainer = run(PASSED_ALONE, reward_func=run(LOGGING)["reward_func"], rest=rest(args=args))["trainer"]
+    trainer.train()
+    assert [step["accuracy"] for step in steps_of(trainer)] == [0.0] * 4
+    files = sorted(Path("out/completions").glob("*.parquet"))
+    assert len(files) == 4
+    rows = [row for file in files for row in Dataset.from_parquet(str(file), cache_dir="cache").to_list()]
+    assert len(rows) == 32
+    assert {row["extracted_answer"] for row in rows} == {"[none]"}
+    for row in rows:
+        assert row["golden_answer"] == str(int(row["prompt"].split("+")[0]) + 1)
+
+
+@pytest.fixture
+def given(make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
+    """What the other-spellings sample takes for granted."""
+    dataset = Dataset.from_list([{"prompt": f"{a}+1=", "answer": str(a)} for a in range(4)])
+    return {"model": make_model(), "tokenizer": make_tokenizer(), "dataset": dataset}
+
+
+def test_other_spellings(given: dict[str, Any]) -> None:
+    # The 8-bit optimizer has a package of its own; with the plain one the sample needs nothing else.
+    trainer = run(OTHER_SPELLINGS.replace("adamw_8bit", "adamw_torch"), **given)["trainer"]
+    steps = steps_of(trainer)
+    assert trainer.processing_class is given["tokenizer"]
+    assert trainer.args.num_generations == 4
+    assert trainer.args.max_steps == len(steps) == 4
+    # Two prompts a step of eight completions, so four steps are two epochs of four prompts.
+    assert trainer.state.epoch == 2.0
+    assert steps[0]["learning_rate"] == pytest.approx(1e-5)
+    assert all(0.0 <= step["rewards/reward_fn/mean"] <= 1.0 for step in steps)
+    assert any(step["rewards/reward_fn/mean"] > 0.0 for step in steps)
+
+
+def test_other_spellings_as_written(given: dict[str, Any], unsampled: None) -> None:
+    if is_available("bitsandbytes"):
+        pytest.skip("bitsandbytes is installed")
+    with pytest.raises(ImportError, match=r"adamw_8bit.*bitsandbytes.*pip install 'groupgrad\[quant\]'"):
+        run(OTHER_SPELLINGS, **given)
+
+
+@pytest.mark.parametrize("sample", [VLLM_COLOCATE, VLLM_SERVER], ids=["colocate", "server"])
+def test_vllm_is_refused_by_name(sample: str) -> None:
+    with pytest.raises(ConfigError, match="use_vllm=True is not part of this version"):
+        run(sample, rest={"output_dir": "out"})
+
+
+def test_vllm_at_scale_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, unsampled: None) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--vllm_server_host", "ip-10-0-0-7"])
+    with pytest.raises(ConfigError, match="use_vllm=True is not part of this version"):
+        run(VLLM_AT_SCALE)
+
+
+def test_tools_are_refused_by_name(unsampled: None) -> None:
+    reward_func = run(LONGER_BY_TOKENS)["reward_func"]
+    with pytest.raises(UnavailableError, match="tools is given, but tool calling is not part of this version"):
+        run(TOOLS, rest=rest(reward_funcs=reward_func))
+
+
+def test_environments_are_refused_by_name(unsampled: None) -> None:
+    with pytest.raises(UnavailableError, match="environment_factory is given, but environments is not part of this"):
+        run(ENVIRONMENT)
