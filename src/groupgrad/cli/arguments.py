@@ -1,0 +1,75 @@
+"""What `groupgrad train` reads beside `GRPOConfig`: the data, the rewards and the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+# ruff: noqa: RUF009 - _option makes dataclass fields
+
+
+def _option(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass
+class ScriptArguments:
+    """The data set, how its rows become prompts, and the reward functions."""
+
+    # --- Data ---
+    dataset_name: str | None = _option(
+        None, "Data set: a hub id, a local folder, or a .json, .jsonl, .parquet or .csv file."
+    )
+    dataset_config: str | None = _option(None, "Configuration (subset) of the data set.")
+    dataset_train_split: str = _option("train", "Split to train on.")
+    dataset_test_split: str = _option("test", "Split to evaluate on, if eval_strategy asks for evaluation.")
+    dataset_test_name: str | None = _option(
+        None, "Data set or file to evaluate on, like dataset_name; unset: the test split of dataset_name."
+    )
+    dataset_streaming: bool = _option(
+        False, "Read rows while training, without downloading all first; needs max_steps."
+    )
+    max_train_rows: int | None = _option(None, "Train on the first rows only, at most this many.")
+    prompt_column: str | None = _option(None, "Column that holds the prompt; unset: 'prompt'.")
+    solution_column: str | None = _option(None, "Column that holds the answer; reward functions get it as 'solution'.")
+    solution_pattern: str | None = _option(
+        None, "Regular expression whose first group is the solution within the answer, searched for from the left."
+    )
+    system_prompt: str | None = _option(None, "System message put before each prompt; makes prompts conversational.")
+    conversational: bool | None = _option(
+        None, "Make a text prompt one user message; unset: if prompt_column or system_prompt is set."
+    )
+
+    # --- Rewards ---
+    reward_funcs: list[str] | None = _option(
+        None, "Reward functions: built-in names, or dotted paths of your own such as rewards.my_reward."
+    )
+    reward_model_name_or_path: str | None = _option(None, "Reward model: hub id or folder of a sequence classifier.")
+
+
+@dataclass
+class ModelArguments:
+    """The model that is trained and the adapter put on it."""
+
+    # --- Model ---
+    model_name_or_path: str | None = _option(None, "Model to train: a hub id or a local folder.")
+    model_revision: str | None = _option(None, "Branch, tag or commit of the model on the hub.")
+    dtype: str | None = _option(None, "Type of the weights: auto, bfloat16, float16 or float32; unset: float32.")
+    attn_implementation: str | None = _option(
+        None, "Attention: eager, sdpa, flash_attention_2, ...; unset: the model's."
+    )
+
+    # --- Adapter ---
+    use_peft: bool = _option(False, "Train a LoRA adapter instead of all weights.")
+    lora_r: int = _option(16, "LoRA: rank.")
+    lora_alpha: int = _option(32, "LoRA: scale, divided by the rank.")
+    lora_dropout: float = _option(0.05, "LoRA: dropout probability.")
+    lora_target_modules: list[str] | None = _option(
+        None, "LoRA: modules to adapt, or all-linear; unset: usual ones of the architecture."
+    )
+    lora_modules_to_save: list[str] | None = _option(None, "LoRA: modules trained in full and saved with the adapter.")
+    use_rslora: bool = _option(False, "LoRA: scale by the square root of the rank.")
+    use_dora: bool = _option(False, "LoRA: train magnitude and direction apart (DoRA).")
+    load_in_4bit: bool = _option(False, "Load the weights in 4 bits (NF4, bitsandbytes).")
+    load_in_8bit: bool = _option(False, "Load the weights in 8 bits (bitsandbytes).")

@@ -1,0 +1,126 @@
+"""Data sets as `groupgrad train` names them, and their rows as the trainer wants them: `prompt` and `solution`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from groupgrad.cli.arguments import ScriptArguments
+
+FILES: dict[str, str] = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Ending of a file -> the loader of `datasets` that reads it."""
+
+
+def load_splits(script: ScriptArguments, evaluate: bool) -> tuple[Any, Any]:
+    """The training data and, if `evaluate`, the evaluation data (else None), ready for the trainer.
+
+    ValueError, with what to set, for a data set that is not there or rows that do not fit.
+    """
+    if not script.dataset_name:
+        raise ValueError(
+            "no data set is given; set dataset_name to a hub id, a folder, or a .json, .jsonl, .parquet or .csv file"
+        )
+    train = _load(script.dataset_name, script.dataset_train_split, script, "dataset_train_split")
+    if script.max_train_rows is not None:
+        if script.max_train_rows < 1:
+            raise ValueError(f"max_train_rows={script.max_train_rows} leaves nothing to train on; set it to at least 1")
+        count = script.max_train_rows
+        train = train.take(count) if script.dataset_streaming else train.select(range(min(count, len(train))))
+    train = prepare(train, script)
+    if not evaluate:
+        return train, None
+    if script.dataset_test_name is None and Path(script.dataset_name).suffix in FILES:
+        raise ValueError(
+            f"eval_strategy asks for evaluation, but {script.dataset_name} is one file without a test split; "
+            f"set dataset_test_name to the file to evaluate on, or eval_strategy to no"
+        )
+    name = script.dataset_test_name or script.dataset_name
+    return train, prepare(_load(name, script.dataset_test_split, script, "dataset_test_split"), script)
+
+
+def _load(name: str, split: str, script: ScriptArguments, setting: str) -> Any:
+    import datasets
+
+    path = Path(name).expanduser()
+    if path.suffix in FILES:
+        if not path.is_file():
+            raise ValueError(f"there is no file {name}; set dataset_name (or dataset_test_name) to one that exists")
+        kind = FILES[path.suffix]
+        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=script.dataset_streaming)
+    saved = path.is_dir() and any((path / f).is_file() for f in ("dataset_dict.json", "state.json"))
+    try:
+        if not saved:
+            return datasets.load_dataset(name, script.dataset_config, split=split, streaming=script.dataset_streaming)
+        found = datasets.load_from_disk(str(path))
+        found = found[split] if isinstance(found, datasets.DatasetDict) else found
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read with {setting}={split!r}: {error}") from error
+    return found.to_iterable_dataset() if script.dataset_streaming else found
+
+
+def prepare(dataset: Any, script: ScriptArguments) -> Any:
+    """The data set with a `prompt` column, conversational if asked for, and a `solution` column if one is named.
+
+    All other columns stay, for the reward functions. ValueError if a named column is missing or the pattern does not
+    match.
+    """
+    source = script.prompt_column or "prompt"
+    columns = dataset.column_names
+    for setting, column in (("prompt_column", source), ("solution_column", script.solution_column)):
+        if columns is not None and column is not None and column not in columns:
+            raise ValueError(
+                f"the data set has no column {column!r}, only {', '.join(columns)}; set {setting} to one of them"
+            )
+    pattern = _pattern(script)
+    renamed = source != "prompt"
+    chat = script.conversational
+    if chat is None:
+        chat = renamed or script.system_prompt is not None
+    if not chat and script.system_prompt is not None:
+        raise ValueError("system_prompt is a message, but conversational is False; set conversational to True")
+    if not (chat or renamed or script.solution_column):
+        return dataset
+
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {"prompt": conversation(row[source], script.system_prompt) if chat else row[source]}
+        if script.solution_column:
+            made["solution"] = solution(row[script.solution_column], pattern)
+        return made
+
+    return dataset.map(convert, remove_columns=[source] if renamed and source != script.solution_column else None)
+
+
+def conversation(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
+    """A prompt as messages: a text becomes the user's, and the system prompt comes first unless there is one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def solution(answer: Any, pattern: re.Pattern[str] | None) -> Any:
+    """The solution in an answer: all of it, or the first group of the pattern. ValueError if that does not match."""
+    if pattern is None:
+        return answer
+    found = pattern.search(str(answer))
+    if found is None:
+        raise ValueError(
+            f"solution_pattern={pattern.pattern!r} is not found in the answer {answer!r}; change the pattern"
+        )
+    return found.group(1).strip()
+
+
+def _pattern(script: ScriptArguments) -> re.Pattern[str] | None:
+    text = script.solution_pattern
+    if text is None:
+        return None
+    if script.solution_column is None:
+        raise ValueError(f"solution_pattern={text!r} has no column to search; set solution_column")
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise ValueError(f"solution_pattern={text!r} is not a regular expression: {error}") from error
+    if pattern.groups < 1:
+        raise ValueError(f"solution_pattern={text!r} has no group; put brackets around the solution, as in '#### (.+)'")
+    return pattern

@@ -1,0 +1,51 @@
+"""Entry point of the `groupgrad` command. Nothing heavy is imported before a command is chosen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from groupgrad import __version__
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("groupgrad.cli.train", "train a model with GRPO on a data set"),
+    "env": ("groupgrad.cli.env", "print versions and devices, for a bug report"),
+}
+"""Command -> (module with `main(argv) -> exit status`, one line of help)."""
+
+
+def usage() -> str:
+    """The text of `groupgrad --help`."""
+    rows = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    return (
+        f"usage: groupgrad COMMAND [options]\n\n"
+        f"Group relative policy optimization (GRPO) for language models.\n\n"
+        f"commands:\n{rows}\n\n"
+        f"`groupgrad COMMAND --help` lists the options of a command; `groupgrad --version` prints the version.\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the process's arguments) names; returns the exit status, 2 for a command
+    line that cannot be understood."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"groupgrad {__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        import difflib
+
+        like = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {like[0]!r}?" if like else ""
+        print(f"groupgrad: error: there is no command {command!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
+        return 2
+    return import_module(COMMANDS[command][0]).main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

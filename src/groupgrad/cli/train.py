@@ -1,0 +1,175 @@
+"""`groupgrad train`: read the arguments, build the trainer, train, save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from groupgrad import compat
+
+if TYPE_CHECKING:
+    from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+    from groupgrad.cli.parsing import Parsed
+    from groupgrad.config import GRPOConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the command line says. Returns 0, or 2 after a sentence that says what to change if the run cannot
+    begin; what fails later is raised."""
+    from groupgrad.cli.parsing import parse
+
+    parsed = parse(argv)
+    try:
+        trainer = build(parsed)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        if os.environ.get("GROUPGRAD_TRACEBACK"):
+            raise
+        print(f"groupgrad train: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
+        return 2
+    run(trainer, parsed)
+    return 0
+
+
+def build(parsed: Parsed) -> Any:
+    """The trainer for a command line."""
+    from groupgrad.cli.dataset import load_splits
+    from groupgrad.config.rules import evaluates
+
+    # First what is quick to check, then the data, and last the model, which takes longest.
+    rewards = load_rewards(parsed.script)
+    model = model_name(parsed.model, parsed.config)
+    further = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
+    train_dataset, eval_dataset = load_splits(parsed.script, evaluates(parsed.config))
+    trainer_class = import_module("groupgrad.trainer").GRPOTrainer
+    return trainer_class(
+        model=model,
+        reward_funcs=rewards,
+        args=parsed.config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        **{name: value for name, value in further.items() if value is not None},
+    )
+
+
+def run(trainer: Any, parsed: Parsed) -> None:
+    """Train, save the model to `output_dir`, and push it if asked to."""
+    config = parsed.config
+    trainer.train(resume_from_checkpoint=resume_from(config.resume_from_checkpoint))
+    trainer.save_model(config.output_dir)
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
+
+
+def resume_from(value: str | bool | None) -> str | bool | None:
+    """`true` means the last checkpoint in `output_dir`; other text is a path; `false` or unset: no resuming."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        value = value.lower() == "true"
+    return value or None
+
+
+def load_rewards(script: ScriptArguments) -> list[Any]:
+    """The reward functions and the reward model that are named. ValueError if there are none, or one is unknown."""
+    rewards: list[Any] = [load_reward(name) for name in script.reward_funcs or []]
+    if script.reward_model_name_or_path:
+        rewards.append(script.reward_model_name_or_path)
+    if not rewards:
+        raise ValueError(
+            f"no reward is given; set reward_funcs to built-in names ({', '.join(_registry())}) or dotted paths of "
+            f"your own functions, or set reward_model_name_or_path"
+        )
+    return rewards
+
+
+def load_reward(name: str) -> Callable[..., Any]:
+    """A built-in reward function by its name, or any function by its dotted path, seen from the current folder."""
+    registry = _registry()
+    if name in registry:
+        return registry[name]
+    module_name, _, attribute = name.replace(":", ".").rpartition(".")
+    if not module_name:
+        from groupgrad.config.values import nearest
+
+        like = nearest(name, registry)
+        hint = f"; did you mean {like!r}?" if like else ""
+        raise ValueError(
+            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(registry)}; "
+            f"your own are given as module.function"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward function {name!r} cannot be imported from {os.getcwd()}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name!r} is a {type(function).__name__}, not a reward function")
+    return function
+
+
+def _registry() -> dict[str, Any]:
+    return import_module("groupgrad.rewards").REWARD_FUNCTIONS
+
+
+def model_name(model: ModelArguments, config: GRPOConfig) -> str:
+    """The model's name; how to load it is written into `config.model_init_kwargs`. ValueError if a setting is given
+    there too, with another value."""
+    if not model.model_name_or_path:
+        raise ValueError("no model is given; set model_name_or_path to a hub id or a local folder")
+    given: Any = dict(config.model_init_kwargs or {})  # pyright: ignore[reportArgumentType, reportCallIssue]
+    flags = {
+        "revision": ("model_revision", model.model_revision),
+        "dtype": ("dtype", model.dtype),
+        "attn_implementation": ("attn_implementation", model.attn_implementation),
+    }
+    for key, (flag, value) in flags.items():
+        if value is None:
+            continue
+        if given.get(key, value) != value:
+            raise ValueError(f"{flag}={value!r}, but model_init_kwargs has {key}={given[key]!r}; set it in one place")
+        given[key] = value
+    from groupgrad.config.values import DTYPES
+
+    if model.dtype is not None and model.dtype not in DTYPES:
+        raise ValueError(f"dtype={model.dtype!r} is not known; set it to one of {', '.join(DTYPES)}")
+    config.model_init_kwargs = given or None
+    return model.model_name_or_path
+
+
+def peft_config(model: ModelArguments) -> Any:
+    """The LoRA configuration that the flags describe, or None without `use_peft`."""
+    if not model.use_peft:
+        return None
+    compat.require("peft", "use_peft")
+    from peft import LoraConfig
+
+    # A shell passes the list "a", "b" of the documents with its commas.
+    targets = [name.strip(",") for name in model.lora_target_modules or []]
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=model.lora_r,
+        lora_alpha=model.lora_alpha,
+        lora_dropout=model.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets or None,
+        modules_to_save=[name.strip(",") for name in model.lora_modules_to_save or []] or None,
+        use_rslora=model.use_rslora,
+        use_dora=model.use_dora,
+    )
+
+
+def quantization_config(model: ModelArguments) -> Any:
+    """How to load the weights in fewer bits, or None. ValueError if 4 and 8 bits are both asked for."""
+    if not (model.load_in_4bit or model.load_in_8bit):
+        return None
+    if model.load_in_4bit and model.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit are both True; set one of them to False")
+    compat.require("bitsandbytes", "load_in_4bit" if model.load_in_4bit else "load_in_8bit")
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if model.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else torch.float32
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
