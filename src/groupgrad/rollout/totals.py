@@ -10,6 +10,10 @@ from groupgrad import dist
 from groupgrad.objectives import entropy_threshold
 from groupgrad.types import Batch, StepTotals
 
+# Tokens of one context have one entropy, but for rounding: the first tokens of a group do. Those at the threshold are
+# all kept, whichever way they were rounded in the micro-batch that they came with.
+_TIE_NATS = 1e-5
+
 
 def step_totals(
     batches: Sequence[Batch], *, keep_entropy: float = 1.0, entropy_of: Callable[[Batch], torch.Tensor] | None = None
@@ -26,6 +30,7 @@ def step_totals(
         entropies = dist.all_gather_rows(torch.cat([entropy_of(batch)[batch.trained] for batch in batches]))
         if len(entropies):
             threshold = entropy_threshold(entropies, keep_entropy)
+            threshold -= _TIE_NATS * max(1.0, abs(threshold))
             kept = float((entropies >= threshold).sum())
     return StepTotals(
         rows=rows,

@@ -1,0 +1,235 @@
+"""How a step is cut into micro-batches does not change what it computes; and it computes what the papers write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+SPLITS = [(8, 2), (4, 4), (2, 8)]
+"""(per_device_train_batch_size, gradient_accumulation_steps) of the same 16 rows as (16, 1)."""
+
+LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2}
+
+# Two optimizer steps a round, so that the second trains on what an older policy sampled.
+TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "num_iterations": {"num_iterations": 2, "max_steps": 4},
+    "beta": {"beta": 0.1, **TWO_STEPS},
+    "bias_corrected_kl": {"beta": 0.1, "use_bias_correction_kl": True, **TWO_STEPS},
+    "sync_ref_model": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    "mask_truncated_completions": {"mask_truncated_completions": True, "max_completion_length": 3, **TWO_STEPS},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.4, **TWO_STEPS},
+    "entropy_coef": {"entropy_coef": 0.1, **TWO_STEPS},
+    "entropy_coef_of_top_tokens": {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
+    "adaptive_entropy": {
+        "entropy_coef": 0.1,
+        "use_adaptive_entropy": True,
+        "entropy_target": 5.0,
+        "entropy_coef_delta": 0.05,
+    },
+    "sequence_ratio": {"loss_type": "grpo", "importance_sampling_level": "sequence", **TWO_STEPS},
+    "sequence_ratio_kl": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "beta": 0.1,
+        "use_bias_correction_kl": True,
+        **TWO_STEPS,
+    },
+    "delta": {"delta": 1.25, **TWO_STEPS},
+    "off_policy_mask": {"off_policy_mask_threshold": 0.01, **TWO_STEPS},
+    "batch_scale": {"scale_rewards": "batch", "temperature": 0.7, **TWO_STEPS},
+}
+
+
+@pytest.fixture
+def train(make_trainer, make_policy, tools):
+    """`train((b, accumulation), **settings)`: the log and final weights; fails if the weights hardly moved."""
+
+    def run(split, **settings: Any):
+        policy = make_policy()
+        start = tools.weights(policy)
+        config = {"per_device_train_batch_size": split[0], "gradient_accumulation_steps": split[1], **settings}
+        trainer = make_trainer(model=policy, **config)
+        trainer.train()
+        final = tools.weights(policy)
+        assert tools.relative(final, start) > 1e-3
+        return trainer.state.log_history, final
+
+    return run
+
+
+def assert_same(runs, tools) -> None:
+    """Final weights to 1e-5 relative; every logged number of every step to 1e-4 (of 1)."""
+    log, final = runs[0]
+    for other_log, other in runs[1:]:
+        assert tools.relative(other, final) < 1e-5
+        for entry, expected in zip(tools.without_times(other_log)[:-1], tools.without_times(log)[:-1], strict=True):
+            assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_losses_do_not_depend_on_the_micro_batch(train, tools, loss_type, optimizer):
+    ceiling = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
+    splits = [(16, 1), *(SPLITS if loss_type in ("grpo", "dapo") else [(4, 4)] if optimizer is SGD else [(2, 8)])]
+    settings = {"loss_type": loss_type, **ceiling, **level, **TWO_STEPS, **optimizer}
+    assert_same([train(split, **settings) for split in splits], tools)
+
+
+def test_the_ratio_moves_within_a_round(train):
+    """Without this the comparisons above would be about ratios of 1."""
+    log, _ = train((8, 2), **TWO_STEPS, **ADAMW)
+    moved = [entry["clip_ratio/region_mean"] for entry in log[:-1]]
+    assert moved[0] == moved[2] == 0.0
+    assert moved[1] > 0.05 and moved[3] > 0.05
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_do_not_depend_on_the_micro_batch(train, tools, feature):
+    splits = [(16, 1), (8, 2), (2, 8)]
+    assert_same([train(split, **{**ADAMW, **FEATURES[feature]}) for split in splits], tools)
+
+
+def test_bnpo_is_local_by_definition(train, tools):
+    """The one loss whose value depends on the micro-batch: equal micro-batches give equal weights, others do not."""
+    (_, whole), (_, cut) = (train(split, loss_type="bnpo", **ADAMW) for split in [(16, 1), (4, 4)])
+    assert tools.relative(cut, whole) > 1e-4
+
+
+def test_a_round_may_be_cut_in_any_way_between_steps(train, tools):
+    """Rounds of 32 rows and steps of 8: S is 4 at one micro-batch a step, 8 at two, 32 at eight."""
+    splits = [(8, 1), (4, 2), (1, 8)]
+    assert_same([train(split, generation_batch_size=32, max_steps=5, **ADAMW) for split in splits], tools)
+    by_name = train((4, 2), steps_per_generation=8, max_steps=5, **ADAMW)
+    assert_same([by_name, train((4, 2), generation_batch_size=32, max_steps=5, **ADAMW)], tools)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_step_may_span_several_rounds(train, tools, iterations):
+    """Rounds of 8 rows and steps of 32: each step trains on four rounds, or on two of them twice."""
+    settings = {"generation_batch_size": 8, "num_iterations": iterations, "max_steps": 2, **ADAMW}
+    assert_same([train(split, **settings) for split in [(8, 4), (4, 8), (2, 16)]], tools)
+
+
+def test_a_round_may_end_within_a_step(train, tools):
+    """Rounds of 24 rows and steps of 16: the second step begins in one round and ends in the next."""
+    splits = [(8, 2), (4, 4), (2, 8)]
+    assert_same([train(split, generation_batch_size=24, max_steps=4, **ADAMW) for split in splits], tools)
+
+
+def test_data_workers_change_nothing(train, tools):
+    here = train((8, 2), **ADAMW)
+    elsewhere = train((8, 2), dataloader_num_workers=1, **ADAMW)
+    assert torch.equal(here[1], elsewhere[1])
+
+
+def test_gradient_checkpointing_changes_nothing(train, tools):
+    plain = train((8, 2), gradient_checkpointing=False, **ADAMW)
+    recomputed = train((8, 2), gradient_checkpointing=True, **ADAMW)
+    assert_same([plain, recomputed], tools)
+
+
+def test_the_sampling_chunk_changes_nothing(make_trainer, make_policy, tools):
+    finals = []
+    for max_rows in (64, 3):
+        policy = make_policy()
+        trainer = make_trainer(model=policy, **TWO_STEPS, **ADAMW)
+        trainer.engine._max_rows = max_rows
+        trainer.train()
+        finals.append(tools.weights(policy))
+    assert tools.relative(finals[1], finals[0]) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------- against a dense trainer
+
+
+def dense_scores(model, prompts: list[list[int]], completions: list[list[int]], temperature: float):
+    """Log-probs and entropies (B, T) and the mask (B, T), every row padded on the right, computed on its own."""
+    width = max(map(len, completions))
+    logprobs, mask = [], []
+    for prompt, completion in zip(prompts, completions):
+        ids = torch.tensor([prompt + completion])
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        chosen = F.log_softmax(logits, dim=-1)[torch.arange(len(completion)), torch.tensor(completion)]
+        logprobs.append(F.pad(chosen, (0, width - len(completion))))
+        mask.append(F.pad(torch.ones(len(completion)), (0, width - len(completion))))
+    return torch.stack(logprobs), torch.stack(mask)
+
+
+def dense_loss(logprobs, old, ref, mask, advantages, *, loss_type: str, beta: float) -> torch.Tensor:
+    """arXiv:2402.03300, eq. 3 and 4 (grpo) and arXiv:2503.14476, eq. 8 (dapo), clip widths 0.2."""
+    ratio = (logprobs - old).exp()
+    gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    kl = (ref - logprobs).exp() - (ref - logprobs) - 1
+    per_token = (-gain + beta * kl) * mask
+    if loss_type == "grpo":
+        return (per_token.sum(1) / mask.sum(1)).mean()
+    return per_token.sum() / mask.sum()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tools, loss_type):
+    """Four steps of AdamW on the recorded rollouts, in two rounds of two steps, with a KL term at temperature 0.8."""
+    rounds: list[tuple[list[list[int]], list[list[int]], list[float]]] = []
+
+    def record(prompts, completion_ids, **kwargs):
+        rewards = tools.letters_reward(completion_ids)
+        rounds.append(([tokenizer(p)["input_ids"] for p in prompts], completion_ids, rewards))
+        return rewards
+
+    policy = make_policy()
+    trainer = make_trainer(
+        model=policy,
+        reward_funcs=record,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        loss_type=loss_type,
+        beta=0.1,
+        temperature=0.8,
+        weight_decay=0.1,
+        **TWO_STEPS,
+        **ADAMW,
+    )
+    trainer.train()
+
+    dense, reference = make_policy(), make_policy()
+    decayed = [p for n, p in dense.named_parameters() if "norm" not in n]
+    others = [p for n, p in dense.named_parameters() if "norm" in n]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+    )
+    losses = []
+    for prompts, completions, rewards in rounds:
+        group = torch.tensor(rewards, dtype=torch.float64).view(-1, 4)
+        advantages = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)
+        advantages = advantages.flatten().float()
+        with torch.no_grad():
+            old, _ = dense_scores(dense, prompts, completions, 0.8)
+            ref, _ = dense_scores(reference, prompts, completions, 0.8)
+        for rows in (slice(0, 16), slice(16, 32)):
+            logprobs, mask = dense_scores(dense, prompts[rows], completions[rows], 0.8)
+            width = mask.shape[1]
+            loss = dense_loss(
+                logprobs,
+                old[rows, :width],
+                ref[rows, :width],
+                mask,
+                advantages[rows],
+                loss_type=loss_type,
+                beta=0.1,
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(dense.parameters(), 1.0)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert len(rounds) == 2
+    assert [entry["loss"] for entry in trainer.state.log_history[:-1]] == pytest.approx(losses, abs=1e-5)
+    assert tools.relative(tools.weights(policy), tools.weights(dense)) < 1e-5
