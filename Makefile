@@ -25,7 +25,7 @@ check: $(VENV)/.groupgrad-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 format: $(VENV)/.groupgrad-dev
 	$(VENV)/bin/ruff check --fix .

@@ -14,14 +14,22 @@ from transformers import PreTrainedModel, Trainer
 
 from groupgrad import compat
 from groupgrad.callbacks import EntropyController
-from groupgrad.config import GRPOConfig
-from groupgrad.config.options import round_plan
+from groupgrad.config import GRPOConfig, options
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker, check_dataset
+from groupgrad.engines.base import Engine
 from groupgrad.errors import UnavailableError
 from groupgrad.models import load
 from groupgrad.models.adapters import add_adapter, is_adapted
+from groupgrad.models.forward import ForwardOptions
+from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.reference import Reference
+from groupgrad.objectives import PolicyOptions
+from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.evaluation import Evaluator
+from groupgrad.rollout.round import RoundMaker
+from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.telemetry.timings import Timings
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +203,7 @@ def keep_prompt_columns(dataset: Any) -> Any:
 
 def plan_for(config: GRPOConfig) -> RoundPlan:
     """The round's arithmetic, checked. ValueError if groups do not fit (the config's own rules say the same)."""
-    plan = round_plan(config)
+    plan = options.round_plan(config)
     if plan.rows_per_round % plan.num_generations:
         raise ValueError(
             f"a generation batch of {plan.rows_per_round} completions cannot be cut into groups of num_generations="
@@ -214,6 +222,49 @@ def entropy_controller(config: GRPOConfig) -> EntropyController:
         minimum=config.entropy_coef_min,
         maximum=config.entropy_coef_max,
     )
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """What one step and one evaluation work with, made from the configuration."""
+
+    plan: RoundPlan
+    policy_options: PolicyOptions
+    forward_options: ForwardOptions
+    frozen_scorer: FrozenScorer
+    round_maker: RoundMaker
+    evaluator: Evaluator
+
+
+def build_setup(
+    config: GRPOConfig,
+    parts: Parts,
+    prompt_maker: PromptMaker,
+    engine: Engine,
+    rewards: RewardRunner,
+    timings: Timings,
+) -> Setup:
+    """Cut the configuration into each floor's options and hand them to the floors."""
+    pad_id = int(parts.tokenizer.pad_token_id)
+    policy_options = options.policy_options(config)
+    forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
+    frozen_scorer = FrozenScorer(parts.model, parts.reference, forward_options, config.device)
+    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+    rollouts = RolloutMaker(engine, parts.tokenizer, sampling, seed=config.seed, max_context=parts.max_context)
+    scoring = options.scoring_options(config, len(rewards.names))
+    round_maker = RoundMaker(prompt_maker, rollouts, rewards, scoring, timings)
+    evaluator = Evaluator(
+        model=parts.model,
+        round_maker=round_maker,
+        frozen=frozen_scorer,
+        policy_options=policy_options,
+        forward_options=forward_options,
+        num_generations=config.num_generations_eval_resolved,
+        mask_truncated=config.mask_truncated_completions,
+        aux_loss_coef=parts.aux_loss_coef,
+        device=config.device,
+    )
+    return Setup(plan_for(config), policy_options, forward_options, frozen_scorer, round_maker, evaluator)
 
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:

@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 
 from groupgrad import dist
 from groupgrad.metrics import Metric, latest
-from groupgrad.models.reference import Reference
 from groupgrad.objectives import applied_entropy_coef, next_entropy_coef
 
 
@@ -113,15 +112,3 @@ class StepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Run the action with the number of the step just made."""
         self._action(state.global_step)
-
-
-class ReferenceSync:
-    """Moves the reference towards the policy every `every` steps (TR-DPO, arXiv:2404.09656)."""
-
-    def __init__(self, reference: Reference, *, every: int, mixup: float):
-        self._reference, self._every, self._mixup = reference, every, mixup
-
-    def end_step(self, policy: torch.nn.Module, step: int) -> None:
-        """Sync if it is time."""
-        if step % self._every == 0:
-            self._reference.follow(policy, self._mixup)

@@ -15,29 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers import ProgressCallback as PlainProgressCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from groupgrad import assembly, dist
-from groupgrad.callbacks import ReferenceSync, RunState, StepEnd
+from groupgrad.callbacks import RunState, StepEnd
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.buffer import RoundBuffer
 from groupgrad.data.evaluation import EvalLoader
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.data.rounds import Tick, make_round_loader
+from groupgrad.data.rounds import Tick, make_round_loader, rows_of
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.metrics import Metric, average, latest
 from groupgrad.models.forward import score_tokens
-from groupgrad.models.frozen import FrozenScorer
 from groupgrad.objectives import policy_loss
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoredRound
-from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.round import RoundRequest, ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.model_card import write_model_card
@@ -139,7 +135,7 @@ class GRPOTrainer(Trainer):
             trust_remote_code=config.trust_remote_code,
             chat_template_kwargs=config.chat_template_kwargs,
         )
-        self.scoring_options = options.scoring_options(config, len(self.rewards.names))
+        options.scoring_options(config, len(self.rewards.names))  # one weight a reward function, or an error now
         super().__init__(
             model=parts.model,  # pyright: ignore[reportArgumentType]
             args=config,
@@ -157,9 +153,8 @@ class GRPOTrainer(Trainer):
         config: GRPOConfig = self.args
         self.loss_is_scaled_for_ga = True  # compute_loss returns shares that need no further division
         self._parts = parts
-        self._reference = parts.reference
-        if self._reference is not None and self._reference.module is not None:
-            self._reference.place(self.accelerator.prepare_model(self._reference.module, evaluation_mode=True))
+        if parts.reference is not None and parts.reference.module is not None:
+            parts.reference.place(self.accelerator.prepare_model(parts.reference.module, evaluation_mode=True))
         self.progress = ProgressCallback()
         self.timings = Timings(on_phase=self.progress.set_phase)
         self.remove_callback(PrinterCallback)
@@ -187,7 +182,7 @@ class GRPOTrainer(Trainer):
                 "metrics": self.metric_store,
                 "completions": self.completion_log,
                 "entropy": self.entropy_controller,
-                **({"reference": self._reference} if self._reference is not None and config.sync_ref_model else {}),
+                **({"reference": parts.reference} if parts.reference is not None and config.sync_ref_model else {}),
             }
         )
         self._micro_batches: list[Batch] = []
@@ -196,27 +191,15 @@ class GRPOTrainer(Trainer):
 
     def _configure(self) -> None:
         """Cut the configuration into the options of each floor; done again when a search changes it."""
-        config: GRPOConfig = self.args
-        parts = self._parts
-        pad_id = int(parts.tokenizer.pad_token_id)
-        self.plan = assembly.plan_for(config)
-        self.policy_options = options.policy_options(config)
-        self.forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
-        self.frozen_scorer = FrozenScorer(self.model, self._reference, self.forward_options, config.device)
-        sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
-        rollouts = RolloutMaker(self.engine, parts.tokenizer, sampling, seed=config.seed, max_context=parts.max_context)
-        self.round_maker = RoundMaker(self.prompt_maker, rollouts, self.rewards, self.scoring_options, self.timings)
-        self.evaluator = Evaluator(
-            self.model,
-            self.round_maker,
-            self.frozen_scorer,
-            self.policy_options,
-            self.forward_options,
-            config.num_generations_eval_resolved,
-            config.mask_truncated_completions,
-            parts.aux_loss_coef,
-            config.device,
+        self.setup = assembly.build_setup(
+            self.args, self._parts, self.prompt_maker, self.engine, self.rewards, self.timings
         )
+        self.plan = self.setup.plan
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order whatever happens."""
+        with self.progress:
+            return super().train(*args, **kwargs)
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -254,16 +237,16 @@ class GRPOTrainer(Trainer):
             batches.append(micro_batches[tick.position % self.plan.steps_per_generation])
         with self.timings.phase("scoring"):
             totals = step_totals(
-                batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.frozen_scorer.entropy
+                batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.setup.frozen_scorer.entropy
             )
         return [replace(batch, totals=totals) for batch in batches]
 
     def _make_round(self, tick: Tick) -> list[Batch]:
         """Collective. Sample and score the tick's round; its S micro-batches of this rank, kept on the CPU."""
         rank = dist.rank()
-        scored = self.round_maker(
+        scored = self.setup.round_maker(
             RoundRequest(
-                rows_by_group=tick.rows if tick.rows is not None else self._rows_of(tick),
+                rows_by_group=rows_of(tick, self.train_dataset, self.plan.rank_groups(rank)),
                 rows=self.plan.rank_rows(rank),
                 num_rows=self.plan.rows_per_round,
                 num_generations=self.plan.num_generations,
@@ -279,7 +262,7 @@ class GRPOTrainer(Trainer):
             scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions) for rows in slices
         ]
         with self.timings.phase("scoring"):
-            return [self.frozen_scorer(batch, old=not self.plan.is_on_policy) for batch in micro_batches]
+            return [self.setup.frozen_scorer(batch, old=not self.plan.is_on_policy) for batch in micro_batches]
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -289,11 +272,11 @@ class GRPOTrainer(Trainer):
             raise ValueError(
                 "return_outputs=True is not supported: the loss is made of token scores, not model outputs"
             )
-        scores = score_tokens(model, inputs, self.forward_options)
+        scores = score_tokens(model, inputs, self.setup.forward_options)
         result = policy_loss(
             scores,
             inputs,
-            self.policy_options,
+            self.setup.policy_options,
             entropy_coef=self.entropy_controller.applied,
             aux_loss_coef=self._parts.aux_loss_coef,
         )
@@ -306,11 +289,12 @@ class GRPOTrainer(Trainer):
         metrics: dict[str, Metric] = {"step_time": average(self._step_seconds)}
         if self.entropy_controller.is_active:
             metrics |= self.entropy_controller.end_step()
-        if self._reference is not None and self.args.sync_ref_model:
-            sync = ReferenceSync(
-                self._reference, every=self.args.ref_model_sync_steps, mixup=self.args.ref_model_mixup_alpha
-            )
-            sync.end_step(self.accelerator.unwrap_model(self.model), step)
+        if (
+            self._parts.reference is not None
+            and self.args.sync_ref_model
+            and step % self.args.ref_model_sync_steps == 0
+        ):
+            self._parts.reference.follow(self.accelerator.unwrap_model(self.model), self.args.ref_model_mixup_alpha)
         self.metric_store.add(metrics)
         self._step_seconds = 0.0
 
@@ -331,15 +315,6 @@ class GRPOTrainer(Trainer):
         assembly.check_dataset(dataset, "eval_dataset", self.prompt_maker)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
-
-    def _rows_of(self, tick: Tick) -> dict[int, dict[str, Any]]:
-        """The prompts of a round whose first tick was skipped by a resume from a checkpoint without its buffer."""
-        if tick.indices is None or isinstance(self.train_dataset, IterableDataset):
-            raise ValueError(
-                "the checkpoint lies within a generation round but holds no rollouts of it, and a stream cannot be "
-                "read again; resume from a checkpoint that was saved without save_only_model"
-            )
-        return {group: self.train_dataset[tick.indices[group]] for group in self.plan.rank_groups(dist.rank())}  # pyright: ignore
 
     def _note_round(self, scored: ScoredRound) -> None:
         """Count, log and show a training round."""
@@ -364,8 +339,7 @@ class GRPOTrainer(Trainer):
     def floating_point_ops(self, inputs: MicroStep) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
         batch = self._micro_batches[inputs.index]
-        prompt_tokens = int(batch.prompt_offsets.diff()[batch.prompt_of_row].sum())
-        return 6.0 * sum(p.numel() for p in self.model.parameters()) * (prompt_tokens + batch.num_tokens)
+        return 6.0 * sum(p.numel() for p in self.model.parameters()) * batch.num_forward_tokens
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""
@@ -389,7 +363,7 @@ class GRPOTrainer(Trainer):
         self._prepare_for_evaluation()
         with self.timings.phase("evaluating"):
             for batch in dataloader:
-                scored, metrics = self.evaluator(
+                scored, metrics = self.setup.evaluator(
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
                 )
                 store.add(metrics)
@@ -402,9 +376,9 @@ class GRPOTrainer(Trainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore
 
     def _prepare_for_evaluation(self) -> None:
-        """Put the model where it runs, when evaluation comes before any training."""
-        if not self.is_in_train and next(self.model.parameters()).device != self.args.device:
-            self._move_model_to_device(self.model, self.args.device)
+        """Place the model and give it training's precision, when evaluation comes before any training."""
+        if self.model_wrapped is self.model and self.model not in self.accelerator._models:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     # ------------------------------------------------------------------------------------------ saving, resuming
 

@@ -148,6 +148,11 @@ class Batch:
         """L."""
         return self.completion_ids.shape[0]
 
+    @property
+    def num_forward_tokens(self) -> int:
+        """Tokens that a forward pass sees when each row is computed with its own copy of the prompt."""
+        return int(self.prompt_offsets.diff()[self.prompt_of_row].sum()) + self.num_tokens
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
         moved = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,11 +91,30 @@ class RoundRows(torch.utils.data.Dataset):
 
     def __getitem__(self, key: tuple[int, int, tuple[int, ...]]) -> Tick:
         number, position, indices = key
-        return Tick(number, position, self.read(indices) if position == 0 else None, indices)
+        tick = Tick(number, position, None, indices)
+        return tick if position else replace(tick, rows=rows_of(tick, self.dataset, self.groups))
 
-    def read(self, indices: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-        """The rows of this rank's groups, by group."""
-        return {group: self.dataset[indices[group]] for group in self.groups}
+
+def rows_of(tick: Tick, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
+    """The rows of these groups of the tick's round, by group: those that it brings, or read anew.
+
+    A tick within a round brings none; they are asked for only when the round's rollouts are missing, after a resume
+    from a checkpoint that holds weights alone. A stream cannot be read again (ValueError).
+    """
+    if tick.rows is not None:
+        return tick.rows
+    if tick.indices is None:
+        raise ValueError(
+            "the checkpoint lies within a generation round but holds none of its rollouts, and a stream cannot be read "
+            "again; resume from a checkpoint that was saved with save_only_model=False"
+        )
+    if tick.position:
+        logger.warning(
+            "the checkpoint lies within generation round %d but holds none of its rollouts; they are sampled again, "
+            "from the weights as they are now",
+            tick.round,
+        )
+    return {group: dataset[tick.indices[group]] for group in groups}
 
 
 class RoundLoader(DataLoader):
