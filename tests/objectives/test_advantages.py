@@ -83,6 +83,12 @@ def test_groups_without_signal_are_exactly_zero(rewards, scale):
     assert not result.advantages.isnan().any()
 
 
+@pytest.mark.parametrize("value", [0.1, 1e6 + 0.1, 1e12 + 0.1])
+def test_equal_rewards_are_exactly_zero_though_their_mean_is_not_exact(value):
+    result = advantages([value] * 3, 3)
+    assert result.advantages.tolist() == [0, 0, 0] and result.zero_std.all()
+
+
 def test_a_batch_with_one_score_is_zero():
     for scale in ("group", "batch", "none"):
         assert advantages([3.0, NAN], 2, scale_rewards=scale).advantages.tolist() == [0, 0]

@@ -22,7 +22,7 @@ def test_threshold_is_the_quantile(seed, count, keep):
 
 @pytest.mark.parametrize("keep", [k / 10 for k in range(11)])
 def test_threshold_keeps_exactly_the_share(keep):
-    values = torch.arange(11, dtype=torch.float32)[torch.randperm(11)] * 0.3
+    values = torch.arange(11, dtype=torch.float64)[torch.randperm(11)] * 0.3
     kept = values >= entropy_threshold(values, keep)
     assert kept.sum() == round(keep * 10) + 1, "the token at the threshold is kept, also where 1 - keep is not exact"
 

@@ -119,6 +119,11 @@ def test_metrics_count_sequences_at_sequence_level(run):
     assert metrics["clip_ratio/region_mean"] == 0.5
 
 
+def test_a_ratio_held_by_delta_below_the_clip_does_not_count_as_clipped(run):
+    assert read(run(delta=1.3))["clip_ratio/high_mean"] == pytest.approx(0.2)
+    assert read(run(delta=1.1))["clip_ratio/high_mean"] == 0
+
+
 def test_low_clip_is_counted(make_batch, make_scores):
     batch = make_batch([[True, True], [True], []], [-1.0, -1.0, -1.0], old=[[0.0, 0.0], [0.0], []])
     metrics = read(policy_loss(make_scores([[-1.0, -0.1], [-1.0], []]), batch, PolicyOptions()))

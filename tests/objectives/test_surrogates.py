@@ -40,6 +40,9 @@ def test_cispo_weighs_the_gradient_of_every_token():
     loss = surrogates.cispo(tensor(0.5, 9.0), tensor(2.0, -1.0), logprobs, 5.0)
     assert loss.tolist() == pytest.approx([1.0, -10.0])
     assert gradient(loss, logprobs) == pytest.approx([-1.0, 5.0])
+    # Nothing flows through the ratio, though it is made of the same log-probs.
+    loss = surrogates.cispo((logprobs + 1).exp(), tensor(2.0, -1.0), logprobs, 5.0)
+    assert gradient(loss, logprobs) == pytest.approx([-2.0, math.exp(-1)])
 
 
 def test_sapo_is_the_plain_gradient_on_policy_and_fades_off_it():
