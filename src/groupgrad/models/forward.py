@@ -45,7 +45,7 @@ def score_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> Tok
     extra: dict[str, Any] = {"use_cache": False}
     if options.aux_loss:
         extra |= {"attention_mask": mask, "output_router_logits": True}
-    with _head_on(model, rows, positions, ids.shape[1]) as seen:
+    with _head_on(model, rows, positions, ids.shape) as seen:
         output = model(input_ids=ids, **extra)
     logits = output.logits
     # The head's input was narrowed to the completion tokens unless this model computes its logits in another way.
@@ -93,19 +93,21 @@ def _dense_layout(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @contextmanager
-def _head_on(model: nn.Module, rows: torch.Tensor, positions: torch.Tensor, width: int) -> Iterator[dict[str, bool]]:
-    """Feed the model's output head the hidden states at (rows, positions) alone, as (1, L, H)."""
+def _head_on(
+    model: nn.Module, rows: torch.Tensor, positions: torch.Tensor, shape: torch.Size
+) -> Iterator[dict[str, bool]]:
+    """Feed the model's output head the hidden states at (rows, positions) alone, as (1, L, H); `shape` is (B, T)."""
     seen = {"narrowed": False}
+    num_rows, width = shape
 
     def narrow(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         hidden = inputs[0]
-        if hidden.dim() != 3 or hidden.shape[0] != int(rows_in_batch) or hidden.shape[1] < width:
+        if hidden.dim() != 3 or hidden.shape[0] != num_rows or hidden.shape[1] < width:
             return None
         seen["narrowed"] = True
         # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
         return (hidden[rows, positions + hidden.shape[1] - width].unsqueeze(0), *inputs[1:])
 
-    rows_in_batch = int(rows.max()) + 1 if rows.numel() else 0
     head = output_head(model)
     if head is None or not rows.numel():
         yield seen
