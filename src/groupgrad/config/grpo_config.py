@@ -183,12 +183,14 @@ class GRPOConfig(legacy.LegacyArguments):
         self._parse_dicts()
         legacy.take_over(self)
         self._normalise()
+        # The base class overwrites one of the two, so this rule comes before it.
+        early = rules.checkpointing_options(self)
         try:
             super().__post_init__()
             failure = None
         except (ValueError, TypeError, ImportError, NotImplementedError) as error:
             failure = error
-        problems = rules.problems(self)
+        problems = ([early] if early else []) + rules.problems(self)
         if problems or isinstance(failure, ValueError):
             raise ConfigError(problems + ([str(failure)] if failure else [])) from failure
         if failure is not None:

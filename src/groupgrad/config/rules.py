@@ -378,7 +378,8 @@ def _sampling_order(c: GRPOConfig) -> str | None:
     )
 
 
-def _checkpointing_options(c: GRPOConfig) -> str | None:
+def checkpointing_options(c: GRPOConfig) -> str | None:
+    """What is wrong with the two names that the options of gradient checkpointing have, or None."""
     old, new = c.gradient_checkpointing_kwargs, getattr(c, "activation_checkpointing_kwargs", None)
     if not (isinstance(old, dict) and isinstance(new, dict)) or old == new:
         return None
@@ -408,7 +409,6 @@ RULES: tuple[Check, ...] = (
     _accelerator,
     _labels,
     _sampling_order,
-    _checkpointing_options,
 )
 
 

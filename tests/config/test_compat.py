@@ -1,0 +1,55 @@
+"""Versions, and what is installed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from groupgrad import compat
+
+
+@pytest.mark.parametrize(
+    ("text", "key"), [("2.13.0+cpu", (2, 13, 0)), ("5.2", (5, 2)), ("6.0.0rc1", (6, 0, 0)), ("x", ())]
+)
+def test_version_key(text, key):
+    assert compat.version_key(text) == key
+
+
+def test_unsupported_versions(monkeypatch):
+    versions = {"torch": "2.3.1", "transformers": "6.0.0", "peft": "0.15"}
+    monkeypatch.setattr(compat, "installed_version", versions.get)
+    assert compat.unsupported_versions() == [
+        "torch 2.3.1 is older than 2.4, the first release that works",
+        "transformers 6.0.0 is not supported: groupgrad works with releases below 6",
+    ]
+    assert compat.at_least("torch", "2.3") and not compat.at_least("torch", "2.10")
+    assert not compat.at_least("vllm", "0.1")
+
+
+def test_require_names_the_extra(monkeypatch):
+    compat.require("torch", "training")
+    monkeypatch.setattr(compat, "is_available", lambda name: False)
+    with pytest.raises(ImportError, match=r"use_peft needs 'peft'.*pip install 'groupgrad\[peft\]'"):
+        compat.require("peft", "use_peft")
+
+
+def test_is_available():
+    assert compat.is_available("torch")
+    assert not compat.is_available("no-such-distribution")
+
+
+def test_the_ranges_are_those_of_the_package():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name, supported in compat.SUPPORTED.items():
+        found = re.search(rf'"{name}>=([\d.]+)(?:,<([\d.]+))?"', text)
+        if found:
+            assert (supported.minimum, supported.below) == found.groups(), name
+
+
+def test_cpu_only_by_the_launcher(monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: True)
+    assert compat.has_bf16_accelerator()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert not compat.has_bf16_accelerator()

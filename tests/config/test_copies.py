@@ -1,0 +1,149 @@
+"""A config holds what the user said: copies are equal and can change any one field."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from groupgrad import GRPOConfig
+
+VARIATIONS: list[dict] = [
+    {},
+    {"output_dir": "runs/x", "seed": 7, "data_seed": 3, "max_steps": 10},
+    {"warmup_ratio": 0.1},
+    {"warmup_steps": 20},
+    {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    {"generation_batch_size": 32},
+    {"bf16": False},
+    {"bf16": True},
+    {"fp16": True},
+    {"report_to": "none"},
+    {"report_to": None},
+    {"report_to": ["tensorboard"]},
+    {"report_to": "tensorboard"},
+    {"generation_kwargs": '{"suppress_tokens": [1, 2]}', "chat_template_kwargs": {"enable_thinking": False}},
+    {"model_init_kwargs": {"dtype": torch.bfloat16, "attn_implementation": "eager"}},
+    {"model_init_kwargs": '{"dtype": "float32"}'},
+    {"gradient_checkpointing": False},
+    {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"scale_rewards": False},
+    {"scale_rewards": True},
+    {"scale_rewards": "batch"},
+    {"loss_type": "cispo"},
+    {"loss_type": "cispo", "epsilon_high": 4.0},
+    {"beta": 0.04, "sync_ref_model": True},
+    {"eval_strategy": "steps", "num_generations_eval": 2},
+    {"eval_strategy": "epoch", "load_best_model_at_end": True, "save_strategy": "epoch"},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr": 1e-7}'},
+    {"optim": "adamw_8bit"},
+    {"adafactor": True},
+    {"no_cuda": True},
+    {"per_gpu_train_batch_size": 16},
+    {"overwrite_output_dir": True, "save_safetensors": False, "max_prompt_length": 512},
+    {"use_liger_loss": True},
+    {"vllm_importance_sampling_cap": 2.0, "vllm_mode": "server"},
+    {"push_to_hub_model_id": "m", "push_to_hub_organization": "o", "hub_token": "secret"},
+    {"reward_weights": [1.0, 0.5], "top_k": 50, "min_p": 0.05},
+    {"logging_steps": 0.25, "save_steps": 0.5},
+    {"accelerator_config": {"even_batches": False}},
+    {"debug": "underflow_overflow"},
+    {"pad_to_multiple_of": "16"},
+    {"include_num_input_tokens_seen": True},
+    {"torch_compile_backend": "inductor"},
+    {"use_adaptive_entropy": True, "entropy_coef": 0.01},
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def make(**settings) -> GRPOConfig:
+    return GRPOConfig(**{"use_cpu": True, **settings})
+
+
+@pytest.mark.parametrize("settings", VARIATIONS, ids=[str(v)[:50] for v in VARIATIONS])
+def test_every_way_to_copy_gives_an_equal_config(settings):
+    config = make(**settings)
+    assert dataclasses.replace(config) == config
+    assert GRPOConfig(**config.to_dict()) == config
+    assert copy.deepcopy(config) == config
+    assert copy.copy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    # A second generation is as equal as the first.
+    assert GRPOConfig(**dataclasses.replace(config).to_dict()) == config
+
+
+@pytest.mark.parametrize("settings", VARIATIONS, ids=[str(v)[:50] for v in VARIATIONS])
+def test_a_copy_can_change_one_field_and_nothing_else(settings):
+    config = make(**settings)
+    changed = dataclasses.replace(config, beta=0.1)
+    assert changed.beta == 0.1
+    assert dataclasses.replace(changed, beta=config.beta) == config
+    assert {k for k, v in changed.to_dict().items() if config.to_dict()[k] != v} == {"beta"}
+
+
+def test_to_dict_is_json_and_leaves_the_config_alone():
+    config = make(model_init_kwargs={"dtype": torch.float32}, chat_template_kwargs={"a": {"b": 1}})
+    before = copy.deepcopy(config)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert GRPOConfig(**data) == config == before
+    config.to_dict()["chat_template_kwargs"]["c"] = 1
+    assert config == before
+
+
+def test_a_config_does_not_share_the_callers_dict():
+    given = {"dtype": torch.float16}
+    config = make(model_init_kwargs=given)
+    assert given == {"dtype": torch.float16}
+    assert config.model_init_kwargs == {"dtype": "float16"}
+
+
+def test_batch_settings_that_exclude_each_other_are_never_filled_in():
+    config = make(steps_per_generation=2)
+    assert config.generation_batch_size is None
+    assert config.generation_batch_size_resolved == 16
+    other = dataclasses.replace(config, steps_per_generation=None, generation_batch_size=24)
+    assert (other.steps_per_generation, other.steps_per_generation_resolved) == (None, 3)
+    larger = dataclasses.replace(make(), per_device_train_batch_size=32)
+    assert larger.generation_batch_size_resolved == 32
+
+
+def test_tokens_are_hidden_and_copied():
+    config = make(hub_token="secret")
+    assert "secret" not in repr(config)
+    assert "secret" not in json.dumps(config.to_dict())
+    assert dataclasses.replace(config, beta=0.1).hub_token == "secret"
+    assert GRPOConfig(**config.to_dict()).hub_token is None
+    assert make().to_dict()["hub_token"] is None
+
+
+def test_checkpointing_has_two_names_and_one_value():
+    assert make().gradient_checkpointing is True
+    assert make(gradient_checkpointing=False).gradient_checkpointing is False
+    off = dataclasses.replace(make(), gradient_checkpointing=False)
+    assert (off.gradient_checkpointing, off.activation_checkpointing) == (False, False)
+    off = make(activation_checkpointing=False)
+    assert (off.gradient_checkpointing, off.activation_checkpointing) == (False, False)
+    with pytest.warns(UserWarning, match="one setting with two names; it is off"):
+        dataclasses.replace(off, gradient_checkpointing=True)
+    on = dataclasses.replace(off, gradient_checkpointing=True, activation_checkpointing=True)
+    assert on.activation_checkpointing is True
+    assert make(gradient_checkpointing_kwargs={"a": 1}).activation_checkpointing_kwargs == {"a": 1}
+
+
+def test_the_default_of_checkpointing_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make()
+        make(gradient_checkpointing=False)
+        make(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,267 @@
+"""Every configuration that cannot work is refused, with the value seen and the field to set."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+from accelerate.parallelism_config import ParallelismConfig
+
+from groupgrad import GRPOConfig
+from groupgrad.config import rules
+from groupgrad.config.values import CHOICES, RANGES, nearest
+from groupgrad.errors import ConfigError
+
+# (settings, texts that the message must hold: the value seen, and what to set)
+BAD: list[tuple[dict, list[str]]] = [
+    ({"loss_type": "dappo"}, ["loss_type='dappo'", "did you mean 'dapo'", "luspo"]),
+    ({"loss_type": "ppo2_something"}, ["loss_type='ppo2_something'", "Set it to one of grpo"]),
+    ({"importance_sampling_level": "tokens"}, ["importance_sampling_level='tokens'", "did you mean 'token'"]),
+    ({"scale_rewards": "groups"}, ["scale_rewards='groups'", "did you mean 'group'"]),
+    ({"scale_rewards": None}, ["scale_rewards=None", "group, batch, none"]),
+    ({"multi_objective_aggregation": "sum"}, ["multi_objective_aggregation='sum'", "normalize_then_sum"]),
+    ({"vllm_mode": "colocated"}, ["vllm_mode='colocated'", "did you mean 'colocate'"]),
+    ({"vllm_model_impl": "transformer"}, ["vllm_model_impl='transformer'", "did you mean 'transformers'"]),
+    ({"vllm_importance_sampling_mode": "mask"}, ["vllm_importance_sampling_mode='mask'", "sequence_mask"]),
+    ({"rollout_engine": "vllm"}, ["rollout_engine='vllm'", "auto, transformers"]),
+    ({"epsilon": -0.2}, ["epsilon=-0.2", "0 or more"]),
+    ({"epsilon": float("nan")}, ["epsilon=nan", "0 or more"]),
+    ({"epsilon_high": -0.1}, ["epsilon_high=-0.1", "leave it unset"]),
+    ({"loss_type": "cispo", "epsilon_high": 0.0}, ["epsilon_high=0", "Set epsilon_high to 5.0"]),
+    ({"delta": 1.0}, ["delta=1.0", "above 1 + epsilon"]),
+    ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
+    ({"temperature": "hot"}, ["temperature='hot'", "a number above 0"]),
+    ({"top_p": 0.0}, ["top_p=0.0", "at most 1"]),
+    ({"top_p": 1.5}, ["top_p=1.5", "at most 1"]),
+    ({"top_k": -1}, ["top_k=-1", "0 for no limit"]),
+    ({"min_p": 1.2}, ["min_p=1.2", "from 0 to 1"]),
+    ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0", "1.0 has no effect"]),
+    ({"num_generations": 1}, ["num_generations=1 ", "at least 2"]),
+    ({"num_generations": None}, ["num_generations=None", "at least 2"]),
+    ({"num_generations_eval": 0}, ["num_generations_eval=0", "leave it unset"]),
+    ({"max_completion_length": None}, ["max_completion_length=None", "at least 1"]),
+    ({"max_completion_length": 0}, ["max_completion_length=0", "at least 1"]),
+    ({"max_completion_length": 2.5}, ["max_completion_length=2.5", "whole number"]),
+    ({"num_iterations": 0}, ["num_iterations=0", "at least 1"]),
+    ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0", "at least 1"]),
+    ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
+    ({"steps_per_generation": 0}, ["steps_per_generation=0", "at least 1"]),
+    (
+        {"generation_batch_size": 16, "steps_per_generation": 2},
+        ["generation_batch_size=16", "steps_per_generation=2", "Set one of them to None"],
+    ),
+    (
+        {"num_generations": 6},
+        ["num_generations=6", "num_generations to 2 or 4 or 8", "gradient_accumulation_steps) to 3"],
+    ),
+    (
+        {"num_generations": 16, "gradient_accumulation_steps": 3},
+        ["num_generations=16", "24 completions", "to 2 or 4, or generation_batch_size to 16 or 32"],
+    ),
+    ({"generation_batch_size": 20}, ["generation_batch_size=20", "Set it to 16 or 24"]),
+    (
+        {"eval_strategy": "steps", "per_device_eval_batch_size": 3},
+        ["per_device_eval_batch_size=3", "to 8 or 16", "num_generations_eval to 1 or 3"],
+    ),
+    ({"eval_on_start": True, "num_generations_eval": 3}, ["groups of 3", "per_device_eval_batch_size to 6 or 9"]),
+    ({"top_entropy_quantile": 3.0}, ["top_entropy_quantile=3.0", "from 0 to 1"]),
+    ({"sapo_temperature_pos": 0.0}, ["sapo_temperature_pos=0.0", "above 0"]),
+    ({"sapo_temperature_neg": -1.0}, ["sapo_temperature_neg=-1.0", "above 0"]),
+    ({"vespo_lambda_pos": 0.0}, ["vespo_lambda_pos=0.0", "above 0"]),
+    ({"vespo_lambda_neg": -2.0}, ["vespo_lambda_neg=-2.0", "above 0"]),
+    ({"beta": -0.1}, ["beta=-0.1", "0 or more"]),
+    ({"sync_ref_model": True}, ["sync_ref_model=True", "beta=0.0", "Set beta above 0"]),
+    ({"ref_model_mixup_alpha": 1.1}, ["ref_model_mixup_alpha=1.1", "from 0 to 1"]),
+    ({"ref_model_sync_steps": 0}, ["ref_model_sync_steps=0", "at least 1"]),
+    ({"reward_weights": [1.0, float("inf")]}, ["reward_weights=[1.0, inf]", "finite"]),
+    ({"reward_weights": []}, ["reward_weights=[]", "one for each reward function"]),
+    (
+        {"use_adaptive_entropy": True, "entropy_coef_min": 0.5, "entropy_coef_max": 0.1},
+        ["entropy_coef_min=0.5", "entropy_coef_max=0.1"],
+    ),
+    ({"use_adaptive_entropy": True, "entropy_coef": 2.0}, ["entropy_coef=2.0", "0.0 to 1.0"]),
+    ({"entropy_coef_delta": -0.1}, ["entropy_coef_delta=-0.1", "0 or more"]),
+    ({"off_policy_mask_threshold": -1.0}, ["off_policy_mask_threshold=-1.0", "0 or more"]),
+    (
+        {"vllm_importance_sampling_clip_min": 4.0},
+        ["vllm_importance_sampling_clip_min=4.0", "below vllm_importance_sampling_clip_max=3.0"],
+    ),
+    (
+        {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+        ["'token_truncate'", "Set vllm_importance_sampling_clip_max"],
+    ),
+    ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "Set it to False"]),
+    ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2", "Set those sizes to 1"]),
+    ({"log_completions_hub_repo": "me/x"}, ["log_completions_hub_repo='me/x'", "Set log_completions=True"]),
+    ({"num_completions_to_print": -1}, ["num_completions_to_print=-1", "0 or more"]),
+    ({"generation_kwargs": "{bad"}, ["generation_kwargs='{bad'", "JSON text"]),
+    ({"chat_template_kwargs": "[1]"}, ["chat_template_kwargs='[1]'", "JSON text"]),
+    ({"model_init_kwargs": {"dtype": "float8"}}, ["dtype='float8'", "bfloat16"]),
+    ({"generation_kwargs": {"max_length": 9}}, ["max_length=9", "set max_completion_length"]),
+    ({"generation_kwargs": {"num_return_sequences": 2}}, ["num_return_sequences=2", "set num_generations"]),
+    ({"generation_kwargs": {"return_dict_in_generate": True}}, ["return_dict_in_generate=True", "Take it out"]),
+    ({"generation_kwargs": {"temperature": 0}}, ["in generation_kwargs, temperature=0", "above 0"]),
+    ({"generation_kwargs": {"max_new_tokens": 0}}, ["in generation_kwargs, max_completion_length=0"]),
+    ({"use_vllm": True}, ["use_vllm=True", "not part of this version", "leave it False"]),
+    ({"use_transformers_continuous_batching": True}, ["use_transformers_continuous_batching=True", "not part of"]),
+    ({"max_tool_calling_iterations": 3}, ["max_tool_calling_iterations=3", "not part of this version"]),
+    ({"fsdp": "full_shard"}, ["fsdp=", "not part of this version", "data parallelism"]),
+    ({"deepspeed": {"zero_optimization": {"stage": 3}}}, ["deepspeed=", "use ZeRO stage 1 or 2"]),
+    (
+        {"loss_type": "vespo", "use_vllm": True},
+        ["loss_type='vespo'", "vllm_importance_sampling_mode='sequence_mask'", "token_truncate"],
+    ),
+    ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0.1", "Set it to 0"]),
+    ({"train_sampling_strategy": "group_by_length"}, ["'group_by_length'", "shuffle_dataset=False"]),
+    ({"accelerator_config": {"split_batches": True}}, ["split_batches=True", "Set split_batches to False"]),
+    ({"accelerator_config": {"dispatch_batches": True}}, ["dispatch_batches=True", "to False"]),
+    (
+        {"gradient_checkpointing_kwargs": {"a": 1}, "activation_checkpointing_kwargs": {"a": 2}},
+        ["gradient_checkpointing_kwargs={'a': 1}", "Set both to the same"],
+    ),
+    ({"vllm_server_port": 0}, ["vllm_server_port=0", "1 to 65535"]),
+    ({"vllm_gpu_memory_utilization": 30}, ["vllm_gpu_memory_utilization=30", "at most 1"]),
+    ({"learning_rate": -1e-6}, ["learning_rate=-1e-06", "0 or more"]),
+    ({"eval_strategy": "sometimes"}, ["sometimes", "'steps'"]),
+    ({"fp16": True, "bf16": True}, ["fp16 and bf16"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "texts"), BAD, ids=[str(settings)[:60] for settings, _ in BAD])
+def test_a_bad_setting_is_named_with_what_to_set(settings, texts):
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(use_cpu=True, **settings)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_all_broken_rules_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(use_cpu=True, temperature=0, loss_type="dappo", epsilon=-1, use_vllm=True, eval_strategy="sometimes")
+    assert len(caught.value.problems) == 5
+    assert str(caught.value).startswith("5 settings cannot work:\n  1. ")
+
+
+def test_the_tables_name_existing_fields_and_their_defaults_pass():
+    config = GRPOConfig(use_cpu=True)
+    for name in [*RANGES, *CHOICES, *rules.UNAVAILABLE, *(f for row in rules.IDLE for f in row.fields)]:
+        assert hasattr(config, name), name
+    assert rules.problems(config) == []
+    assert rules.remarks(config) == []
+
+
+# What the message proposes must work: the numbers are parsed out of it and tried.
+@pytest.mark.parametrize("batch", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("group", [2, 5, 7, 8])
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+def test_proposed_batch_settings_work(batch, group, accumulation):
+    settings = {
+        "use_cpu": True,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "num_generations": group,
+    }
+    if batch * accumulation % group == 0:
+        assert GRPOConfig(**settings).generation_batch_size_resolved == batch * accumulation
+        return
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**settings)
+    text = str(caught.value)
+    steps = re.search(r"gradient_accumulation_steps\) to ([\d or]+)", text)
+    sizes = re.search(r"generation_batch_size to ([\d or]+)", text)
+    assert steps and sizes
+    for value in re.findall(r"\d+", steps.group(1)):
+        GRPOConfig(**{**settings, "steps_per_generation": int(value)})
+    for value in re.findall(r"\d+", sizes.group(1)):
+        GRPOConfig(**{**settings, "generation_batch_size": int(value)})
+    groups = re.search(r"Set num_generations to ([\d or]+)", text)
+    for value in re.findall(r"\d+", groups.group(1)) if groups else []:
+        GRPOConfig(**{**settings, "num_generations": int(value)})
+
+
+def test_processes_count_in_the_arithmetic(monkeypatch):
+    monkeypatch.setattr(rules, "world_size", lambda config: 3)
+    config = GRPOConfig(use_cpu=True, per_device_train_batch_size=2, steps_per_generation=4, num_generations=8)
+    assert (config.generation_batch_size_resolved, config.steps_per_generation_resolved) == (24, 4)
+    config = GRPOConfig(use_cpu=True, per_device_train_batch_size=2, generation_batch_size=30, num_generations=5)
+    assert (config.generation_batch_size_resolved, config.steps_per_generation_resolved) == (30, 5)
+    with pytest.raises(ConfigError, match="Set it to 24 or 30"):
+        GRPOConfig(use_cpu=True, per_device_train_batch_size=2, generation_batch_size=28, num_generations=2)
+
+
+def test_evaluation_arithmetic_is_only_checked_when_the_run_evaluates():
+    GRPOConfig(use_cpu=True, per_device_eval_batch_size=3)
+    GRPOConfig(use_cpu=True, per_device_eval_batch_size=3, num_generations_eval=1, eval_strategy="steps")
+
+
+def test_the_launcher_is_heard(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="fsdp, which the launcher turned on, is not part of this version"):
+        GRPOConfig(use_cpu=True)
+
+
+@pytest.mark.parametrize(("stage", "seen"), [(0, 0), (1, 1), (2, 2), (3, 3)])
+def test_zero_stage_is_read_from_dict_file_and_launcher(stage, seen, tmp_path, monkeypatch):
+    config = GRPOConfig(use_cpu=True)
+    config.deepspeed = {"zero_optimization": {"stage": stage}}
+    assert rules.zero_stage(config) == seen
+    path = tmp_path / "ds.json"
+    path.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
+    config.deepspeed = str(path)
+    assert rules.zero_stage(config) == seen
+    config.deepspeed = None
+    assert rules.zero_stage(config) is None
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+    assert rules.zero_stage(config) == seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"loss_type": "cispo"}, "uses 5.0 as the ceiling"),
+        ({"loss_type": "luspo"}, "importance_sampling_level='sequence'"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "does so twice"),
+        ({"importance_sampling_level": "sequence"}, "loss_type='dapo'"),
+        ({"delta": 1.1}, "not above 1 [+] epsilon=1.2"),
+        ({"vllm_mode": "server"}, r"vllm_mode='server' \(use_vllm is False\)"),
+        ({"sapo_temperature_neg": 2.0}, "loss_type is not 'sapo'"),
+        ({"loss_type": "sapo", "delta": 1.5}, "delta=1.5"),
+        ({"use_bias_correction_kl": True}, "beta is 0"),
+        ({"entropy_target": 0.5}, "use_adaptive_entropy is False"),
+        ({"num_completions_to_print": 3}, "log_completions is False"),
+        ({"pad_to_multiple_of": 8}, "nothing is padded"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": False}, "scale_rewards='none'"),
+    ],
+)
+def test_what_works_but_surprises_is_said_once(settings, text):
+    with pytest.warns(UserWarning, match=text) as caught:
+        GRPOConfig(use_cpu=True, **settings)
+    assert len([w for w in caught if w.category is UserWarning]) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss_type": "cispo", "epsilon_high": 4.0},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "sapo", "sapo_temperature_neg": 2.0},
+        {"beta": 0.1, "use_bias_correction_kl": True, "sync_ref_model": True, "ref_model_sync_steps": 3},
+        {"log_completions": True, "num_completions_to_print": 3},
+    ],
+)
+def test_ordinary_configs_are_silent(settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPOConfig(use_cpu=True, **settings)
+
+
+def test_nearest():
+    assert nearest("DAPO", CHOICES["loss_type"]) == "dapo"
+    assert nearest("xyz", CHOICES["loss_type"]) is None
+    assert rules.divisors_near(24, 7, least=2) == [4, 6, 8]
+    assert rules.divisors_near(7, 3, least=2) == [7]
+    assert rules.divisors_near(1, 3, least=2) == []
