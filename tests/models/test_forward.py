@@ -177,7 +177,7 @@ def test_a_mixture_of_experts_gives_its_balancing_loss_over_true_tokens(build, b
     model = build("qwen3-moe")
     scores = score_tokens(model, batch, ForwardOptions(aux_loss=True))
     assert scores.aux_loss is not None
-    assert float(scores.aux_loss) == pytest.approx(load_balancing(model, batch), rel=1e-4)
+    assert scores.aux_loss.item() == pytest.approx(load_balancing(model, batch), rel=1e-4)
     assert scores.aux_loss.requires_grad
     expected = plain(row_logits(model, batch), batch.completion_ids)[0]
     torch.testing.assert_close(scores.logprobs, expected, **TOLERANCE)

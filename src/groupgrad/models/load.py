@@ -48,16 +48,28 @@ def load_policy(
 def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer or processor that belongs to a model id; one must exist there."""
     kwargs = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
-    try:
-        return AutoTokenizer.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
-    except (OSError, ValueError) as tokenizer_error:
+    problem: Exception | None = None
+    for loader in (AutoTokenizer, AutoProcessor):
         try:
-            return AutoProcessor.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
-        except (OSError, ValueError):
-            raise ValueError(
-                f"no tokenizer found for the model {model_id!r} ({type(model).__name__}): {tokenizer_error}; pass one "
-                "as processing_class=AutoTokenizer.from_pretrained(...)"
-            ) from tokenizer_error
+            found = loader.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
+        except (OSError, ValueError) as error:
+            problem = problem or error
+            continue
+        if not _knows_nothing(found):
+            return found
+        problem = problem or ValueError("there are no tokenizer files")
+    raise ValueError(
+        f"no tokenizer found for the model {model_id!r} ({type(model).__name__}): {problem}; pass one as "
+        "processing_class=AutoTokenizer.from_pretrained(...)"
+    ) from problem
+
+
+def _knows_nothing(processing_class: Any) -> bool:
+    """True for the empty tokenizer that transformers (5.0 on) makes of a model folder without tokenizer files."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return False
+    return set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
 
 
 def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
@@ -81,7 +93,7 @@ def end_of_sequence_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) ->
     return ids
 
 
-def max_context(model: nn.Module) -> int | None:
+def max_context(model: Any) -> int | None:
     """Positions that the model has for prompt and completion together; None if its config sets no bound."""
     config = getattr(model, "config", None)
     if config is None:
@@ -92,10 +104,13 @@ def max_context(model: nn.Module) -> int | None:
 
 
 def turn_off_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout layer to 0."""
+    """Set the probability of every dropout layer to 0, and of attention that drops out by a number of its own."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def cast_head_to_float32(model: nn.Module) -> None:

@@ -1,0 +1,230 @@
+"""The reference stays what the policy was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from groupgrad.models.adapters import add_adapter, is_adapted
+from groupgrad.models.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.models.frozen import FrozenScorer
+from groupgrad.models.reference import REFERENCE_ADAPTER, Reference
+
+peft = pytest.importorskip("peft")
+
+
+def lora(**changes: Any) -> Any:
+    return peft.LoraConfig(
+        **{
+            "r": 2,
+            "target_modules": ["q_proj", "v_proj"],
+            "init_lora_weights": False,
+            "task_type": "CAUSAL_LM",
+            **changes,
+        }
+    )
+
+
+def shift(model: nn.Module, by: float = 0.5, only: str = "") -> None:
+    """An in-place change of the weights that train."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and only in name:
+                parameter.add_(by)
+
+
+def logprobs(model: nn.Module, batch: Any) -> torch.Tensor:
+    return score_without_gradient(model, batch, ForwardOptions()).logprobs
+
+
+def reference_logprobs(reference: Reference, batch: Any) -> torch.Tensor:
+    with reference.active() as module:
+        return logprobs(module, batch)
+
+
+def trainable(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_a_full_model_is_copied_as_given_and_frozen(build, batch):
+    policy = build("qwen3").train()
+    shift(policy, 0.01)  # changed in memory: a load by name would not know
+    given = logprobs(policy, batch)
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
+    shift(policy)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
+    assert float((logprobs(policy, batch) - given).abs().max()) > 1e-2
+    assert reference.module is not None
+    assert not trainable(reference.module)
+    assert not reference.module.training
+    assert policy.training
+    assert {id(p) for p in policy.parameters()}.isdisjoint(id(p) for p in reference.module.parameters())
+
+
+def test_tied_weights_stay_tied_in_the_copy(build):
+    reference = Reference(build("qwen3-tied"), adapter_is_fresh=False, follows=False).module
+    assert reference is not None
+    assert reference.get_output_embeddings().weight is reference.get_input_embeddings().weight  # pyright: ignore
+
+
+def test_a_fresh_adapter_is_switched_off(build, batch):
+    base = build("qwen3")
+    given = logprobs(base, batch)
+    policy = add_adapter(base, lora())
+    names, before = trainable(policy), set(dict(policy.named_parameters()))
+    reference = Reference(policy, adapter_is_fresh=True, follows=False)
+    shift(policy)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given)
+    assert reference.module is None
+    assert set(dict(policy.named_parameters())) == before, "no second set of weights is needed"
+    assert trainable(policy) == names
+    assert reference.state_dict() == {}
+    assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3, "the adapter is on again"
+
+
+@pytest.mark.parametrize("extra", [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True}])
+def test_a_trained_adapter_is_copied_and_frozen(extra: dict[str, Any], build, batch):
+    policy = peft.get_peft_model(build("qwen3"), lora(**extra))
+    shift(policy, 0.1)
+    names, given = trainable(policy), logprobs(policy, batch)
+    assert float((given - logprobs(policy.get_base_model(), batch)).abs().max()) < 1e-6
+    with policy.disable_adapter():
+        assert float((given - logprobs(policy, batch)).abs().max()) > 1e-3
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    assert trainable(policy) == names
+    shift(policy, 0.3)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given)
+    assert trainable(policy) == names
+    assert policy.active_adapter == "default"
+    assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3
+
+
+def test_what_trains_is_restored_also_after_an_error(build):
+    policy = peft.get_peft_model(build("qwen3"), lora())
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    names = trainable(policy)
+    with pytest.raises(RuntimeError, match="stop"), reference.active():
+        assert policy.active_adapter == REFERENCE_ADAPTER
+        raise RuntimeError("stop")
+    assert policy.active_adapter == "default"
+    assert trainable(policy) == names
+    assert not any(REFERENCE_ADAPTER in name for name in names)
+
+
+def test_training_goes_on_after_the_reference_was_active(build, batch):
+    policy = peft.get_peft_model(build("qwen3"), lora())
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference_logprobs(reference, batch)
+    score_tokens(policy, batch, ForwardOptions()).logprobs.sum().backward()
+    with_gradient = {n for n, p in policy.named_parameters() if p.grad is not None and float(p.grad.abs().sum()) > 0}
+    assert with_gradient == trainable(policy)
+
+
+def test_a_full_reference_follows_by_its_share(build):
+    policy = build("qwen3")
+    reference = Reference(policy, adapter_is_fresh=False, follows=True)
+    start = copy.deepcopy(policy.state_dict())
+    shift(policy, 1.0)
+    reference.follow(policy, 0.25)
+    assert reference.module is not None
+    for name, value in reference.module.state_dict().items():
+        torch.testing.assert_close(value, start[name] + 0.25, rtol=1e-5, atol=1e-6)
+    reference.follow(policy, 1.0)
+    for name, value in reference.module.state_dict().items():
+        torch.testing.assert_close(value, start[name] + 1.0, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reference_follows_a_policy_of_lower_precision(build):
+    policy = build("qwen3")
+    reference = Reference(policy, adapter_is_fresh=False, follows=True)
+    reference.follow(policy.to(torch.bfloat16), 0.5)
+    assert reference.module is not None
+    assert next(reference.module.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_an_adapter_reference_follows_by_its_share(fresh: bool, build):
+    policy = peft.get_peft_model(build("qwen3"), lora())
+    reference = Reference(policy, adapter_is_fresh=fresh, follows=True)
+    start = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    shift(policy, 1.0)
+    reference.follow(policy, 0.25)
+    found = reference.state_dict()
+    assert len(found) == len(trainable(policy)) == 8
+    for name, value in found.items():
+        original = start[name.replace(REFERENCE_ADAPTER, "default")]
+        torch.testing.assert_close(value, original + 0.25, rtol=1e-5, atol=1e-6)
+    for name, parameter in policy.named_parameters():
+        if "lora" not in name:
+            torch.testing.assert_close(parameter.detach(), start[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_a_followers_state_survives_being_saved(adapted: bool, build, batch):
+    def make() -> tuple[nn.Module, Reference]:
+        policy = peft.get_peft_model(build("qwen3"), lora()) if adapted else build("qwen3")
+        return policy, Reference(policy, adapter_is_fresh=True, follows=True)
+
+    policy, reference = make()
+    shift(policy, 0.3)
+    reference.follow(policy, 0.5)
+    state = reference.state_dict()
+    shift(policy, 1.0)
+    reference.follow(policy, 0.5)  # must not reach into the saved state
+    _, restored = make()
+    before = reference_logprobs(restored, batch)
+    restored.load_state_dict(state)
+    policy, expected = make()
+    shift(policy, 0.3)
+    expected.follow(policy, 0.5)
+    found = reference_logprobs(restored, batch)
+    torch.testing.assert_close(found, reference_logprobs(expected, batch), rtol=0, atol=0)
+    assert float((found - before).abs().max()) > 1e-3
+
+
+def test_frozen_scores_of_policy_and_reference(build, batch):
+    policy = build("qwen3")
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    given = logprobs(policy, batch)
+    shift(policy, 0.1)
+    scorer = FrozenScorer(policy, reference, ForwardOptions(), "cpu")
+    scored = scorer(batch, old=True)
+    torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
+    torch.testing.assert_close(scored.ref_logprobs, given)
+    assert scorer(batch, old=False).old_logprobs is None
+    bare = FrozenScorer(policy, None, ForwardOptions(), "cpu")
+    assert bare(batch, old=False).ref_logprobs is None
+    expected = score_without_gradient(policy, batch, ForwardOptions()).entropy
+    torch.testing.assert_close(bare.entropy(batch), expected)
+
+
+def test_frozen_scores_have_no_dropout(build, batch):
+    policy = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    scorer = FrozenScorer(policy, Reference(policy, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
+    scored = scorer(batch, old=True)
+    torch.testing.assert_close(scored.old_logprobs, scored.ref_logprobs)
+    torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
+    assert policy.training
+
+
+def test_adding_an_adapter(build):
+    model = build("qwen3")
+    assert not is_adapted(model)
+    policy = add_adapter(model, lora())
+    assert is_adapted(policy)
+    assert all("lora" in name for name in trainable(policy))
+    with pytest.raises(ValueError, match="already has an adapter"):
+        add_adapter(policy, lora())
+    with pytest.raises(TypeError, match=r"a dict; it must be a peft\.PeftConfig"):
+        add_adapter(build("qwen3"), {"r": 2})
+
+
+def test_a_missing_peft_is_named(build, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install groupgrad"):
+        add_adapter(build("qwen3"), object())
