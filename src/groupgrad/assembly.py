@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -45,7 +46,7 @@ _COLUMNS_KEPT = ("prompt", "image", "images")
 class Parts:
     """A policy with what belongs to it."""
 
-    model: nn.Module
+    model: Any
     processing_class: Any
     tokenizer: Any
     eos_ids: list[int]
@@ -104,16 +105,17 @@ def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:
 
 
 def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:
-    """ImportError if the optimizer that `config` names needs a package that is not installed."""
+    """ImportError if the optimizer that `config` names needs a package that is not installed, ValueError if it lacks
+    another setting."""
     if optimizers[0] is not None or config.deepspeed is not None:
         return
     try:
         Trainer.get_optimizer_cls_and_kwargs(config, model)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         name = f"optim={getattr(config.optim, 'value', config.optim)!r}"
         if "bitsandbytes" in str(error):
             compat.require("bitsandbytes", name)
-        raise ImportError(f"{name} cannot be used: {error}; install it, or set optim='adamw_torch'") from error
+        raise type(error)(f"{name} cannot be used: {error}; or set optim='adamw_torch'") from error
 
 
 def build_parts(
@@ -175,11 +177,13 @@ def check_datasets(train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: P
         )
     for name, dataset in named_datasets(evaluation).items():
         check_dataset(dataset, name, prompt_maker)
-    if evaluation is None and config.eval_strategy != "no":
+    strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
+    if evaluation is None and strategy != "no":
         raise ValueError(
-            f"eval_strategy is {str(config.eval_strategy)!r}, but there is no eval_dataset; give one or set "
-            "eval_strategy='no'"
+            f"eval_strategy is {strategy!r}, but there is no eval_dataset; give one or set eval_strategy='no'"
         )
+    if evaluation is None and config.eval_on_start:
+        raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
 
 
 def named_datasets(evaluation: Any) -> dict[str, Any]:
@@ -236,6 +240,25 @@ class Setup:
     evaluator: Evaluator
 
 
+def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:
+    """What turns rows into prompts."""
+    return PromptMaker(parts.tokenizer, options.mapping(config.chat_template_kwargs), parts.max_context)
+
+
+def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any) -> RewardRunner:
+    """What scores completions. ValueError if there is not one weight a reward function."""
+    rewards = RewardRunner(
+        reward_funcs,
+        processing_classes,
+        device=config.device,
+        model_init_kwargs=options.mapping(config.model_init_kwargs),
+        trust_remote_code=config.trust_remote_code,
+        chat_template_kwargs=options.mapping(config.chat_template_kwargs),
+    )
+    options.scoring_options(config, len(rewards.names))
+    return rewards
+
+
 def build_setup(
     config: GRPOConfig,
     parts: Parts,
@@ -269,9 +292,11 @@ def build_setup(
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:
     if isinstance(model, str):
+        if (Path(model).is_absolute() or model.startswith((".", "~"))) and not Path(model).is_dir():
+            raise ValueError(f"model is {model!r}, but there is no such directory; give an existing one or a model id")
         return load.load_policy(
             model,
-            dict(config.model_init_kwargs or {}),
+            options.mapping(config.model_init_kwargs),
             trust_remote_code=config.trust_remote_code,
             quantization_config=quantization_config,
             spread=config.world_size == 1 and config.deepspeed is None,
@@ -304,7 +329,7 @@ def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any
         processing_class = load.load_tokenizer(
             model,
             name,
-            revision=(config.model_init_kwargs or {}).get("revision"),
+            revision=options.mapping(config.model_init_kwargs).get("revision"),
             trust_remote_code=config.trust_remote_code,
         )
     return processing_class, load.inner_tokenizer(processing_class)

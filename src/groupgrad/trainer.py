@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback, default_data_collator
 from transformers import ProgressCallback as PlainProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
@@ -26,13 +26,11 @@ from groupgrad.callbacks import RunState, StepEnd
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.buffer import RoundBuffer
 from groupgrad.data.evaluation import EvalLoader
-from groupgrad.data.prompts import PromptMaker
 from groupgrad.data.rounds import Tick, make_round_loader, rows_of
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.metrics import Metric, average, latest
 from groupgrad.models.forward import score_tokens
 from groupgrad.objectives import policy_loss
-from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.round import RoundRequest, ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.telemetry.completions import CompletionLog
@@ -91,7 +89,9 @@ class GRPOTrainer(Trainer):
             set.
     """
 
-    _tag_names = ("grpo", "groupgrad")
+    args: GRPOConfig
+    model: Any
+    callback_handler: Any
 
     def __init__(
         self,
@@ -125,21 +125,13 @@ class GRPOTrainer(Trainer):
             train_dataset = assembly.keep_prompt_columns(train_dataset)
             eval_dataset = assembly.keep_prompt_columns(eval_dataset)
         self.plan = assembly.plan_for(config)
-        self.prompt_maker = PromptMaker(parts.tokenizer, config.chat_template_kwargs, parts.max_context)
+        self.prompt_maker = assembly.build_prompt_maker(config, parts)
         assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, config)
-        self.rewards = RewardRunner(
-            reward_funcs,
-            reward_processing_classes,
-            device=config.device,
-            model_init_kwargs=config.model_init_kwargs,
-            trust_remote_code=config.trust_remote_code,
-            chat_template_kwargs=config.chat_template_kwargs,
-        )
-        options.scoring_options(config, len(self.rewards.names))  # one weight a reward function, or an error now
+        self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes)
         super().__init__(
-            model=parts.model,  # pyright: ignore[reportArgumentType]
+            model=parts.model,
             args=config,
-            data_collator=list,
+            data_collator=default_data_collator,  # unused: the loaders collate
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=parts.processing_class,
@@ -150,7 +142,7 @@ class GRPOTrainer(Trainer):
 
     def _connect(self, parts: assembly.Parts) -> None:
         """Make everything that lives as long as the trainer, and hang it into the training loop."""
-        config: GRPOConfig = self.args
+        config = self.args
         self.loss_is_scaled_for_ga = True  # compute_loss returns shares that need no further division
         self._parts = parts
         if parts.reference is not None and parts.reference.module is not None:
@@ -170,7 +162,7 @@ class GRPOTrainer(Trainer):
             report_to=config.report_to or (),  # pyright: ignore[reportArgumentType]
         )
         self.engine = TransformersEngine(
-            self.model,  # pyright: ignore[reportArgumentType]
+            self.model,
             tokenizer=parts.tokenizer,
             max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
         )
@@ -196,10 +188,16 @@ class GRPOTrainer(Trainer):
         )
         self.plan = self.setup.plan
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
         """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order whatever happens."""
         with self.progress:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -218,7 +216,7 @@ class GRPOTrainer(Trainer):
         self._step_seconds += time.perf_counter() - started
         return loss
 
-    def _prepare_inputs(self, inputs: MicroStep) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _prepare_inputs(self, inputs: MicroStep) -> Batch:
         """The micro-batch on its device."""
         if inputs.index == 0:
             self._micro_batches = self._make_step(inputs.ticks)
@@ -266,7 +264,7 @@ class GRPOTrainer(Trainer):
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> torch.Tensor:
         """This micro-batch's share of the loss: the loss is the sum over micro-batches of the mean over ranks."""
         if return_outputs:
             raise ValueError(
@@ -336,7 +334,7 @@ class GRPOTrainer(Trainer):
             self.completion_log.flush(self.state.global_step, "train")
         super().log(logs, start_time)
 
-    def floating_point_ops(self, inputs: MicroStep) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def floating_point_ops(self, inputs: MicroStep) -> float:
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
         batch = self._micro_batches[inputs.index]
         return 6.0 * sum(p.numel() for p in self.model.parameters()) * batch.num_forward_tokens
@@ -346,7 +344,7 @@ class GRPOTrainer(Trainer):
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
-    def evaluation_loop(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def evaluation_loop(
         self,
         dataloader: EvalLoader,
         description: str,

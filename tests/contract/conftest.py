@@ -83,7 +83,7 @@ def make_trainer(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Callab
             "disable_tqdm": True,
         }
         defaults: dict[str, Any] = {
-            "reward_funcs": count_vowels,
+            "reward_funcs": checksum,
             "train_dataset": Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)]),
         }
         if "args" not in arguments:
@@ -96,14 +96,14 @@ def make_trainer(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Callab
     return make
 
 
-def count_vowels(completions: list[str], **kwargs: Any) -> list[float]:
+def checksum(completions: list[str], **kwargs: Any) -> list[float]:
     """A reward that tells texts apart."""
-    return [float(sum(character in "aeiou" for character in text)) for text in completions]
+    return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
-@pytest.fixture(name="count_vowels")
-def _count_vowels() -> Callable[..., list[float]]:
-    return count_vowels
+@pytest.fixture(name="checksum")
+def _checksum() -> Callable[..., list[float]]:
+    return checksum
 
 
 @pytest.fixture

@@ -1,0 +1,477 @@
+"""Every argument of the trainer, what it accepts, and what it refuses before anything is sampled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
+
+from groupgrad import GRPOConfig, GRPOTrainer
+
+MakeTrainer = Callable[..., GRPOTrainer]
+
+# trl-behaviour: the order in which positional arguments of the documents' trainers arrive.
+POSITIONAL = (
+    "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "reward_processing_classes",
+    "callbacks", "optimizers", "quantization_config", "peft_config", "tools", "rollout_func", "environment_factory",
+)  # fmt: skip
+OTHER_SPELLINGS = ("tokenizer", "reward_fn", "reward_model", "num_generations")
+SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}
+
+
+def rows(number: int = 4, **columns: Any) -> Dataset:
+    return Dataset.from_list([{"prompt": f"{a}+1=", **columns} for a in range(number)])
+
+
+@pytest.fixture
+def judge() -> BertForSequenceClassification:
+    """A sequence classifier over the small tokenizer's vocabulary."""
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=120,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=128,
+        num_labels=1,
+    )
+    return BertForSequenceClassification(config)
+
+
+@pytest.fixture
+def judge_dir(tmp_path: Path, judge: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFast) -> Path:
+    folder = tmp_path / "models" / "judge"
+    judge.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def lora() -> Any:
+    return pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+# --- The signature ---
+
+
+def test_order_of_the_arguments() -> None:
+    parameters = inspect.signature(GRPOTrainer.__init__).parameters
+    by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert tuple(by_position) == ("self", *POSITIONAL)
+    assert tuple(p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY) == OTHER_SPELLINGS
+    defaults = {name: p.default for name, p in parameters.items() if name not in ("self", "model")}
+    assert defaults.pop("optimizers") == (None, None)
+    assert set(defaults.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train", "evaluate", "save_model", "push_to_hub", "add_callback", "remove_callback", "pop_callback",
+        "hyperparameter_search", "create_model_card", "log", "save_state", "is_world_process_zero",
+    ],
+)  # fmt: skip
+def test_inherited_methods(name: str) -> None:
+    assert issubclass(GRPOTrainer, Trainer)
+    assert callable(getattr(GRPOTrainer, name))
+
+
+def test_documented_parameters_of_methods() -> None:
+    def names(function: Any) -> list[str]:
+        return [name for name in inspect.signature(function).parameters if name != "self"]
+
+    assert names(GRPOTrainer.train)[:3] == ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"]
+    assert names(GRPOTrainer.save_model)[0] == "output_dir"
+    assert names(GRPOTrainer.push_to_hub)[:4] == ["commit_message", "blocking", "token", "revision"]
+
+
+def test_what_train_returns(make_trainer: MakeTrainer) -> None:
+    output = make_trainer({"max_steps": 2}).train(None, None, None)
+    assert output.global_step == 2
+    assert isinstance(output.training_loss, float)
+    assert output.metrics["train_runtime"] > 0
+
+
+# --- model ---
+
+
+def test_model_by_directory(model_dir: Path, make_trainer: MakeTrainer, make_model: Any) -> None:
+    trainer = make_trainer(model=str(model_dir))
+    assert type(trainer.model) is Qwen3ForCausalLM
+    weight = trainer.model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert torch.equal(weight, make_model().get_parameter("model.layers.0.self_attn.q_proj.weight"))
+    assert trainer.processing_class.get_vocab() == AutoTokenizer.from_pretrained(model_dir).get_vocab()
+    assert trainer.train().global_step == 1
+
+
+def test_model_class_is_that_of_the_checkpoint(tmp_path: Path, make_trainer: MakeTrainer, tokenizer: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=120, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    assert type(make_trainer(model=str(tmp_path / "llama")).model) is LlamaForCausalLM
+
+
+def test_model_init_kwargs(model_dir: Path, make_trainer: MakeTrainer) -> None:
+    assert make_trainer(model=str(model_dir)).model.dtype == torch.float32
+    trainer = make_trainer({"model_init_kwargs": {"dtype": "bfloat16"}}, model=str(model_dir))
+    assert trainer.model.dtype == torch.bfloat16
+    text = '{"dtype": "bfloat16", "attn_implementation": "eager"}'
+    trainer = make_trainer({"model_init_kwargs": text}, model=str(model_dir))
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
+
+
+def test_model_object_is_used_as_it_is(model: Any, tokenizer: Any, make_trainer: MakeTrainer) -> None:
+    with pytest.warns(UserWarning, match="model_init_kwargs has no effect: the model is already loaded"):
+        trainer = make_trainer({"model_init_kwargs": {"dtype": "bfloat16"}}, model=model, processing_class=tokenizer)
+    assert trainer.model is model
+    assert model.dtype == torch.float32
+    with pytest.warns(UserWarning, match="quantization_config has no effect"):
+        make_trainer(model=model, processing_class=tokenizer, quantization_config=object())
+
+
+def test_peft_model(model: Any, tokenizer: Any, make_trainer: MakeTrainer, lora: Any) -> None:
+    from peft import PeftModel, get_peft_model
+
+    adapted = get_peft_model(model, lora)
+    trainer = make_trainer({"max_steps": 2, "learning_rate": 1e-2}, model=adapted, processing_class=tokenizer)
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    trainer.train()
+    assert trainer.model is adapted
+    assert isinstance(trainer.model, PeftModel)
+    changed = {name for name, p in adapted.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+
+
+def test_peft_config_wraps_the_model(tokenizer: Any, model: Any, make_trainer: MakeTrainer, lora: Any) -> None:
+    trainer = make_trainer(model=model, processing_class=tokenizer, peft_config=lora)
+    trainable = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(trainable) == 8  # 2 layers, q and v, A and B
+    assert all("lora_" in name for name in trainable)
+
+
+def test_quantization_config_twice(model_dir: Path, make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"quantization_config is given both as an argument and in model_init_kwargs"):
+        make_trainer(
+            {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}},
+            model=str(model_dir),
+            quantization_config={"load_in_4bit": True},
+        )
+
+
+# --- reward_funcs, reward_processing_classes ---
+
+
+class Grader:
+    """A callable object."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    def method(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return [2.0] * len(completions)
+
+
+async def slow(completions: list[str], **kwargs: Any) -> list[float]:
+    return [4.0] * len(completions)
+
+
+def scaled(completions: list[str], factor: float, **kwargs: Any) -> list[float]:
+    return [factor] * len(completions)
+
+
+def test_kinds_of_rewards_in_one_list(
+    judge: Any, judge_dir: Path, tokenizer: Any, make_trainer: MakeTrainer, checksum: Any
+) -> None:
+    from functools import partial
+
+    functions = [Grader(), Grader().method, slow, partial(scaled, factor=8.0), lambda completions, **_: [16] * 4]
+    funcs = [*functions, str(judge_dir), judge]
+    given = list(funcs)
+    classes = [None] * 6 + [tokenizer]
+    trainer = make_trainer(reward_funcs=funcs, reward_processing_classes=classes)
+    names = ["Grader", "method", "slow", "scaled", "<lambda>", "judge", "judge_2"]
+    assert trainer.rewards.names[:6] == names[:6]
+    assert funcs == given
+    assert classes == [None] * 6 + [tokenizer]
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    parts = [step[f"rewards/{name}/mean"] for name in trainer.rewards.names]
+    assert parts[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert step["reward"] == pytest.approx(sum(parts))
+
+
+def test_reward_model_scores_prompt_and_completion(judge_dir: Path, tokenizer: Any, make_trainer: MakeTrainer) -> None:
+    seen: dict[str, list[Any]] = {}
+
+    def watch(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        seen.update(texts=[p + c for p, c in zip(prompts, completions)])
+        return [0.0] * len(prompts)
+
+    trainer = make_trainer(reward_funcs=[str(judge_dir), watch])
+    trainer.train()
+    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    scorer = BertForSequenceClassification.from_pretrained(judge_dir).eval()
+    with torch.no_grad():
+        scores = [float(scorer(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in seen["texts"]]
+    assert step["rewards/judge/mean"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+
+
+@pytest.mark.parametrize("spelling", ["reward_funcs", "reward_fn", "reward_model"])
+def test_spellings_of_the_reward(spelling: str, make_trainer: MakeTrainer, checksum: Any) -> None:
+    trainer = make_trainer(**{"reward_funcs": None, spelling: checksum})
+    assert trainer.rewards.names == ["checksum"]
+
+
+def test_reward_fn_and_reward_model_together(judge_dir: Path, make_trainer: MakeTrainer, checksum: Any) -> None:
+    trainer = make_trainer(reward_funcs=None, reward_fn=checksum, reward_model=str(judge_dir))
+    assert trainer.rewards.names == ["checksum", "judge"]
+
+
+# --- args ---
+
+
+def test_without_args(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksum: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = GRPOTrainer(str(model_dir) + "/", checksum, train_dataset=rows(8))
+    assert isinstance(trainer.args, GRPOConfig)
+    assert trainer.args.output_dir == "model-GRPO"
+    assert (trainer.args.num_generations, trainer.args.learning_rate, trainer.args.logging_steps) == (8, 1e-6, 10)
+    assert trainer.args.gradient_checkpointing is True
+
+
+def test_without_args_from_an_object(
+    model: Any, tokenizer: Any, checksum: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = GRPOTrainer(model, checksum, train_dataset=rows(8), processing_class=tokenizer)
+    assert trainer.args.output_dir == "Qwen3ForCausalLM-GRPO"
+
+
+def test_num_generations_of_the_constructor(make_trainer: MakeTrainer) -> None:
+    args = GRPOConfig(output_dir="out", per_device_train_batch_size=8, **SMALL)
+    trainer = make_trainer(args=args, num_generations=4)
+    assert trainer.args.num_generations == 4
+    assert trainer.plan.prompts_per_round == 2
+    assert args.num_generations == 8  # the caller's object stays as it was
+
+
+# --- data sets ---
+
+
+def test_iterable_train_dataset(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer({"max_steps": 3}, train_dataset=rows(3).to_iterable_dataset())
+    assert trainer.train().global_step == 3
+
+
+def test_conversational_prompts(make_trainer: MakeTrainer) -> None:
+    seen: list[Any] = []
+
+    def watch(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+        seen.extend(zip(prompts, completions))
+        return [0.0] * len(prompts)
+
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    make_trainer(train_dataset=Dataset.from_list([{"prompt": prompt}] * 2), reward_funcs=watch).train()
+    assert len(seen) == 4
+    for given, completion in seen:
+        assert given == prompt
+        assert [message["role"] for message in completion] == ["assistant"]
+
+
+def test_columns_reach_the_reward(make_trainer: MakeTrainer) -> None:
+    seen: dict[str, Any] = {}
+
+    def watch(prompts: Any, answer: Any, level: Any, trainer_state: Any, **kwargs: Any) -> list[float]:
+        seen.update(kwargs, prompts=prompts, answer=answer, level=level, step=trainer_state.global_step)
+        return [0.0] * len(prompts)
+
+    data = Dataset.from_list([{"prompt": f"{a}+1=", "answer": a + 1, "level": "easy"} for a in range(2)])
+    make_trainer({"shuffle_dataset": False}, train_dataset=data, reward_funcs=watch).train()
+    assert seen["prompts"] == ["0+1=", "0+1=", "1+1=", "1+1="]
+    assert seen["answer"] == [1, 1, 2, 2]
+    assert seen["level"] == ["easy"] * 4
+    assert seen["step"] == 0
+    assert {len(ids) <= 4 for ids in seen["completion_ids"]} == {True}
+    assert {"completions", "log_extra", "log_metric"} <= seen.keys()
+
+
+def test_remove_unused_columns(make_trainer: MakeTrainer) -> None:
+    seen: dict[str, Any] = {}
+
+    def watch(prompts: Any, **kwargs: Any) -> list[float]:
+        seen.update(kwargs)
+        return [0.0] * len(prompts)
+
+    make_trainer({"remove_unused_columns": True}, train_dataset=rows(answer=1), reward_funcs=watch).train()
+    assert "answer" not in seen
+
+
+def test_dict_of_evaluation_sets(make_trainer: MakeTrainer) -> None:
+    sets = DatasetDict({"easy": rows(2), "hard": rows(4)})
+    trainer = make_trainer(
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}, eval_dataset=sets
+    )
+    trainer.train()
+    keys = {key for entry in trainer.state.log_history for key in entry}
+    assert {"eval_easy_loss", "eval_easy_reward", "eval_hard_loss", "eval_hard_reward"} <= keys
+
+
+def test_evaluation_set_given_to_evaluate(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    assert {"eval_loss", "eval_reward", "eval_completions/mean_length"} <= trainer.evaluate(rows(2)).keys()
+    with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
+        trainer.evaluate()
+
+
+def test_iterable_evaluation_set(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(eval_dataset=rows(3).to_iterable_dataset())
+    assert trainer.evaluate()["eval_completions/max_length"] <= 4
+
+
+# --- processing_class ---
+
+
+def test_pad_falls_back_to_eos(model: Any, tokenizer: Any, make_trainer: MakeTrainer) -> None:
+    tokenizer.pad_token = None
+    trainer = make_trainer(model=model, processing_class=tokenizer)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+    assert model.config.pad_token_id == 1
+    assert trainer.train().global_step == 1
+
+
+def test_tokenizer_is_another_name(model: Any, tokenizer: Any, make_tokenizer: Any, make_trainer: MakeTrainer) -> None:
+    assert make_trainer(model=model, tokenizer=tokenizer).processing_class is tokenizer
+    with pytest.raises(ValueError, match="processing_class and tokenizer are given"):
+        make_trainer(model=model, tokenizer=tokenizer, processing_class=make_tokenizer())
+
+
+def test_loaded_tokenizer_pads_left(model_dir: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(model=str(model_dir))
+    assert trainer.processing_class.padding_side == "left"
+
+
+def test_tokenizer_of_a_loaded_model(model_dir: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(model=AutoModelForCausalLM.from_pretrained(model_dir))
+    assert trainer.processing_class.eos_token == "<eos>"
+
+
+# --- callbacks, optimizers ---
+
+
+class Steps(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(state.global_step)
+
+
+def test_callbacks(make_trainer: MakeTrainer) -> None:
+    ours, added, removed = Steps(), Steps(), Steps()
+    given = [ours, removed]
+    trainer = make_trainer({"max_steps": 2}, callbacks=given)
+    trainer.add_callback(added)
+    trainer.remove_callback(removed)
+    trainer.train()
+    assert (ours.seen, added.seen, removed.seen) == ([1, 2], [1, 2], [])
+    assert given == [ours, removed]
+
+
+def test_default_callbacks_can_be_removed(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    from groupgrad.telemetry.progress import ProgressCallback
+
+    trainer = make_trainer()
+    trainer.remove_callback(ProgressCallback)
+    capsys.readouterr()
+    trainer.train()
+    assert "step 1" not in "".join(capsys.readouterr())
+
+
+def test_optimizers(model: Any, tokenizer: Any, make_trainer: MakeTrainer) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    before = model.lm_head.weight.detach().clone()
+    gradients: list[torch.Tensor] = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            gradients.append(model.lm_head.weight.grad.clone())
+
+    trainer = make_trainer(
+        {"max_grad_norm": 0.0},
+        model=model,
+        processing_class=tokenizer,
+        optimizers=(optimizer, scheduler),
+        callbacks=[Watch()],
+    )
+    trainer.train()
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(model.lm_head.weight, before - 0.5 * gradients[0])
+    assert scheduler.get_last_lr() == [0.25]
+
+
+# --- saving ---
+
+
+def test_saved_model_loads_with_the_auto_classes(make_trainer: MakeTrainer, tmp_path: Path, same_weights: Any) -> None:
+    trainer = make_trainer({"max_steps": 2, "learning_rate": 1e-2})
+    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert same_weights(loaded, trainer.model)
+    assert not torch.equal(loaded.lm_head.weight, start["lm_head.weight"])
+    text = "1+1=<think> \\boxed{2}"
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(text) == trainer.processing_class(text)
+    # and it is a policy again
+    assert make_trainer(model=str(tmp_path / "saved")).train().global_step == 1
+
+
+def test_checkpoint_loads_with_the_auto_classes(make_trainer: MakeTrainer, tmp_path: Path, same_weights: Any) -> None:
+    trainer = make_trainer({"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2})
+    trainer.train()
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
+    assert same_weights(last, trainer.model)
+    assert not same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-1"), last)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint-1").eos_token == "<eos>"
+
+
+def test_saved_adapter_loads_on_its_base(
+    model: Any, tokenizer: Any, make_model: Any, make_trainer: MakeTrainer, tmp_path: Path, lora: Any
+) -> None:
+    from peft import PeftModel
+
+    trainer = make_trainer(
+        {"max_steps": 2, "learning_rate": 1e-2}, model=model, processing_class=tokenizer, peft_config=lora
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    loaded = PeftModel.from_pretrained(make_model(), tmp_path / "adapter")
+    with torch.no_grad():
+        expected = trainer.model.eval()(ids).logits
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-6)
+        assert (make_model()(ids).logits - expected).abs().max() > 1e-5

@@ -1,0 +1,312 @@
+"""What the trainer refuses, before anything is sampled, and what its message says: the value seen and what to set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration, TrainingArguments
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.errors import ConfigError, UnavailableError
+
+MakeTrainer = Callable[..., GRPOTrainer]
+SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}
+
+
+def rows(number: int = 4, **columns: Any) -> Dataset:
+    return Dataset.from_list([{"prompt": f"{a}+1=", **columns} for a in range(number)])
+
+
+class Grader:
+    """A class that is given in place of its object."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+
+@pytest.fixture
+def lora() -> Any:
+    return pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+# --- not part of this version ---
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"tools": [print]}, {"rollout_func": print}, {"environment_factory": dict}, {"environment_factory": {"a": dict}}],
+)
+def test_unavailable_arguments(argument: dict[str, Any], make_trainer: MakeTrainer, unsampled: None) -> None:
+    (name,) = argument
+    with pytest.raises(UnavailableError, match=f"{name} is given.* is not part of this version; leave it out"):
+        make_trainer(**argument)
+
+
+def test_empty_lists_of_tools_are_none(make_trainer: MakeTrainer) -> None:
+    assert make_trainer(tools=[], callbacks=[]).train().global_step == 1
+
+
+# --- what cannot work ---
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+T5 = T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4)
+
+
+def no_eos(tokenizer: Any, model: Any) -> dict[str, Any]:
+    tokenizer.eos_token = None
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return {"processing_class": tokenizer, "model": model}
+
+
+def no_template(tokenizer: Any, model: Any) -> dict[str, Any]:
+    tokenizer.chat_template = None
+    return {
+        "processing_class": tokenizer,
+        "model": model,
+        "train_dataset": Dataset.from_list([{"prompt": MESSAGES}] * 2),
+    }
+
+
+def prompts(*values: Any) -> dict[str, Any]:
+    return {"train_dataset": Dataset.from_list([{"prompt": value} for value in values])}
+
+
+BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
+    # what is given · error · the value seen · what to set
+    "model of another kind": ({"model": 7}, TypeError, "model is a int", "a model id, a directory"),
+    "model class": ({"model": Qwen3ForCausalLM}, TypeError, "model is a type", "a model id, a directory"),
+    "no such directory": ({"model": "./nowhere"}, ValueError, "model is './nowhere'", "give an existing one"),
+    "encoder-decoder": (
+        lambda t, m: {"model": T5ForConditionalGeneration(T5), "processing_class": t},
+        UnavailableError,
+        "T5ForConditionalGeneration is an encoder-decoder",
+        "decoder-only",
+    ),
+    "no reward": ({"reward_funcs": None}, ValueError, "no reward source", "give a reward function"),
+    "empty list of rewards": ({"reward_funcs": []}, ValueError, "no reward source", "give a reward function"),
+    "reward that cannot be called": ({"reward_funcs": [3.5]}, TypeError, "3.5", "give functions"),
+    "reward class": ({"reward_funcs": [Grader]}, TypeError, "Grader", "give functions"),
+    "name of a built-in reward": (
+        {"reward_funcs": "accuracy_reward"},
+        ValueError,
+        "accuracy_reward",
+        "give the function itself",
+    ),
+    "reward given twice": (
+        {"reward_fn": print},
+        ValueError,
+        "reward_funcs and reward_fn",
+        "put all of them into reward_funcs",
+    ),
+    "reward by position": (
+        {"reward_funcs": lambda completions, /, **kw: []},
+        ValueError,
+        "completions",
+        "remove the '/'",
+    ),
+    "classes of rewards": (
+        {"reward_processing_classes": [None, None]},
+        ValueError,
+        "2 reward_processing_classes for 1",
+        "list of the same length",
+    ),
+    "args of another kind": (
+        {"args": TrainingArguments(output_dir="out", use_cpu=True)},
+        TypeError,
+        "args is a TrainingArguments",
+        "groupgrad.GRPOConfig",
+    ),
+    "args as a dict": ({"args": {"beta": 0.1}}, TypeError, "args is a dict", "groupgrad.GRPOConfig"),
+    "group size that does not fit": ({"num_generations": 3}, ConfigError, "num_generations=3", "num_generations to"),
+    "group of one": ({"num_generations": 1}, ConfigError, "num_generations=1", "2"),
+    "no train set": ({"train_dataset": None}, ValueError, "train_dataset is None", "give a data set"),
+    "list of rows": ({"train_dataset": [{"prompt": "a"}]}, TypeError, "train_dataset is a list", "Dataset.from_list"),
+    "dict of train sets": (
+        {"train_dataset": DatasetDict({"train": rows()})},
+        TypeError,
+        "train_dataset is a DatasetDict",
+        "datasets.Dataset",
+    ),
+    "too few rows": ({"train_dataset": rows(1)}, ValueError, "train_dataset has 1 rows", "lower generation_batch_size"),
+    "empty train set": (
+        {"train_dataset": Dataset.from_dict({"prompt": []})},
+        ValueError,
+        "train_dataset has no rows",
+        "at least one row",
+    ),
+    "empty stream": (
+        {"train_dataset": IterableDataset.from_generator(lambda: iter(()))},
+        ValueError,
+        "train_dataset has no rows",
+        "at least one row",
+    ),
+    "missing prompt column": (
+        {"train_dataset": Dataset.from_list([{"question": "1+1?"}] * 4)},
+        ValueError,
+        "question",
+        "rename_column",
+    ),
+    "empty text": (prompts("a", "", "b"), ValueError, "row 1 of train_dataset", "write a prompt"),
+    "empty conversation": (prompts([], MESSAGES), ValueError, "row 0 of train_dataset", "add a user message"),
+    "prompt without a value": (
+        prompts("a", None),
+        ValueError,
+        "row 1 of train_dataset: its prompt is None",
+        "a text or a list of messages",
+    ),
+    "prompt of numbers": (prompts(1, 2), ValueError, "its prompt is 1", "a text or a list of messages"),
+    "message without a role": (
+        prompts([{"content": "x"}], [{"content": "y"}]),
+        ValueError,
+        "{'content': 'x'}",
+        "'role' and 'content'",
+    ),
+    "prompts longer than the context": (
+        prompts("a" * 600, "b" * 700, "c"),
+        ValueError,
+        "2 prompts of train_dataset are too long.*700 tokens.*512 positions",
+        "filter such rows",
+    ),
+    "image column": ({"train_dataset": rows(image="x.png")}, UnavailableError, "'image'", "remove_columns"),
+    "images column": ({"train_dataset": rows(images=["x.png"])}, UnavailableError, "'images'", "remove_columns"),
+    "evaluation set of another kind": (
+        {"eval_dataset": [{"prompt": "a"}]},
+        TypeError,
+        "eval_dataset is a list",
+        "Dataset.from_list",
+    ),
+    "evaluation set without prompts": (
+        {"eval_dataset": {"a": rows(), "b": rows().rename_column("prompt", "text")}},
+        ValueError,
+        r"eval_dataset\['b'\] has the columns \['text'\]",
+        "rename_column",
+    ),
+    "tokenizer of another kind": (
+        {"processing_class": "Qwen/Qwen3-0.6B"},
+        TypeError,
+        "processing_class is a str",
+        "AutoTokenizer.from_pretrained",
+    ),
+    "no end of sequence": (no_eos, ValueError, "end-of-sequence", "set tokenizer.eos_token"),
+    "conversation without a template": (
+        no_template,
+        ValueError,
+        "no chat template",
+        "chat_template or use text prompts",
+    ),
+    "no tokenizer to load": (lambda t, m: {"model": m}, ValueError, "processing_class is None", "pass the tokenizer"),
+    "peft_config of another kind": ({"peft_config": {"r": 8}}, TypeError, "peft_config is a dict", "peft.LoraConfig"),
+}
+
+BAD_WITH_CONFIG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str, str]] = {
+    # configuration · arguments · error · the value seen · what to set
+    "number of weights": (
+        {"reward_weights": [1.0, 2.0]},
+        {},
+        ValueError,
+        r"2 entries \(\[1.0, 2.0\]\).*1 reward functions",
+        "one weight for each",
+    ),
+    "stream without an end": (
+        {"max_steps": -1},
+        {"train_dataset": rows().to_iterable_dataset()},
+        ValueError,
+        "max_steps is -1",
+        "set max_steps",
+    ),
+    "evaluation without a set": (
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
+        {},
+        ValueError,
+        "eval_strategy is 'steps'",
+        "eval_strategy='no'",
+    ),
+    "evaluation at the start without a set": (
+        {"eval_on_start": True, "per_device_eval_batch_size": 2},
+        {},
+        ValueError,
+        "eval_on_start",
+        "eval_on_start=False",
+    ),
+    "experts of a model without any": (
+        {"router_aux_loss_coef": 0.1},
+        {},
+        ValueError,
+        "router_aux_loss_coef=0.1",
+        "set it to 0",
+    ),
+    "large generation batch": (
+        {"generation_batch_size": 16},
+        {},
+        ValueError,
+        "train_dataset has 4 rows.* 8 distinct",
+        "lower generation_batch_size",
+    ),
+    "missing optimizer package": (
+        {"optim": "grokadamw"},
+        {},
+        ValueError,
+        "optim='grokadamw'",
+        "set optim='adamw_torch'",
+    ),
+}
+
+
+def assert_refused(error: pytest.ExceptionInfo[Any], seen: str, remedy: str) -> None:
+    text = " ".join(str(error.value).split())
+    assert re.search(seen, text), text
+    assert re.search(remedy, text), text
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str, make_trainer: MakeTrainer, tokenizer: Any, model: Any, unsampled: None) -> None:
+    given, kind, seen, remedy = BAD[case]
+    with pytest.raises(kind) as error:
+        make_trainer(**(given(tokenizer, model) if callable(given) else given))
+    assert_refused(error, seen, remedy)
+
+
+@pytest.mark.parametrize("case", BAD_WITH_CONFIG)
+def test_bad_arguments_beside_settings(case: str, make_trainer: MakeTrainer, unsampled: None) -> None:
+    config, given, kind, seen, remedy = BAD_WITH_CONFIG[case]
+    with pytest.raises(kind) as error:
+        make_trainer(config, **given)
+    assert_refused(error, seen, remedy)
+
+
+def test_number_of_bad_cases() -> None:
+    assert len(BAD) + len(BAD_WITH_CONFIG) >= 40
+
+
+def test_several_gpus_in_one_process(make_trainer: MakeTrainer, unsampled: None) -> None:
+    args = GRPOConfig(output_dir="out", num_generations=4, **SMALL)
+    args._n_gpu = 3
+    with pytest.raises(ValueError, match=r"sees 3 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES=0"):
+        make_trainer(args=args)
+
+
+def test_adapter_on_an_adapter(
+    model: Any, tokenizer: Any, make_trainer: MakeTrainer, lora: Any, unsampled: None
+) -> None:
+    from peft import get_peft_model
+
+    with pytest.raises(
+        ValueError, match="already has an adapter and peft_config is given too; pass the PeftModel alone"
+    ):
+        make_trainer(model=get_peft_model(model, lora), processing_class=tokenizer, peft_config=lora)
+
+
+def test_a_bad_argument_leaves_the_callers_objects_alone(make_trainer: MakeTrainer, tokenizer: Any, model: Any) -> None:
+    settings = {"dtype": "float32"}
+    with pytest.raises(ValueError, match="no rows"):
+        make_trainer(
+            {"model_init_kwargs": settings, "reward_weights": [1.0]},
+            train_dataset=Dataset.from_dict({"prompt": []}),
+            model=model,
+            processing_class=tokenizer,
+        )
+    assert settings == {"dtype": "float32"}
