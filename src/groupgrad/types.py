@@ -60,7 +60,7 @@ class Rollout:
     """Log-probability (nats, temperature applied) that the engine gave each token; None if it gives none."""
     policy_version: int = 0
     """Optimizer step whose weights sampled it."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further values for the reward functions, by argument name."""
 
     @property
@@ -82,11 +82,11 @@ class RewardTable:
     """(B, R) float64; NaN where a function gave no reward for the row."""
     names: list[str]
     """R distinct names, the keys of the metrics."""
-    columns: dict[str, list[Any]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     """Extra columns for the completions table, one value a row (None where a function logged none)."""
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
     """Scalars logged by the reward functions."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
     """Wall-clock seconds spent in each function, by name."""
 
 

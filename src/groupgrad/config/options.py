@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.rounds import LoaderOptions
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.models.forward import ForwardOptions
-from groupgrad.objectives import PolicyOptions
+from groupgrad.objectives import LossType, PolicyOptions, RatioLevel
 from groupgrad.rollout.round import ScoringOptions
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def round_plan(config: GRPOConfig) -> RoundPlan:
         accumulation=config.gradient_accumulation_steps,
         steps_per_generation=config.steps_per_generation_resolved,
         num_iterations=config.num_iterations,
-        num_generations=config.num_generations,
+        num_generations=cast(int, config.num_generations),
     )
 
 
@@ -39,14 +39,19 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
     )
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    """A dict-valued field as a dict of its own; None is the empty one. (JSON texts were parsed with the config.)"""
+    return dict(value or {})
+
+
 def temperature(config: GRPOConfig) -> float:
     """The sampling temperature in force, which also divides the logits when scoring."""
-    return float((config.generation_kwargs or {}).get("temperature", config.temperature))
+    return float(mapping(config.generation_kwargs).get("temperature", config.temperature))
 
 
 def sampling_options(config: GRPOConfig, *, eos_ids: list[int], pad_id: int) -> SamplingOptions:
     """How completions are drawn. `generation_kwargs` wins over the named fields."""
-    extra: dict[str, Any] = dict(config.generation_kwargs or {})
+    extra: dict[str, Any] = mapping(config.generation_kwargs)
     budget = extra.pop("max_new_tokens", config.max_completion_length)
     return SamplingOptions(
         max_new_tokens=int(budget),
@@ -65,14 +70,14 @@ def sampling_options(config: GRPOConfig, *, eos_ids: list[int], pad_id: int) -> 
 def policy_options(config: GRPOConfig) -> PolicyOptions:
     """The objective. Sampler/trainer mismatch needs correction only with an engine of its own weights."""
     return PolicyOptions(
-        loss_type=config.loss_type,
-        importance_sampling_level=config.importance_sampling_level,
+        loss_type=cast(LossType, config.loss_type),
+        importance_sampling_level=cast(RatioLevel, config.importance_sampling_level),
         epsilon=config.epsilon,
         epsilon_high=config.epsilon_high_resolved,
         delta=config.delta,
         beta=config.beta,
         use_bias_correction_kl=config.use_bias_correction_kl,
-        max_completion_length=config.max_completion_length,
+        max_completion_length=cast(int, config.max_completion_length),
         sapo_temperature_neg=config.sapo_temperature_neg,
         sapo_temperature_pos=config.sapo_temperature_pos,
         vespo_k_pos=config.vespo_k_pos,

@@ -113,6 +113,7 @@ IDLE: tuple[Idle, ...] = (
         "use_transformers_continuous_batching is False",
     ),
     Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
+    Idle(("log_multimodal",), lambda c: True, "there are no images in this version"),
     Idle(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
     Idle(
         (

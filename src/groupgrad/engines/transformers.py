@@ -180,17 +180,17 @@ def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfi
 @contextmanager
 def _only_config(model: nn.Module, config: GenerationConfig) -> Iterator[None]:
     """Keep the model's own generation config out: `generate` would fill every option left unset from it."""
-    owners = [model]
+    owners: list[Any] = [model]
     if hasattr(model, "get_base_model"):
-        owners.append(model.get_base_model())  # pyright: ignore[reportCallIssue]
+        owners.append(owners[0].get_base_model())
     saved = [(owner, owner.generation_config) for owner in owners]
     for owner in owners:
-        owner.generation_config = GenerationConfig(pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id)  # pyright: ignore[reportAttributeAccessIssue]
+        owner.generation_config = GenerationConfig(pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id)
     try:
         yield
     finally:
         for owner, original in saved:
-            owner.generation_config = original  # pyright: ignore[reportAttributeAccessIssue]
+            owner.generation_config = original
 
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

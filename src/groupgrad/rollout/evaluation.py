@@ -57,7 +57,10 @@ class Evaluator:
             trainer_state=trainer_state,
         )
         micro_batch = scored.micro_batch(rows, mask_truncated=self.mask_truncated)
-        micro_batch = replace(micro_batch, totals=step_totals([micro_batch]))
+        totals = step_totals(
+            [micro_batch], keep_entropy=self.policy_options.top_entropy_quantile, entropy_of=self.frozen.entropy
+        )
+        micro_batch = replace(micro_batch, totals=totals)
         return scored, {**scored.metrics, **(self._loss(micro_batch) if len(rows) else {})}
 
     @torch.no_grad()

@@ -27,7 +27,8 @@ def step_totals(
     rows, tokens = dist.all_sum(mine)
     threshold = kept = None
     if keep_entropy < 1.0 and entropy_of is not None:
-        entropies = dist.all_gather_rows(torch.cat([entropy_of(batch)[batch.trained] for batch in batches]))
+        mine_entropy = [entropy_of(batch)[batch.trained] for batch in batches if batch.num_tokens]
+        entropies = dist.all_gather_rows(torch.cat([torch.zeros(0), *mine_entropy]))
         if len(entropies):
             threshold = entropy_threshold(entropies, keep_entropy)
             threshold -= _TIE_NATS * max(1.0, abs(threshold))
