@@ -1,0 +1,195 @@
+"""`groupgrad train` builds the trainer from the command line, trains, saves and pushes; the trainer is a fake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from groupgrad.cli import main as cli
+from groupgrad.cli import train
+from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.config import GRPOConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+class FakeTrainer:
+    """Remembers how it was made and what was asked of it."""
+
+    made: list[FakeTrainer]
+
+    def __init__(self, **arguments):
+        self.arguments, self.calls = arguments, []
+        FakeTrainer.made.append(self)
+
+    def train(self, resume_from_checkpoint=None):
+        self.calls.append(("train", resume_from_checkpoint))
+
+    def save_model(self, output_dir):
+        self.calls.append(("save_model", output_dir))
+
+    def push_to_hub(self, dataset_name=None):
+        self.calls.append(("push_to_hub", dataset_name))
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch, tmp_path):
+    FakeTrainer.made = []
+    monkeypatch.setitem(sys.modules, "groupgrad.trainer", types.SimpleNamespace(GRPOTrainer=FakeTrainer))
+    rewards = {"accuracy_reward": len, "think_format_reward": max}
+    monkeypatch.setitem(sys.modules, "groupgrad.rewards", types.SimpleNamespace(REWARD_FUNCTIONS=rewards))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}))
+
+
+BASE = [
+    "--use_cpu",
+    "--dataset_name",
+    "rows.jsonl",
+    "--model_name_or_path",
+    "some/model",
+    "--prompt_column",
+    "question",
+]
+
+
+def test_a_run():
+    argv = [*BASE, "--reward_funcs", "accuracy_reward", "--output_dir", "out", "--beta", "0.1"]
+    assert cli.main(["train", *argv]) == 0
+    (trainer,) = FakeTrainer.made
+    assert trainer.calls == [("train", None), ("save_model", "out")]
+    assert trainer.arguments["model"] == "some/model"
+    assert trainer.arguments["reward_funcs"] == [len]
+    assert trainer.arguments["args"].beta == 0.1
+    assert trainer.arguments["train_dataset"][0]["prompt"] == [{"role": "user", "content": "1+1?"}]
+    assert trainer.arguments["eval_dataset"] is None
+    assert "peft_config" not in trainer.arguments
+
+
+def test_resuming_and_pushing():
+    argv = [*BASE, "--reward_funcs", "accuracy_reward", "--resume_from_checkpoint", "true", "--push_to_hub"]
+    assert cli.main(["train", *argv, "--hub_model_id", "me/x"]) == 0
+    calls = FakeTrainer.made[0].calls
+    assert calls[0] == ("train", True)
+    assert calls[-1] == ("push_to_hub", "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [(None, None), ("true", True), ("False", None), ("out/checkpoint-5", "out/checkpoint-5")]
+)
+def test_what_resuming_means(given, meant):
+    assert train.resume_from(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (
+            ["--use_cpu"],
+            "no reward is given; set reward_funcs to built-in names (accuracy_reward, think_format_reward)",
+        ),
+        (["--use_cpu", "--reward_funcs", "acuracy_reward"], "did you mean 'accuracy_reward'?"),
+        (["--use_cpu", "--reward_funcs", "nowhere.reward"], "'nowhere.reward' cannot be imported"),
+        (["--use_cpu", "--reward_funcs", "json.__name__"], "is a str, not a reward function"),
+        (["--use_cpu", "--reward_funcs", "accuracy_reward"], "no model is given; set model_name_or_path"),
+        ([*BASE[:3], "--reward_funcs", "accuracy_reward", "--model_name_or_path", "m"], "set prompt_column"),
+        ([*BASE, "--reward_funcs", "accuracy_reward", "--load_in_4bit", "--load_in_8bit"], "are both True"),
+    ],
+)
+def test_a_run_that_cannot_begin_ends_with_a_sentence(argv, text, capsys):
+    assert cli.main(["train", *argv]) == 2
+    assert text in capsys.readouterr().err
+    assert FakeTrainer.made == []
+
+
+def test_rewards_of_your_own_from_the_current_folder(tmp_path):
+    (tmp_path / "my_rewards_for_test.py").write_text("def length(completions, **kwargs):\n    return [1.0]\n")
+    for spelling in ("my_rewards_for_test.length", "my_rewards_for_test:length"):
+        assert train.load_reward(spelling)([]) == [1.0]
+    both = ScriptArguments(reward_funcs=["accuracy_reward"], reward_model_name_or_path="some/reward")
+    assert train.load_rewards(both) == [len, "some/reward"]
+
+
+def test_loading_options_reach_the_config():
+    config = GRPOConfig(use_cpu=True, model_init_kwargs={"device_map": None})
+    model = ModelArguments(model_name_or_path="m", dtype="bfloat16", model_revision="v1", attn_implementation="eager")
+    assert train.model_name(model, config) == "m"
+    assert config.model_init_kwargs == {
+        "device_map": None,
+        "revision": "v1",
+        "dtype": "bfloat16",
+        "attn_implementation": "eager",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "text"),
+    [
+        ({"dtype": "float16"}, {"dtype": "float32"}, "model_init_kwargs has dtype='float32'; set it in one place"),
+        ({"dtype": "half"}, None, "dtype='half' is not known; set it to one of auto"),
+    ],
+)
+def test_loading_options_that_contradict(flags, given, text):
+    with pytest.raises(ValueError, match=text):
+        train.model_name(
+            ModelArguments(model_name_or_path="m", **flags), GRPOConfig(use_cpu=True, model_init_kwargs=given)
+        )
+
+
+def test_lora():
+    pytest.importorskip("peft")
+    assert train.peft_config(ModelArguments()) is None
+    made = train.peft_config(ModelArguments(use_peft=True))
+    assert (made.r, made.lora_alpha, made.lora_dropout, made.task_type) == (16, 32, 0.05, "CAUSAL_LM")
+    assert made.target_modules is None
+    # The documents write --lora_target_modules "q_proj", "v_proj", of which the shell keeps the comma.
+    made = train.peft_config(
+        ModelArguments(use_peft=True, lora_target_modules=["q_proj,", "v_proj"], use_rslora=True, lora_r=4)
+    )
+    assert made.target_modules == {"q_proj", "v_proj"}
+    assert (made.use_rslora, made.r) == (True, 4)
+    assert train.peft_config(ModelArguments(use_peft=True, lora_target_modules=["all-linear"])).target_modules == (
+        "all-linear"
+    )
+
+
+def test_the_gsm8k_example_builds_a_run(tmp_path):
+    argv = ["--config", str(ROOT / "examples" / "gsm8k.yaml"), "--dataset_name", "rows.jsonl"]
+    assert cli.main(["train", *argv, "--model_name_or_path", "some/model", "--max_steps", "2"]) == 0
+    arguments = FakeTrainer.made[0].arguments
+    assert arguments["train_dataset"][0]["solution"] == "2"
+    config = arguments["args"]
+    assert (config.max_steps, config.bf16, config.use_cpu, config.report_to) == (2, False, True, [])
+    assert config.model_init_kwargs == {"dtype": "float32"}
+
+
+# --- The command itself ---
+
+
+def test_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert cli.main([]) == 2
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.endswith("groupgrad 0.1.0\n")
+    assert cli.main(["trian"]) == 2
+    assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_env_lists_versions_and_devices(capsys):
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    for name in ("groupgrad", "python", "torch", "transformers", "accelerate", "peft", "platform", "devices"):
+        assert f"\n{name} " in f"\n{out}"
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; from groupgrad.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0

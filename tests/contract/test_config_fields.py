@@ -1,0 +1,493 @@
+"""The documented fields of GRPOConfig with their defaults, and how each GRPO field takes effect."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from groupgrad import GRPOConfig
+from groupgrad.config import legacy
+from groupgrad.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SHARED = Path(os.environ.get("GROUPGRAD_SHARED", ROOT.parent / "shared"))
+
+# Names and defaults as the documented signature of GRPOConfig prints them, in its order.
+DOCUMENTED: dict[str, Any] = {
+    "output_dir": None,
+    "overwrite_output_dir": False,
+    "do_train": False,
+    "do_eval": False,
+    "do_predict": False,
+    "eval_strategy": "no",
+    "prediction_loss_only": False,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "per_gpu_train_batch_size": None,
+    "per_gpu_eval_batch_size": None,
+    "gradient_accumulation_steps": 1,
+    "eval_accumulation_steps": None,
+    "eval_delay": 0,
+    "torch_empty_cache_steps": None,
+    "learning_rate": 1e-06,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-08,
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "lr_scheduler_type": "linear",
+    "lr_scheduler_kwargs": None,
+    "warmup_ratio": 0.0,
+    "warmup_steps": 0,
+    "log_level": "passive",
+    "log_level_replica": "warning",
+    "log_on_each_node": True,
+    "logging_dir": None,
+    "logging_strategy": "steps",
+    "logging_first_step": False,
+    "logging_steps": 10,
+    "logging_nan_inf_filter": True,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "save_total_limit": None,
+    "save_safetensors": True,
+    "save_on_each_node": False,
+    "save_only_model": False,
+    "restore_callback_states_from_checkpoint": False,
+    "no_cuda": False,
+    "use_cpu": False,
+    "use_mps_device": False,
+    "seed": 42,
+    "data_seed": None,
+    "jit_mode_eval": False,
+    "bf16": None,
+    "fp16": False,
+    "fp16_opt_level": "O1",
+    "half_precision_backend": "auto",
+    "bf16_full_eval": False,
+    "fp16_full_eval": False,
+    "tf32": None,
+    "local_rank": -1,
+    "ddp_backend": None,
+    "tpu_num_cores": None,
+    "tpu_metrics_debug": False,
+    "debug": "",
+    "dataloader_drop_last": False,
+    "eval_steps": None,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": None,
+    "past_index": -1,
+    "run_name": None,
+    "disable_tqdm": None,
+    "remove_unused_columns": False,
+    "label_names": None,
+    "load_best_model_at_end": False,
+    "metric_for_best_model": None,
+    "greater_is_better": None,
+    "ignore_data_skip": False,
+    "fsdp": None,
+    "fsdp_min_num_params": 0,
+    "fsdp_config": None,
+    "fsdp_transformer_layer_cls_to_wrap": None,
+    "accelerator_config": None,
+    "parallelism_config": None,
+    "deepspeed": None,
+    "label_smoothing_factor": 0.0,
+    "optim": "adamw_torch_fused",
+    "optim_args": None,
+    "adafactor": False,
+    "group_by_length": False,
+    "length_column_name": "length",
+    "report_to": None,
+    "project": "huggingface",
+    "trackio_space_id": "trackio",
+    "ddp_find_unused_parameters": None,
+    "ddp_bucket_cap_mb": None,
+    "ddp_broadcast_buffers": None,
+    "dataloader_pin_memory": True,
+    "dataloader_persistent_workers": False,
+    "skip_memory_metrics": True,
+    "use_legacy_prediction_loop": False,
+    "push_to_hub": False,
+    "resume_from_checkpoint": None,
+    "hub_model_id": None,
+    "hub_strategy": "every_save",
+    "hub_token": None,
+    "hub_private_repo": None,
+    "hub_always_push": False,
+    "hub_revision": None,
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": None,
+    "include_inputs_for_metrics": False,
+    "include_for_metrics": [],
+    "eval_do_concat_batches": True,
+    "fp16_backend": "auto",
+    "push_to_hub_model_id": None,
+    "push_to_hub_organization": None,
+    "push_to_hub_token": None,
+    "mp_parameters": "",
+    "auto_find_batch_size": False,
+    "full_determinism": False,
+    "torchdynamo": None,
+    "ray_scope": "last",
+    "ddp_timeout": 1800,
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "include_tokens_per_second": False,
+    "include_num_input_tokens_seen": False,
+    "neftune_noise_alpha": None,
+    "optim_target_modules": None,
+    "batch_eval_metrics": False,
+    "eval_on_start": False,
+    "use_liger_kernel": False,
+    "liger_kernel_config": None,
+    "eval_use_gather_object": False,
+    "average_tokens_across_devices": True,
+    "model_init_kwargs": None,
+    "disable_dropout": False,
+    "cast_lm_head_to_fp32": False,
+    "num_generations": 8,
+    "num_generations_eval": None,
+    "max_completion_length": 256,
+    "ds3_gather_for_generation": True,
+    "shuffle_dataset": True,
+    "generation_batch_size": None,
+    "steps_per_generation": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "min_p": None,
+    "generation_kwargs": None,
+    "chat_template_kwargs": None,
+    "repetition_penalty": 1.0,
+    "use_transformers_paged": False,
+    "cache_implementation": None,
+    "use_vllm": False,
+    "vllm_mode": "server",
+    "vllm_model_impl": "vllm",
+    "vllm_enable_sleep_mode": False,
+    "vllm_guided_decoding_regex": None,
+    "vllm_server_base_url": None,
+    "vllm_server_host": "0.0.0.0",
+    "vllm_server_port": 8000,
+    "vllm_server_timeout": 240.0,
+    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_max_model_length": None,
+    "vllm_tensor_parallel_size": 1,
+    "beta": 0.0,
+    "num_iterations": 1,
+    "epsilon": 0.2,
+    "delta": None,
+    "epsilon_high": None,
+    "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0,
+    "importance_sampling_level": "token",
+    "reward_weights": None,
+    "scale_rewards": "group",
+    "loss_type": "dapo",
+    "mask_truncated_completions": False,
+    "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
+    "top_entropy_quantile": 1.0,
+    "use_liger_loss": None,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_cap": 3.0,
+    "use_bias_correction_kl": False,
+    "log_completions": False,
+    "num_completions_to_print": None,
+    "log_unique_prompts": False,
+    "max_prompt_length": None,
+    "wandb_log_unique_prompts": None,
+}
+
+# Defaults that differ from that signature, and why.
+DIFFERENT: dict[str, tuple[Any, str]] = {
+    "vllm_mode": ("colocate", "the later main page says so, and it has precedence"),
+    "report_to": ("none", "default of the TrainingArguments that the main page refers to"),
+    "trackio_space_id": (None, "default of the installed TrainingArguments"),
+    "include_num_input_tokens_seen": ("no", "another spelling of False in the installed TrainingArguments"),
+}
+
+# Fields that came after that signature, with the defaults that leave its behaviour as it was.
+LATER: dict[str, Any] = {
+    "trust_remote_code": False,
+    "router_aux_loss_coef": None,
+    "pad_to_multiple_of": None,
+    "use_transformers_continuous_batching": False,
+    "transformers_continuous_batching_config": None,
+    "max_tool_calling_iterations": None,
+    "vllm_structured_outputs_regex": None,
+    "vllm_group_port": 51216,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2,
+    "multi_objective_aggregation": "sum_then_normalize",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "log_multimodal": True,
+    "log_completions_hub_repo": None,
+    # groupgrad's own
+    "rollout_engine": "auto",
+}
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of a dataclass field, made if it has a factory."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+DEFAULTS = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}
+BASE = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+CHANGED = {"learning_rate", "logging_steps", "gradient_checkpointing", "bf16", "remove_unused_columns", "hub_token"}
+"""Fields of TrainingArguments that GRPOConfig declares anew."""
+OWN = (set(DEFAULTS) - BASE - set(legacy.ADDED)) | CHANGED
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_field_exists_with_its_default(name):
+    expected = DIFFERENT[name][0] if name in DIFFERENT else DOCUMENTED[name]
+    assert DEFAULTS[name] == expected
+    assert type(DEFAULTS[name]) is type(expected)
+
+
+def test_nothing_is_excused_that_does_not_differ():
+    assert all(DOCUMENTED[name] != value for name, (value, _) in DIFFERENT.items())
+
+
+def test_later_fields_exist_with_their_defaults_and_no_others():
+    assert {name: DEFAULTS[name] for name in LATER} == LATER
+    assert set(DEFAULTS) - set(DOCUMENTED) - BASE == set(LATER) - BASE
+
+
+def test_the_documented_signature_is_the_one_pinned_here():
+    pages = sorted((SHARED / "reference" / "seeds").glob("001_*.txt"))
+    if not pages:
+        pytest.skip(f"the documented signature is not in {SHARED}; set GROUPGRAD_SHARED to the folder that has it")
+    line = next(line for line in pages[0].read_text().splitlines() if line.startswith("( output_dir"))
+    entry = re.compile(r"\s*(\w+?): (.+?) = (None|True|False|'[^']*'|<factory>|-?\d+(?:\.\d+)?(?:e-?\d+)?)")
+    found, position = {}, 1
+    while match := entry.match(line, position):
+        name, _, text = match.groups()
+        found[name], position = [] if text == "<factory>" else ast.literal_eval(text), match.end()
+    assert line[position:].strip() == ")"
+    assert found == DOCUMENTED
+    assert list(found) == list(DOCUMENTED)
+
+
+def test_every_field_explains_itself():
+    for field in dataclasses.fields(GRPOConfig):
+        if field.name in OWN or field.name in legacy.ADDED:
+            text = field.metadata.get("help", "")
+            assert len(text) > 15 and text.endswith("."), field.name
+            assert set(field.metadata) == {"help"}, field.name
+
+
+# --- The audit: how each GRPO field takes effect ---
+
+
+@dataclass(slots=True, frozen=True)
+class Changes:
+    """The field changes what a run does; `test` shows it, as `path::name` (None: the test is to come)."""
+
+    test: str | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Raises:
+    """Setting the field to `value` is refused: its part of groupgrad does not exist."""
+
+    value: Any
+
+
+@dataclass(slots=True, frozen=True)
+class Warns:
+    """The field has no effect unless `needs` exists, and setting it to `value` says so."""
+
+    value: Any
+    needs: str
+
+
+MOVES = Changes("tests/config/test_resolved.py::test_values_move_to_where_they_live_now")
+RENAMED = Changes("tests/config/test_resolved.py::test_renamed_fields_warn_and_work")
+ROUNDS = Changes("tests/config/test_resolved.py::test_rounds")
+INERT = "a meaning today"
+
+AUDIT: dict[str, Changes | Raises | Warns] = {
+    # defaults changed from TrainingArguments
+    "learning_rate": Changes(),
+    "logging_steps": Changes(),
+    "gradient_checkpointing": Changes(),
+    "bf16": Changes("tests/config/test_resolved.py::test_bf16_unless_told_otherwise_where_an_accelerator_has_it"),
+    "remove_unused_columns": Changes(),
+    "hub_token": Changes(),
+    # model and reference
+    "model_init_kwargs": Changes(),
+    "trust_remote_code": Changes(),
+    "router_aux_loss_coef": Changes(),
+    "disable_dropout": Changes(),
+    "cast_lm_head_to_fp32": Changes(),
+    "beta": Changes(),
+    "sync_ref_model": Changes(),
+    "ref_model_mixup_alpha": Changes(),
+    "ref_model_sync_steps": Changes(),
+    # data and groups
+    "num_generations": Changes(),
+    "num_generations_eval": Changes(),
+    "max_completion_length": Changes(),
+    "shuffle_dataset": Changes(),
+    "pad_to_multiple_of": Warns(8, "padding"),
+    "ds3_gather_for_generation": Warns(False, "DeepSpeed ZeRO-3"),
+    # generation
+    "rollout_engine": Changes(),
+    "generation_batch_size": ROUNDS,
+    "steps_per_generation": ROUNDS,
+    "temperature": Changes(),
+    "top_p": Changes(),
+    "top_k": Changes(),
+    "min_p": Changes(),
+    "repetition_penalty": Changes(),
+    "generation_kwargs": Changes(),
+    "chat_template_kwargs": Changes(),
+    "cache_implementation": Changes(),
+    "use_transformers_continuous_batching": Raises(True),
+    "transformers_continuous_batching_config": Warns({"a": 1}, "continuous batching"),
+    "max_tool_calling_iterations": Raises(2),
+    # vLLM
+    "use_vllm": Raises(True),
+    "vllm_mode": Warns("server", "vLLM"),
+    "vllm_model_impl": Warns("transformers", "vLLM"),
+    "vllm_enable_sleep_mode": Warns(True, "vLLM"),
+    "vllm_structured_outputs_regex": Warns("a+", "vLLM"),
+    "vllm_server_base_url": Warns("http://x", "vLLM"),
+    "vllm_server_host": Warns("127.0.0.1", "vLLM"),
+    "vllm_server_port": Warns(8001, "vLLM"),
+    "vllm_server_timeout": Warns(10.0, "vLLM"),
+    "vllm_group_port": Warns(51217, "vLLM"),
+    "vllm_gpu_memory_utilization": Warns(0.5, "vLLM"),
+    "vllm_max_model_length": Warns(512, "vLLM"),
+    "vllm_tensor_parallel_size": Warns(2, "vLLM"),
+    "vllm_importance_sampling_correction": Warns(False, "vLLM"),
+    "vllm_importance_sampling_mode": Warns("token_mask", "vLLM"),
+    "vllm_importance_sampling_clip_max": Warns(2.0, "vLLM"),
+    "vllm_importance_sampling_clip_min": Warns(0.1, "vLLM"),
+    # objective
+    "loss_type": Changes(),
+    "importance_sampling_level": Changes(),
+    "num_iterations": Changes(),
+    "epsilon": Changes(),
+    "epsilon_high": Changes(),
+    "delta": Changes(),
+    "sapo_temperature_neg": Changes(),
+    "sapo_temperature_pos": Changes(),
+    "vespo_k_pos": Changes(),
+    "vespo_lambda_pos": Changes(),
+    "vespo_k_neg": Changes(),
+    "vespo_lambda_neg": Changes(),
+    "mask_truncated_completions": Changes(),
+    "top_entropy_quantile": Changes(),
+    "use_bias_correction_kl": Changes(),
+    "off_policy_mask_threshold": Changes(),
+    "entropy_coef": Changes(),
+    "use_adaptive_entropy": Changes(),
+    "entropy_coef_min": Changes(),
+    "entropy_coef_max": Changes(),
+    "entropy_coef_delta": Changes(),
+    "entropy_target": Changes(),
+    # rewards
+    "reward_weights": Changes(),
+    "scale_rewards": Changes(),
+    "multi_objective_aggregation": Changes(),
+    # logging
+    "log_completions": Changes(),
+    "log_multimodal": Warns(False, "images"),
+    "num_completions_to_print": Changes(),
+    "log_unique_prompts": Changes(),
+    "log_completions_hub_repo": Raises("me/x"),
+    # fields of the past that moved
+    "per_gpu_train_batch_size": MOVES,
+    "per_gpu_eval_batch_size": MOVES,
+    "warmup_ratio": Changes("tests/config/test_resolved.py::test_warmup_ratio_is_a_share_of_the_steps"),
+    "logging_dir": Changes("tests/config/test_resolved.py::test_logging_dir_is_where_tensorboard_looks"),
+    "no_cuda": MOVES,
+    "adafactor": MOVES,
+    "include_inputs_for_metrics": MOVES,
+    "push_to_hub_model_id": MOVES,
+    "push_to_hub_organization": MOVES,
+    "push_to_hub_token": MOVES,
+    "torchdynamo": MOVES,
+    "use_liger_loss": RENAMED,
+    "wandb_log_unique_prompts": RENAMED,
+    "vllm_guided_decoding_regex": RENAMED,
+    "vllm_importance_sampling_cap": RENAMED,
+    "use_transformers_paged": Raises(True),
+    # fields of the past without effect
+    "overwrite_output_dir": Warns(True, INERT),
+    "save_safetensors": Warns(False, INERT),
+    "use_mps_device": Warns(True, INERT),
+    "jit_mode_eval": Warns(True, INERT),
+    "fp16_opt_level": Warns("O2", INERT),
+    "half_precision_backend": Warns("apex", INERT),
+    "fp16_backend": Warns("apex", INERT),
+    "tpu_num_cores": Warns(8, INERT),
+    "tpu_metrics_debug": Warns(True, INERT),
+    "past_index": Warns(1, INERT),
+    "fsdp_min_num_params": Warns(1, INERT),
+    "fsdp_transformer_layer_cls_to_wrap": Warns("Block", INERT),
+    "group_by_length": Warns(True, INERT),
+    "use_legacy_prediction_loop": Warns(True, INERT),
+    "mp_parameters": Warns("x", INERT),
+    "ray_scope": Warns("all", INERT),
+    "include_tokens_per_second": Warns(True, INERT),
+    "max_prompt_length": Warns(512, INERT),
+}
+
+ROWS = {
+    kind: [(name, row) for name, row in AUDIT.items() if isinstance(row, kind)] for kind in (Changes, Raises, Warns)
+}
+
+
+def test_the_audit_covers_every_field_and_nothing_more():
+    assert set(AUDIT) == OWN | set(legacy.ADDED)
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS[Raises], ids=lambda v: v if isinstance(v, str) else "")
+def test_a_field_without_its_part_is_refused(name, row):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match="is not part of this version"):
+            GRPOConfig(use_cpu=True, **{name: row.value})
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS[Warns], ids=lambda v: v if isinstance(v, str) else "")
+def test_a_field_without_effect_says_so(name, row):
+    assert row.value != DEFAULTS[name]
+    with pytest.warns(Warning, match=rf"no effect.*{name}="):
+        GRPOConfig(use_cpu=True, **{name: row.value})
+
+
+@pytest.mark.parametrize("test", sorted({row.test for _, row in ROWS[Changes] if row.test}))
+def test_the_named_tests_exist(test):
+    path, name = test.split("::")
+    assert f"def {name}(" in (ROOT / path).read_text()
