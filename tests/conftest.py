@@ -88,13 +88,13 @@ def shared() -> Path:
     return folder
 
 
-@pytest.fixture(name="make_model")
+@pytest.fixture(name="make_model", scope="session")
 def _make_model() -> Callable[..., Qwen3ForCausalLM]:
     """The function that makes small models, for tests that need several or one of their own."""
     return make_model
 
 
-@pytest.fixture(name="make_tokenizer")
+@pytest.fixture(name="make_tokenizer", scope="session")
 def _make_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
     """The function that makes tokenizers."""
     return make_tokenizer
@@ -133,7 +133,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi (head bias)": ("Phi", {**SIZES, "num_key_value_heads": 2}),
     "gemma2 (soft caps)": (
         "Gemma2",
-        {**SIZES, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 2.0, "sliding_window": 3},
+        {**SIZES, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "sliding_window": 3},
     ),
     "mistral (sliding window)": ("Mistral", {**SIZES, "sliding_window": 3}),
     "cohere (logit scale)": ("Cohere", {**SIZES, "logit_scale": 0.25}),

@@ -17,6 +17,8 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -28,6 +30,19 @@ from groupgrad.models.forward import evaluation_mode, unwrap
 # With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
 _OWN_SAMPLER = frozenset(
     {"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "custom_generate"}
+)
+
+# With these options the tokens before a completion count, and padding on the left would count with them.
+_LOOKS_BACK = frozenset(
+    {
+        "bad_words_ids",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "repetition_penalty",
+        "sequence_bias",
+        "watermarking_config",
+    }
 )
 
 
@@ -43,8 +58,9 @@ class TransformersEngine:
         samples: list[Sample | None] = [None] * len(requests)
         # Rows of like budget and prompt length share a call: less padding, and no row runs past its context.
         order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
+        padded = not _needs_equal_lengths(unwrap(self._model), options)
         with evaluation_mode(self._model):
-            for chunk in _chunks(order, requests, self._max_rows):
+            for chunk in _chunks(order, requests, self._max_rows, padded=padded):
                 for i, sample in zip(chunk, self._generate([requests[i] for i in chunk], options)):
                     samples[i] = sample
         return [sample for sample in samples if sample is not None]
@@ -55,12 +71,13 @@ class TransformersEngine:
         ids, mask = _left_padded([request.prompt_ids for request in requests], options.pad_id, device)
         budget = requests[0].max_new_tokens
         config = _generation_config(options, budget)
-        kwargs: dict[str, Any] = {"tokenizer": self._tokenizer} if options.extra.get("stop_strings") else {}
+        stop = _StopStrings(options.extra.get("stop_strings") or (), self._tokenizer, ids.shape[1])
+        kwargs: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([stop])} if stop.strings else {}
         if _OWN_SAMPLER & options.extra.keys():
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _only_config(model, config):
                 torch.manual_seed(requests[0].seed)
                 output = model.generate(ids, attention_mask=mask, generation_config=config, **kwargs)  # pyright: ignore
-            return [self._cut(row, None, config) for row in output[:, ids.shape[1] :].tolist()]
+            return [_cut(row, None, options, stop) for row in output[:, ids.shape[1] :].tolist()]
         sampler = _RowSampler([request.seed for request in requests], budget, options, device)
         with sampler.watching(model), _only_config(model, config):
             output = model.generate(  # pyright: ignore[reportCallIssue]
@@ -71,25 +88,44 @@ class TransformersEngine:
                 **kwargs,
             )
         completions = output[:, ids.shape[1] :].tolist()
-        return [self._cut(row, logprobs, config) for row, logprobs in zip(completions, sampler.logprobs())]
+        return [_cut(row, logprobs, options, stop) for row, logprobs in zip(completions, sampler.logprobs())]
 
-    def _cut(self, row: list[int], logprobs: list[float] | None, config: GenerationConfig) -> Sample:
-        """The row up to its first end; what `generate` filled in behind it is not part of it."""
-        eos = config.eos_token_id
-        eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        end = next((i + 1 for i, token in enumerate(row) if token in eos_ids), None)
-        stops = config.stop_strings
-        if stops:
-            end = self._stop_string_end(row[:end], [stops] if isinstance(stops, str) else stops) or end
-        ids = row[:end]
-        return Sample(ids, "length" if end is None else "eos", None if logprobs is None else logprobs[: len(ids)])
 
-    def _stop_string_end(self, row: list[int], stops: list[str]) -> int | None:
-        """Tokens up to and including the one that completes a stop string; None if none occurs."""
-        if not any(stop in self._tokenizer.decode(row) for stop in stops):
+class _StopStrings(StoppingCriteria):
+    """Ends a row when its completion contains one of some strings; `generate`'s own rule would look into the prompt."""
+
+    def __init__(self, strings: str | Sequence[str], tokenizer: Any, prompt_width: int):
+        self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        self._tokenizer, self._prompt_width = tokenizer, prompt_width
+        # A token gives at least one byte, but for a few special ones.
+        self._window = max((len(string.encode()) for string in self.strings), default=0) + 8
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        rows = input_ids[:, self._prompt_width :][:, -self._window :].tolist()
+        return torch.tensor([self._is_hit(row) for row in rows], device=input_ids.device)  # pyright: ignore
+
+    def end(self, row: list[int]) -> int | None:
+        """Tokens up to and including the one that completes a string; None if none occurs."""
+        if not self.strings:
             return None
-        lengths = range(1, len(row) + 1)
-        return next((n for n in lengths if any(s in self._tokenizer.decode(row[:n]) for s in stops)), None)
+        return next((n for n in range(1, len(row) + 1) if self._is_hit(row[max(0, n - self._window) : n])), None)
+
+    def _is_hit(self, row: list[int]) -> bool:
+        text = self._tokenizer.decode(row)
+        return any(string in text for string in self.strings)
+
+
+def _cut(row: list[int], logprobs: list[float] | None, options: SamplingOptions, stop: _StopStrings) -> Sample:
+    """The row up to its first end; what `generate` filled in behind it is not part of it."""
+    end = next((i + 1 for i, token in enumerate(row) if token in _eos_ids(options)), None)
+    end = stop.end(row[:end]) or end
+    ids = row[:end]
+    return Sample(ids, "length" if end is None else "eos", None if logprobs is None else logprobs[: len(ids)])
+
+
+def _eos_ids(options: SamplingOptions) -> list[int]:
+    given = options.extra.get("eos_token_id", options.eos_ids)
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
 
 
 class _RowSampler(LogitsProcessor):
@@ -160,7 +196,6 @@ def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfi
         "max_new_tokens": budget,
         "do_sample": own_sampler,
         "repetition_penalty": options.repetition_penalty,
-        "eos_token_id": list(options.eos_ids),
         "pad_token_id": options.pad_id,
         "disable_compile": True,
         "use_cache": True,
@@ -173,7 +208,7 @@ def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfi
         values |= options.extra
     else:
         values |= {name: value for name, value in options.extra.items() if name not in cuts}
-    values["max_new_tokens"] = budget
+    values |= {"max_new_tokens": budget, "eos_token_id": _eos_ids(options) or None, "stop_strings": None}
     return GenerationConfig(**values)
 
 
@@ -200,11 +235,26 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _chunks(order: list[int], requests: Sequence[Request], max_rows: int) -> Iterator[list[int]]:
-    """Runs of `order` of at most `max_rows` requests with one budget."""
+def _needs_equal_lengths(model: Any, options: SamplingOptions) -> bool:
+    """True if padding on the left of a prompt would change what comes after it.
+
+    Virtual tokens of an adapter stand left of the padding, so that it moves them away from the prompt.
+    """
+    if options.repetition_penalty != 1.0 or _LOOKS_BACK & options.extra.keys():
+        return True
+    adapters = getattr(model, "peft_config", None) or {}
+    return isinstance(adapters, dict) and any(getattr(c, "is_prompt_learning", False) for c in adapters.values())
+
+
+def _chunks(order: list[int], requests: Sequence[Request], max_rows: int, *, padded: bool) -> Iterator[list[int]]:
+    """Runs of `order` of at most `max_rows` requests with one budget, and unless `padded` one prompt length."""
+
+    def kind(i: int) -> tuple[int, int]:
+        return requests[i].max_new_tokens, 0 if padded else len(requests[i].prompt_ids)
+
     chunk: list[int] = []
     for i in order:
-        if chunk and (len(chunk) == max_rows or requests[i].max_new_tokens != requests[chunk[0]].max_new_tokens):
+        if chunk and (len(chunk) == max_rows or kind(i) != kind(chunk[0])):
             yield chunk
             chunk = []
         chunk.append(i)

@@ -1,0 +1,433 @@
+"""Sampling: exact distributions, one random stream a row, the options in force and no others."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from groupgrad.data.collate import collate
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.models.forward import ForwardOptions, score_without_gradient
+from groupgrad.types import Batch, Prompt, Rollout
+
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
+OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)
+
+
+def requests(num_rows: int = 12, budget: int = 6, prompts: Any = PROMPTS) -> list[Request]:
+    return [Request(prompts[i % len(prompts)], 1000 + i, budget) for i in range(num_rows)]
+
+
+def sample(model: nn.Module, asked: Any = None, options: SamplingOptions = OPTIONS, **engine: Any) -> list[Sample]:
+    return TransformersEngine(model, **engine).sample(asked if asked is not None else requests(), options)
+
+
+def as_batch(asked: list[Request], samples: list[Sample]) -> Batch:
+    rollouts = [
+        Rollout(
+            Prompt(r.prompt_ids, {"prompt": ""}, i), i, s.ids, s.finish_reason, "", "", sampling_logprobs=s.logprobs
+        )
+        for i, (r, s) in enumerate(zip(asked, samples))
+    ]
+    return collate(rollouts, [0.0] * len(rollouts), mask_truncated=False)
+
+
+def assert_logprobs_are_the_trainers(model: nn.Module, asked: Any, samples: list[Sample], options: Any) -> None:
+    batch = as_batch(asked, samples)
+    scores = score_without_gradient(model, batch, ForwardOptions(temperature=options.temperature))
+    torch.testing.assert_close(batch.sampling_logprobs, scores.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def markov(make_model: Callable[..., Any], next_logits: dict[int, dict[int, float]], **config: Any) -> Any:
+    """A model whose next token depends on the last one alone, with these logits; what is not named gets -30."""
+    model = make_model(hidden_size=96, num_hidden_layers=1, **config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+        size = model.config.vocab_size
+        model.model.embed_tokens.weight.copy_(torch.eye(size, 96))
+        head = torch.full((size, 96), -30.0)
+        for last, row in next_logits.items():
+            for token, logit in row.items():
+                head[token, last] = logit
+        model.lm_head.weight.copy_(head / 96**0.5)  # the final norm makes the hidden state sqrt(96) * one-hot
+    return model.eval()
+
+
+def chain(*tokens: int) -> dict[int, dict[int, float]]:
+    """Each token surely follows the one before it."""
+    return {a: {b: 30.0} for a, b in itertools.pairwise(tokens)}
+
+
+# ------------------------------------------------------------------------------------------- what is sampled
+
+
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    for _ in range(num_tokens):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+        if ids[0, -1] == 1:
+            break
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"extra": {"do_sample": False}}]
+)
+def test_without_chance_the_most_likely_tokens_are_taken(changes: dict[str, Any], any_model):
+    expected = [greedy(any_model, r.prompt_ids, 6) for r in requests(4)]
+    assert [s.ids for s in sample(any_model, requests(4), replace(OPTIONS, **changes))] == expected
+
+
+def test_greedy_equals_generate(build):
+    model = build("llama")
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=0)
+    for request, found in zip(requests(4), sample(model, requests(4), replace(OPTIONS, temperature=1e-4))):
+        ids = torch.tensor([request.prompt_ids])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        assert found.ids == output[0, len(request.prompt_ids) :].tolist()
+
+
+def cut(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The distribution that top-k, then the nucleus, then min-p leave, renormalised each time."""
+    p = (logits.double() / temperature).softmax(-1)
+    if top_k:
+        p = torch.where(p >= p.topk(top_k).values[-1], p, 0.0)
+        p = p / p.sum()
+    if top_p < 1.0:
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        p = p.index_fill(0, order[before >= top_p], 0.0)
+        p = p / p.sum()
+    if min_p:
+        p = torch.where(p >= min_p * p.max(), p, 0.0)
+        p = p / p.sum()
+    return p
+
+
+NUM_DRAWS = 4000
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (0.7, 4, 1.0, 0.0),
+        (0.7, 0, 0.8, 0.0),
+        (1.3, 0, 1.0, 0.3),
+        (0.9, 6, 0.9, 0.1),
+    ],
+)
+def test_first_two_tokens_follow_the_exact_distribution(temperature, top_k, top_p, min_p, build):
+    """Chi-square against the product of two cut distributions; an EOS first is a text of one token."""
+    model = build("qwen3", vocab_size=8, num_hidden_layers=1)
+    prompt = [3, 4, 5]
+
+    def after(ids: list[int]) -> list[float]:
+        logits = model(torch.tensor([ids])).logits[0, -1].detach()
+        return cut(logits, temperature, top_k, top_p, min_p).tolist()
+
+    expected: dict[tuple[int, ...], float] = {}
+    for a, p in enumerate(after(prompt)):
+        for b, q in enumerate(after([*prompt, a]) if a != 1 else [1.0]):
+            expected[(a, b) if a != 1 else (a,)] = p * q
+    options = replace(OPTIONS, max_new_tokens=2, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p or None)
+    asked = [Request(prompt, seed, 2) for seed in range(NUM_DRAWS)]
+    counts = Counter(tuple(s.ids) for s in sample(model, asked, options, max_rows=NUM_DRAWS))
+    assert all(expected[ids] > 0 for ids in counts), "nothing that was cut is drawn"
+    chi_square = sum((counts[ids] - NUM_DRAWS * p) ** 2 / (NUM_DRAWS * p) for ids, p in expected.items() if p > 0)
+    freedom = sum(p > 0 for p in expected.values()) - 1
+    assert freedom >= 3
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+
+
+# ------------------------------------------------------------------------------------------- one stream a row
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"repetition_penalty": 3.0},
+        {"repetition_penalty": 3.0, "pad_id": 1},
+        {"pad_id": 1, "extra": {"no_repeat_ngram_size": 1}},
+        {"pad_id": 1, "extra": {"min_new_tokens": 2}},
+    ],
+)
+def test_a_rows_text_depends_on_neither_neighbours_nor_order_nor_batch_size(changes: dict[str, Any], build):
+    model, options = build("qwen3"), replace(OPTIONS, **changes)
+    asked = requests(12)
+    alone = [sample(model, [request], options)[0] for request in asked]
+    for max_rows in (1, 5, 64):
+        assert [s.ids for s in sample(model, asked, options, max_rows=max_rows)] == [s.ids for s in alone]
+    turned = sample(model, asked[::-1], options)[::-1]
+    assert [s.ids for s in turned] == [s.ids for s in alone]
+    assert [s.finish_reason for s in turned] == [s.finish_reason for s in alone]
+
+
+def test_seeds_alone_tell_rows_of_one_prompt_apart(build):
+    model = build("qwen3")
+    texts = [tuple(s.ids) for s in sample(model, [Request([5, 6], seed, 6) for seed in [*range(8), 0]])]
+    assert texts[8] == texts[0]
+    assert len(set(texts[:8])) > 4
+
+
+def test_sampling_leaves_the_global_random_stream_alone(build):
+    model = build("qwen3")
+    for extra in ({}, {"num_beams": 2}):
+        torch.manual_seed(3)
+        expected = torch.rand(2)
+        torch.manual_seed(3)
+        sample(model, options=replace(OPTIONS, extra=extra))
+        assert torch.equal(torch.rand(2), expected)
+
+
+# ------------------------------------------------------------------------------------------- log-probs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.7, "top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.2},
+        {"repetition_penalty": 2.0},
+    ],
+)
+def test_logprobs_are_those_that_training_computes(changes: dict[str, Any], build):
+    model, options = build("gemma2 (soft caps)"), replace(OPTIONS, **changes)
+    samples = sample(model, requests(), options)
+    assert_logprobs_are_the_trainers(model, requests(), samples, options)
+
+
+def test_logprobs_of_every_architecture(any_model):
+    """Prompts of unlike lengths share a call, so padding on the left must not change a thing."""
+    options = replace(OPTIONS, temperature=0.7)
+    samples = sample(any_model, requests(), options)
+    assert {len(s.ids) == len(s.logprobs or []) for s in samples} == {True}
+    assert_logprobs_are_the_trainers(any_model, requests(), samples, options)
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "PromptTuningConfig", "PrefixTuningConfig"])
+def test_adapters_sample_as_they_train(kind: str, build):
+    peft = pytest.importorskip("peft")
+    base = build("qwen3")
+    bare = [s.ids for s in sample(copy.deepcopy(base))]
+    settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False} if kind == "LoraConfig" else {}
+    settings |= {} if kind == "LoraConfig" else {"num_virtual_tokens": 3}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
+    samples = sample(model)
+    assert [s.ids for s in samples] != bare
+    assert_logprobs_are_the_trainers(model, requests(), samples, OPTIONS)
+    assert [s.ids for s in sample(model)] == [s.ids for s in samples]
+
+
+def test_a_static_cache_gives_the_same_texts(build):
+    model = build("qwen3")
+    found = sample(model, options=replace(OPTIONS, cache_implementation="static"))
+    assert [s.ids for s in found] == [s.ids for s in sample(model)]
+
+
+# ------------------------------------------------------------------------------------------- where texts end
+
+
+def test_every_eos_id_ends_a_text_and_stays_in_it(make_model):
+    model = markov(make_model, chain(10, 11, 12, 13, 14, 15, 16, 17))
+    for eos_ids, expected in (((13, 15), [11, 12, 13]), ((15,), [11, 12, 13, 14, 15]), ((11,), [11])):
+        found = sample(model, [Request([10], 0, 6)], replace(OPTIONS, eos_ids=eos_ids))
+        assert found[0].ids == expected
+        assert found[0].finish_reason == "eos"
+        assert len(found[0].logprobs or []) == len(expected)
+
+
+def test_rows_that_end_early_are_not_padded(make_model):
+    model = markov(make_model, {**chain(10, 1), **chain(20, 21, 22, 23, 24, 25, 26, 27)})
+    for pad_id in (0, 1):
+        found = sample(model, [Request([10], 0, 6), Request([5, 20], 1, 6)], replace(OPTIONS, pad_id=pad_id))
+        assert [s.ids for s in found] == [[1], [21, 22, 23, 24, 25, 26]]
+        assert [s.finish_reason for s in found] == ["eos", "length"]
+        assert [len(s.logprobs or []) for s in found] == [1, 6]
+
+
+def test_a_pad_token_that_the_policy_chose_is_a_token_like_any(make_model):
+    model = markov(make_model, {**chain(10, 0), **chain(0, 11, 1)})
+    assert sample(model, [Request([10], 0, 6)])[0].ids == [0, 11, 1]
+
+
+def test_eos_at_the_last_allowed_token_is_an_end(make_model):
+    model = markov(make_model, chain(10, 11, 1))
+    assert sample(model, [Request([10], 0, 2)])[0].finish_reason == "eos"
+    assert sample(model, [Request([10], 0, 1)])[0] == replace(
+        sample(model, [Request([10], 0, 1)])[0], ids=[11], finish_reason="length"
+    )
+
+
+def test_without_an_eos_id_texts_run_to_their_budget(make_model):
+    model = markov(make_model, chain(10, 1, 10))
+    found = sample(model, [Request([10], 0, 4)], replace(OPTIONS, eos_ids=()))[0]
+    assert (found.ids, found.finish_reason) == ([1, 10, 1, 10], "length")
+
+
+def test_every_request_has_its_own_budget(make_model):
+    model = markov(make_model, chain(10, 11, 12, 13, 14, 15, 16, 17))
+    asked = [Request([10], i, budget) for i, budget in enumerate((3, 1, 5, 3, 2))]
+    found = sample(model, asked, replace(OPTIONS, max_new_tokens=6))
+    assert [len(s.ids) for s in found] == [3, 1, 5, 3, 2]
+    assert all(s.finish_reason == "length" for s in found)
+
+
+def test_nothing_asked_nothing_sampled(build):
+    assert sample(build("qwen3"), []) == []
+
+
+# ------------------------------------------------------------------------------------------- further options
+
+
+def test_min_new_tokens_holds_the_end_back(make_model):
+    model = markov(make_model, {t: {1: 10.0, 20: 0.0} for t in (10, 20)})
+    assert sample(model, [Request([10], 0, 6)])[0].ids == [1]
+    options = replace(OPTIONS, extra={"min_new_tokens": 3})
+    assert sample(model, [Request([10], 0, 6)], options)[0].ids == [20, 20, 20, 1]
+
+
+def test_suppressed_tokens_never_come(make_model):
+    model = markov(make_model, {10: {11: 9.0, 12: 5.0}, 12: {1: 9.0}})
+    options = replace(OPTIONS, extra={"suppress_tokens": [11]})
+    assert all(s.ids == [12, 1] for s in sample(model, [Request([10], i, 6) for i in range(5)], options))
+
+
+def test_repetition_penalty_divides_the_logits_of_tokens_seen(make_model):
+    """After 10, logits 6 for 10 itself and 4 for 12: penalty 2 makes them 3 and 4."""
+    model = markov(make_model, {10: {10: 6.0, 12: 4.0}, 12: {1: 30.0}})
+    asked = [Request([10], i, 1) for i in range(400)]
+    for penalty, logit in ((1.0, 6.0), (2.0, 3.0)):
+        found = sample(model, asked, replace(OPTIONS, repetition_penalty=penalty), max_rows=400)
+        share = sum(s.ids == [10] for s in found) / 400
+        assert share == pytest.approx(1 / (1 + 2.718281828 ** (4.0 - logit)), abs=0.08)
+
+
+def test_extra_options_win_over_the_fields(make_model):
+    model = markov(make_model, {10: {11: 1.0, 12: 0.0}})
+    asked = [Request([10], i, 1) for i in range(30)]
+    options = replace(OPTIONS, temperature=5.0, extra={"temperature": 0.01})
+    found = sample(model, asked, options)
+    assert {tuple(s.ids) for s in found} == {(11,)}
+    assert found[0].logprobs == pytest.approx([0.0], abs=1e-6)
+    assert {tuple(s.ids) for s in sample(model, asked, replace(OPTIONS, extra={"top_k": 1}))} == {(11,)}
+
+
+def letters(tokenizer: Any, text: str) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(character) for character in text]
+
+
+@pytest.mark.parametrize("stops", ["cd", ["zz", "cd"], ["d"]])
+def test_stop_strings_end_a_text_and_stay_in_it(stops: Any, make_model, tokenizer):
+    model = markov(make_model, chain(*letters(tokenizer, "abcdefgh")))
+    options = replace(OPTIONS, extra={"stop_strings": stops})
+    prompts = [letters(tokenizer, "a"), letters(tokenizer, "xxe")]
+    found = sample(model, [Request(p, i, 4) for i, p in enumerate(prompts)], options, tokenizer=tokenizer)
+    assert [tokenizer.decode(s.ids) for s in found] == ["bcd", "fgh" + tokenizer.decode(found[1].ids[3:])]
+    assert [s.finish_reason for s in found] == ["eos", "length"]
+    assert [len(s.logprobs or []) for s in found] == [3, 4]
+
+
+@pytest.mark.parametrize("extra", [{}, {"do_sample": False}])
+def test_a_stop_string_counts_only_within_the_completion(extra: dict[str, Any], make_model, tokenizer):
+    """`bc` stands across the border of prompt and completion, `ab` in the prompt: neither is an end."""
+    model = markov(make_model, chain(*letters(tokenizer, "abcdefgh")))
+    options = replace(OPTIONS, extra={"stop_strings": ["bc", "ab"], **extra})
+    found = sample(model, [Request(letters(tokenizer, "ab"), 0, 4)], options, tokenizer=tokenizer)[0]
+    assert tokenizer.decode(found.ids) == "cdef"
+    assert found.finish_reason == "length"
+
+
+def test_an_eos_before_the_stop_string(make_model, tokenizer):
+    a, b, c = letters(tokenizer, "abc")
+    model = markov(make_model, chain(a, b, 1, c))
+    options = replace(OPTIONS, extra={"stop_strings": ["c"]})
+    found = sample(model, [Request([a], 0, 5)], options, tokenizer=tokenizer)[0]
+    assert (found.ids, found.finish_reason) == ([b, 1], "eos")
+
+
+def test_beam_search_is_generates_own(build):
+    model = build("qwen3")
+    options = replace(OPTIONS, extra={"num_beams": 3, "do_sample": False})
+    config = GenerationConfig(num_beams=3, do_sample=False, max_new_tokens=6, eos_token_id=1, pad_token_id=0)
+    for request in requests(3):
+        found = sample(model, [request], options)[0]
+        ids = torch.tensor([request.prompt_ids])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        expected = output[0, ids.shape[1] :].tolist()
+        assert found.ids == (expected[: expected.index(1) + 1] if 1 in expected else expected)
+        assert found.logprobs is None
+
+
+# ------------------------------------------------------------------------------------------- the model is untouched
+
+
+def test_the_models_own_generation_config_plays_no_part(build):
+    model = build("qwen3")
+    expected = sample(model)
+    own = GenerationConfig(
+        temperature=0.1,
+        top_k=1,
+        top_p=0.1,
+        repetition_penalty=5.0,
+        do_sample=True,
+        max_new_tokens=1,
+        eos_token_id=expected[0].ids[0],
+        suppress_tokens=[expected[1].ids[0]],
+        no_repeat_ngram_size=1,
+        num_beams=2,
+    )
+    model.generation_config = own
+    before = own.to_dict()
+    found = sample(model)
+    assert [(s.ids, s.finish_reason) for s in found] == [(s.ids, s.finish_reason) for s in expected]
+    assert model.generation_config is own
+    assert own.to_dict() == before
+
+
+def test_everything_is_put_back_after_an_error(build):
+    model = build("qwen3").train()
+    own = model.generation_config
+    with pytest.raises(Exception, match=r"index|range"):
+        sample(model, [Request([999], 0, 4)])
+    assert model.generation_config is own
+    assert not model._forward_hooks
+    assert all(module.training for module in model.modules())
+
+
+def test_a_training_model_samples_without_dropout_and_goes_on_training(build):
+    model = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    expected = sample(model)
+    model.train()
+    model.transformer.h[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert sample(model) == expected
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_gradient_checkpointing_does_not_matter_and_stays_on(build):
+    model = build("qwen3")
+    expected = sample(model)
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert [s.ids for s in sample(model)] == [s.ids for s in expected]
+    assert model.is_gradient_checkpointing
