@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +33,8 @@ from groupgrad.objectives import policy_loss
 from groupgrad.rollout.round import RoundRequest, ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.telemetry.completions import CompletionLog
-from groupgrad.telemetry.model_card import write_model_card
 from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.telemetry.store import MetricStore
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Batch
@@ -403,8 +402,14 @@ class GRPOTrainer(Trainer):
         finally:
             self.model_init = None
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model card (`README.md`) into `output_dir`; main process only."""
-        if not self.is_world_process_zero():
-            return
-        write_model_card(Path(str(self.args.output_dir)) / "README.md", **kwargs)
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.create_model_card()  # before the checkpoint, which is pushed with it
+        super()._save_checkpoint(*args, **kwargs)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **fields: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`."""
+        if self.is_world_process_zero():
+            fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+            write_run_card(self.args, self.model, self.state.log_history, hub_model_id=self.hub_model_id, **fields)

@@ -246,6 +246,20 @@ class GRPOConfig(legacy.LegacyArguments):
         if self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: all but the token, because every saved model has its settings beside it."""
+        return {**self.__dict__, "hub_token": None}
+
+    def __copy__(self) -> GRPOConfig:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GRPOConfig:
+        made = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data, from which `GRPOConfig(**data)` makes an equal config; tokens are left out."""
         plain = copy.copy(self)

@@ -39,14 +39,16 @@ def write_model_card(
     config_summary: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     versions: Mapping[str, str] | None = None,
+    load_from: str | None = None,
     **metadata: Any,
 ) -> str:
     """Write a model card to `path` (a file, or a folder that gets a README.md) and return its text.
 
-    `model_name` is the hub id or folder that the quick start loads. `base_model` and `dataset_name` go to the metadata
-    where they have the form of hub ids; a local path is named in the text only, as its last part. `config_summary` and
-    `metrics` become tables. `versions` None lists what is installed. Of `metadata`, arguments that end in `_url`
-    (`wandb_url=...`) become links; the others (`license`, `language`, `pipeline_tag`, ...) are metadata fields.
+    `model_name` is the hub id or folder that the quick start loads, unless `load_from` names another. `base_model` and
+    `dataset_name` go to the metadata where they have the form of hub ids; a local path is named in the text only, as
+    its last part. `config_summary` and `metrics` become tables. `versions` None lists what is installed. Of `metadata`,
+    arguments that end in `_url` (`wandb_url=...`) become links; the others (`license`, `language`, `pipeline_tag`, ...)
+    are metadata fields.
     """
     links = {key[: -len("_url")]: metadata.pop(key) for key in list(metadata) if key.endswith("_url")}
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or ())
@@ -63,7 +65,7 @@ def write_model_card(
         f"# {_inline(_last_part(model_name))}",
         _introduction(base_model, datasets),
         _links(links),
-        _quick_start(model_name),
+        _quick_start(load_from or model_name),
         _table("Training settings", "Setting", config_summary),
         _table("Last logged metrics", "Metric", metrics),
         _table("Framework versions", "Package", versions if versions is not None else _installed_versions()),

@@ -1,0 +1,106 @@
+"""Trains and pushes as a user would, and prints what the calls returned as JSON; run by test_hub.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from groupgrad import GRPOConfig, GRPOTrainer
+
+BASE = "Qwen/Qwen2-0.5B-Instruct"
+
+
+def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def make_trainer(model_dir: str, output_dir: Path, peft_config: Any = None, **settings: Any) -> GRPOTrainer:
+    """A trainer whose model says that it came from the hub."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.config._name_or_path = model.name_or_path = BASE
+    args = GRPOConfig(
+        output_dir=str(output_dir),
+        use_cpu=True,
+        report_to="none",
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=3,
+        logging_steps=1,
+        learning_rate=1e-3,
+        disable_tqdm=True,
+        **settings,
+    )
+    return GRPOTrainer(
+        model,
+        checksum,
+        args,
+        Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)]),
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        peft_config=peft_config,
+    )
+
+
+def by_hand(model_dir: str, folder: Path) -> dict[str, Any]:
+    """`push_to_hub` called twice by the user."""
+    trainer = make_trainer(
+        model_dir,
+        folder / "by-hand",
+        max_steps=1,
+        save_strategy="no",
+        hub_model_id="ada/tiny-grpo",
+        hub_private_repo=True,
+    )
+    trainer.train()
+    first = trainer.push_to_hub(
+        "Trained on sums", token="hf_by_hand", dataset_name="openai/gsm8k", tags=["sums"], license="mit"
+    )
+    second = trainer.push_to_hub(blocking=False, revision="drafts", token="hf_by_hand", model_name="Tiny")
+    return {
+        "url": str(first.commit_url),
+        "is_future": isinstance(second, Future),
+        "later": str(second.result().commit_url),
+    }
+
+
+def while_training(model_dir: str, folder: Path) -> dict[str, Any]:
+    """`push_to_hub=True` in the configuration."""
+    settings = {"save_steps": 1, "max_steps": 2, "push_to_hub": True, "hub_token": "hf_in_config"}
+    trainer = make_trainer(
+        model_dir,
+        folder / "steady",
+        hub_strategy="checkpoint",
+        hub_always_push=True,
+        hub_model_id="ada/steady",
+        **settings,
+    )
+    trainer.train()
+    trainer.save_model()
+    at_end = make_trainer(model_dir, folder / "at-end", hub_strategy="end", **settings)
+    at_end.train()
+    at_end.push_to_hub()
+    return {"names": [trainer.hub_model_id, at_end.hub_model_id]}
+
+
+def adapter(model_dir: str, folder: Path) -> dict[str, Any]:
+    """An adapter is pushed alone."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        return {}
+    trainer = make_trainer(
+        model_dir, folder / "adapter", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), max_steps=1
+    )
+    trainer.train()
+    return {"url": str(trainer.push_to_hub(token="hf_adapter").commit_url)}
+
+
+if __name__ == "__main__":
+    model_dir, folder = sys.argv[1], Path(sys.argv[2])
+    results = {part.__name__: part(model_dir, folder) for part in (by_hand, while_training, adapter)}
+    print("RESULTS " + json.dumps(results))
