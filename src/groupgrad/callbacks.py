@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from transformers import TrainerCallback
 from groupgrad import dist
 from groupgrad.metrics import Metric, latest
 from groupgrad.objectives import applied_entropy_coef, next_entropy_coef
+
+logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -34,9 +37,16 @@ class RunState:
         torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path(folder))
 
     def load(self, folder: str | Path) -> bool:
-        """Restore from a checkpoint folder; False if it holds no state of this rank (then nothing changes)."""
+        """Restore from a checkpoint folder; False, and a warning, if it holds no state of this rank."""
         path = self._path(folder)
         if not path.is_file():
+            logger.warning(
+                "%s holds weights without the state of the run (%s is missing): %s start anew, so the run goes on, but "
+                "not as it would have without the break",
+                folder,
+                path.name,
+                ", ".join(self._parts),
+            )
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in self._parts.items():
@@ -112,3 +122,32 @@ class StepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Run the action with the number of the step just made."""
         self._action(state.global_step)
+
+
+class LossWindow(TrainerCallback):
+    """The loss since the last log event, which `transformers.Trainer` keeps for its logs but leaves out of checkpoints.
+
+    Without it a log event whose steps lie on both sides of a checkpoint would show the mean of the later ones alone.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's sum, and the step of the last log event."""
+        return {"loss": float(self._trainer._tr_loss), "logged_at": self._trainer._globalstep_last_logged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the sum when training begins."""
+        self._loaded = state
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put a loaded sum where the loop, which has just set it to 0, adds to it."""
+        if self._loaded is None:
+            return
+        self._trainer._tr_loss.fill_(self._loaded["loss"])
+        self._trainer._globalstep_last_logged = self._loaded["logged_at"]
+        # The mean loss that training returns is over the steps of this call alone.
+        self._trainer._total_loss_scalar -= self._loaded["loss"]
+        self._loaded = None

@@ -21,7 +21,7 @@ from transformers import ProgressCallback as PlainProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from groupgrad import assembly, dist
-from groupgrad.callbacks import RunState, StepEnd
+from groupgrad.callbacks import LossWindow, RunState, StepEnd
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.buffer import RoundBuffer
 from groupgrad.data.evaluation import EvalLoader
@@ -167,12 +167,14 @@ class GRPOTrainer(Trainer):
         )
         self.buffer = RoundBuffer()
         self.entropy_controller = assembly.entropy_controller(config)
+        self.add_callback(loss_window := LossWindow(self))
         self.run_state = RunState(
             {
                 "buffer": self.buffer,
                 "metrics": self.metric_store,
                 "completions": self.completion_log,
                 "entropy": self.entropy_controller,
+                "loss": loss_window,
                 **({"reference": parts.reference} if parts.reference is not None and config.sync_ref_model else {}),
             }
         )
@@ -185,7 +187,7 @@ class GRPOTrainer(Trainer):
         self.setup = assembly.build_setup(
             self.args, self._parts, self.prompt_maker, self.engine, self.rewards, self.timings
         )
-        self.plan = self.setup.plan
+        self.plan = self.buffer.plan = self.setup.plan
 
     def train(
         self,
@@ -383,8 +385,8 @@ class GRPOTrainer(Trainer):
         super()._save_rng_state(output_dir)
         self.run_state.save(output_dir)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.run_state.load(checkpoint)
 

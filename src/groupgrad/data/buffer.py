@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
 
+from groupgrad.data.plan import RoundPlan
 from groupgrad.types import Batch, StepTotals
+
+logger = logging.getLogger(__name__)
 
 
 class RoundBuffer:
     """Keeps this rank's micro-batches of the current rounds (more than one only while a step spans several)."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: RoundPlan | None = None) -> None:
+        self.plan = plan
+        """How the rounds held are cut; None leaves it unchecked whether a checkpoint's rounds fit."""
         self._rounds: dict[int, list[Batch]] = {}
 
     def get(self, number: int) -> list[Batch] | None:
@@ -30,11 +36,21 @@ class RoundBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers that `load_state_dict` restores exactly."""
-        return {str(number): [_batch_state(batch) for batch in batches] for number, batches in self._rounds.items()}
+        rounds = {str(number): [_batch_state(batch) for batch in batches] for number, batches in self._rounds.items()}
+        return {"plan": None if self.plan is None else dataclasses.asdict(self.plan), "rounds": rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what a checkpoint held."""
-        self._rounds = {int(number): [_batch_from(item) for item in batches] for number, batches in state.items()}
+        """Hold what a checkpoint held; nothing, and a warning, if its rounds were cut in another way than ours."""
+        plan = None if self.plan is None else dataclasses.asdict(self.plan)
+        if plan is not None and state["plan"] is not None and state["plan"] != plan:
+            then = state["plan"]
+            changed = [
+                f"{name}: {then.get(name)} then, {plan[name]} now" for name in plan if then.get(name) != plan[name]
+            ]
+            logger.warning("the checkpoint's rollouts are not used: their batches do not fit (%s)", "; ".join(changed))
+            self._rounds = {}
+            return
+        self._rounds = {int(number): [_batch_from(item) for item in items] for number, items in state["rounds"].items()}
 
 
 def _batch_state(batch: Batch) -> dict[str, Any]:

@@ -61,16 +61,18 @@ class Evaluator:
             [micro_batch], keep_entropy=self.policy_options.top_entropy_quantile, entropy_of=self.frozen.entropy
         )
         micro_batch = replace(micro_batch, totals=totals)
-        return scored, {**scored.metrics, **(self._loss(micro_batch) if len(rows) else {})}
+        return scored, {**scored.metrics, **self._loss(micro_batch)}
 
     @torch.no_grad()
     def _loss(self, batch: Batch) -> dict[str, Metric]:
-        """Loss and objective metrics; the loss weighs as much as its denominator counts."""
+        """Loss and objective metrics; the loss weighs as much as its denominator counts, on ranks without rows too."""
+        totals = batch.totals
+        weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
+        part = weight / totals.world_size
+        if not batch.num_rows:
+            return {"loss": mean_of(0.0, part)}
         batch = self.frozen(batch, old=False).to(self.device)
         with evaluation_mode(self.model):
             scores = score_tokens(self.model, batch, self.forward_options)
         result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self.aux_loss_coef)
-        totals = batch.totals
-        weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
-        part = weight / totals.world_size
         return {"loss": mean_of(result.loss * part, part), **result.metrics}

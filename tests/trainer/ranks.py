@@ -1,0 +1,155 @@
+"""The runs that `test_processes.py` makes on one process and on two: `python -m torch.distributed.run ... ranks.py OUT`.
+
+Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import groupgrad
+from groupgrad import GRPOConfig, GRPOTrainer
+
+TESTS = Path(__file__).resolve().parents[1]
+TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
+
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {**TWO_STEPS, "eval": "sets", "eval_steps": 2, "log_completions": True, "num_completions_to_print": 0},
+    "grpo": {
+        **TWO_STEPS,
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "gradient_checkpointing": True,
+        "eval": "sets",
+        "eval_steps": 2,
+    },
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "max_steps": 2},
+    "dr_grpo": {
+        "loss_type": "dr_grpo",
+        "num_iterations": 2,
+        "mask_truncated_completions": True,
+        "max_steps": 4,
+        "optim": "sgd",
+        "learning_rate": 0.3,
+    },
+    "entropy": {
+        "top_entropy_quantile": 0.4,
+        "entropy_coef": 0.1,
+        "use_adaptive_entropy": True,
+        "entropy_target": 5.0,
+        "entropy_coef_delta": 0.05,
+    },
+    "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
+    "lora": {"peft": True, "beta": 0.1, "max_steps": 2},
+    "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
+}
+
+
+def module_from(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.parent.name + "_conftest", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BASE, HELP = module_from(TESTS / "conftest.py"), module_from(TESTS / "trainer" / "conftest.py")
+
+
+def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
+    """The case's trainer for as many processes as there are: the rows of a step and a round are always the same."""
+    settings = {"step_rows": 16, "micro_batches": 2, **CASES.get(name, {}), **changes}
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    accumulation = settings.pop("micro_batches")
+    rows = settings.pop("step_rows") // accumulation // ranks
+    settings.pop("resume_from", None)
+    reward = settings.pop("reward", HELP.letters_reward)
+    extra: dict[str, Any] = {}
+    if settings.pop("peft", False):
+        from peft import LoraConfig
+
+        extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
+    if settings.pop("eval", None):
+        extra["eval_dataset"] = {"five": HELP.prompts(5), "one": HELP.prompts(1)}
+        settings |= {"eval_strategy": "steps", "num_generations_eval": 1, "per_device_eval_batch_size": 4 // ranks}
+    torch.manual_seed(0)
+    model = BASE.make_model(0, initializer_range=0.15)
+    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    config: dict[str, Any] = {
+        "output_dir": str(out / "run" / name),
+        "use_cpu": True,
+        "ddp_backend": "gloo" if ranks > 1 else None,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "max_steps": 3,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": accumulation,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        **settings,
+    }
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(**config),
+        train_dataset=HELP.prompts(),
+        processing_class=BASE.make_tokenizer(),
+        **extra,
+    )
+
+
+def run(name: str, out: Path) -> dict[str, Any]:
+    """Train one case to its end; weights, log and what was stored."""
+    trainer = build(name, out)
+    trainer.train()
+    if "resume_from" in CASES[name]:
+        straight = HELP.weights(trainer.model), trainer.state.log_history
+        trainer = build(name, out)
+        trainer.train(str(out / "run" / name / f"checkpoint-{CASES[name]['resume_from']}"))
+        assert torch.equal(HELP.weights(trainer.model), straight[0])
+        assert HELP.without_times(trainer.state.log_history)[:-1] == HELP.without_times(straight[1])[:-1]
+    return {
+        "weights": HELP.weights(trainer.model),
+        "log": HELP.without_times(trainer.state.log_history),
+        "files": sorted(path.name for path in (out / "run" / name / "completions").glob("*.parquet")),
+    }
+
+
+def fail_on_last_rank(out: Path) -> dict[str, Any]:
+    """A reward function that raises on one rank, in the second round; what each rank sees of it."""
+
+    def reward(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.global_step == 1 and int(os.environ.get("RANK", "0")) == 1:
+            raise ZeroDivisionError("the judge is out")
+        return [float(len(completion)) for completion in completions]
+
+    try:
+        build("failing", out, reward=reward).train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    rank = os.environ.get("RANK", "0")
+    for name in CASES:
+        torch.save(run(name, out), out / f"{name}_{rank}.pt")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.save(fail_on_last_rank(out), out / f"failing_{rank}.pt")
+
+
+if __name__ == "__main__":
+    assert groupgrad.__version__
+    main(Path(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""Two processes compute what one computes, and an error on one of them ends both."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+CASES = ["dapo", "grpo", "luspo", "dr_grpo", "entropy", "cut_groups", "lora", "resumed"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes left their results."""
+    out = tmp_path_factory.mktemp("two")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`one(case)`: the same run in this process."""
+    spec = importlib.util.spec_from_file_location("ranks", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    ranks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ranks)
+    out = tmp_path_factory.mktemp("one")
+    assert list(ranks.CASES) == CASES
+    return lambda case: (ranks.run(case, out), out)
+
+
+def results(out: Path, case: str) -> list[dict[str, Any]]:
+    return [torch.load(out / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one(one, two, tools, case):
+    """Final weights to 1e-5 relative and equal on both ranks; every logged number, evaluation included, to 1e-4."""
+    (alone, out), (first, second) = one(case), results(two, case)
+    assert torch.equal(first["weights"], second["weights"])
+    assert tools.relative(first["weights"], alone["weights"]) < 1e-5
+    assert len(first["log"]) == len(alone["log"])
+    for entry, expected in zip(first["log"][:-1], alone["log"][:-1]):
+        assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4)
+    if case == "dapo":
+        assert_same_completions(two / "run" / case / "completions", out / "run" / case / "completions")
+        last = {key for entry in alone["log"] for key in entry}
+        assert {"eval_five_reward", "eval_five_loss", "eval_one_reward", "eval_one_loss", "eval_one_entropy"} <= last
+
+
+def assert_same_completions(folder: Path, expected: Path) -> None:
+    """The files hold the rows of all ranks, each once, in the same order; 32 of each round."""
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert Counter(name.split("_0")[0] for name in names) == {"completions": 2, "eval_five": 2, "eval_one": 2}
+    for name in names:
+        rows, wanted = (pq.read_table(where / name).to_pylist() for where in (folder, expected))
+        assert len(rows) == (32 if name.startswith("completions") else 5 if "five" in name else 1)
+        assert [(r["prompt"], r["completion"]) for r in rows] == [(r["prompt"], r["completion"]) for r in wanted]
+        assert [r["advantage"] for r in rows] == pytest.approx([r["advantage"] for r in wanted], abs=1e-6)
+
+
+def test_an_error_on_one_rank_ends_both(two):
+    first, second = (result["error"] for result in results(two, "failing"))
+    assert second is not None and second.startswith("RewardError") and "the judge is out" in second
+    assert first is not None and first.startswith("RuntimeError") and "rank 1" in first and "the judge is out" in first

@@ -1,0 +1,235 @@
+"""A run that is resumed from a checkpoint goes on bit for bit: weights, every logged number, every stored completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import TrainerCallback
+
+# Settings of a run, and the step whose checkpoint it is resumed from.
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "inside_a_round": ({"steps_per_generation": 4, "max_steps": 6, "lr_scheduler_type": "linear"}, 2),
+    "second_pass_over_a_round": ({"num_iterations": 2, "max_steps": 4}, 3),
+    "between_two_rounds_of_a_step": (
+        {"generation_batch_size": 24, "gradient_accumulation_steps": 2, "max_steps": 4},
+        1,
+    ),
+    "end_of_an_epoch": ({"rows": 8, "per_device_train_batch_size": 16, "max_steps": 5}, 2),
+    "second_epoch": ({"rows": 8, "steps_per_generation": 2, "max_steps": 7, "num_train_epochs": 2}, 5),
+    "adaptive_entropy": (
+        {
+            "entropy_coef": 0.1,
+            "use_adaptive_entropy": True,
+            "entropy_target": 5.0,
+            "entropy_coef_delta": 0.05,
+            "max_steps": 5,
+        },
+        3,
+    ),
+    "synced_reference": ({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 5}, 3),
+    "synced_adapter": (
+        {"peft": True, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 5},
+        3,
+    ),
+    "stream": ({"stream": True, "steps_per_generation": 2, "max_steps": 6}, 3),
+    "log_window": (
+        {"logging_steps": 3, "steps_per_generation": 2, "max_steps": 7, "log_completions": True, "rows": 16},
+        4,
+    ),
+    "dropout": ({"dropout": 0.5, "gradient_accumulation_steps": 2, "max_steps": 4, "shuffle_dataset": False}, 2),
+    "evaluated": ({"dropout": 0.2, "evaluate": True, "steps_per_generation": 2, "max_steps": 5}, 3),
+    "workers": ({"dataloader_num_workers": 1, "steps_per_generation": 2, "max_steps": 3}, 1),
+}
+
+
+class StepsSeen(TrainerCallback):
+    """Notes the step after every optimizer step."""
+
+    def __init__(self, steps: list[int]):
+        self._steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps.append(state.global_step)
+
+
+@pytest.fixture
+def build(make_trainer, make_policy, tools, tmp_path):
+    """`build(folder, **settings)`: a fresh trainer with a fresh model, equal for equal settings."""
+
+    def make(folder: str, **settings: Any):
+        policy = make_policy(attention_dropout=settings.pop("dropout", 0.0))
+        dataset = tools.prompts(settings.pop("rows", 16))
+        if settings.pop("stream", False):
+            dataset = dataset.to_iterable_dataset()
+        extra: dict[str, Any] = {}
+        if settings.pop("evaluate", False):
+            extra["eval_dataset"] = tools.prompts(3)
+            settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+        if settings.pop("peft", False):
+            from peft import LoraConfig
+
+            torch.manual_seed(0)
+            extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
+        return make_trainer(
+            model=policy,
+            train_dataset=dataset,
+            trainer=extra,
+            **{
+                "output_dir": str(tmp_path / folder),
+                "save_strategy": "steps",
+                "save_steps": 1,
+                "num_completions_to_print": 0 if settings.get("log_completions") else None,
+                **settings,
+            },
+        )
+
+    return make
+
+
+def completions(folder: Path) -> dict[str, Any]:
+    return {path.name: pq.read_table(path).to_pylist() for path in sorted((folder / "completions").glob("*.parquet"))}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_equals_an_uninterrupted_one(build, tools, tmp_path, case):
+    settings, step = CASES[case]
+    straight = build("straight", **settings)
+    straight.train()
+    torch.manual_seed(1234)  # the state that a new process starts with is another one
+    resumed = build("resumed", **settings)
+    resumed.train(str(tmp_path / "straight" / f"checkpoint-{step}"))
+    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+    logs = [tools.without_times(trainer.state.log_history) for trainer in (resumed, straight)]
+    assert logs[0][:-1] == logs[1][:-1]
+    assert logs[0][-1]["total_flos"] == logs[1][-1]["total_flos"]
+    if settings.get("log_completions"):
+        stored, expected = completions(tmp_path / "resumed"), completions(tmp_path / "straight")
+        late = {name: rows for name, rows in expected.items() if int(name.split("_")[1].split(".")[0]) > step}
+        assert stored == late
+        assert [row["step"] for row in stored["completions_00006.parquet"]] == [4] * 16
+
+
+def test_saving_does_not_disturb(build, tools):
+    kept = build("kept", dropout=0.5, steps_per_generation=2)
+    kept.train()
+    plain = build("plain", dropout=0.5, steps_per_generation=2, save_strategy="no")
+    plain.train()
+    assert torch.equal(tools.weights(kept.model), tools.weights(plain.model))
+
+
+def test_the_mean_loss_of_a_resumed_run_is_that_of_its_own_steps(build, tmp_path):
+    straight = build("straight", logging_steps=3, max_steps=5)
+    straight.train()
+    each = build("each", logging_steps=1, max_steps=5)
+    each.train()
+    losses = [entry["loss"] for entry in each.state.log_history[:-1]]
+    resumed = build("resumed", logging_steps=3, max_steps=5)
+    output = resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
+    assert output.training_loss == pytest.approx(sum(losses[2:]) / 3, abs=1e-6)
+    assert resumed.state.log_history[0]["loss"] == pytest.approx(sum(losses[:3]) / 3, abs=1e-6)
+
+
+def test_true_takes_the_last_checkpoint(build, tools):
+    straight = build("run", steps_per_generation=2, max_steps=4)
+    straight.train()
+    final = tools.weights(straight.model)
+    first = build("again", steps_per_generation=2, max_steps=4, save_steps=1)
+    first.train()
+    steps = []
+    resumed = build("again", steps_per_generation=2, max_steps=6)
+    resumed.add_callback(StepsSeen(steps))
+    resumed.train(resume_from_checkpoint=True)
+    assert steps == [5, 6]
+    assert not torch.equal(tools.weights(resumed.model), final)
+
+
+def test_true_without_a_checkpoint_is_an_error(build):
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        build("empty").train(resume_from_checkpoint=True)
+
+
+def test_tokens_and_rounds_are_counted_on(build, tmp_path):
+    """`num_tokens` counts the run, and a resume within a round samples nothing until the next one."""
+    sampled: list[int] = []
+
+    def reward(completion_ids, trainer_state, **kwargs):
+        sampled.append(trainer_state.global_step)
+        return [float(len(ids)) + ids[0] % 3 for ids in completion_ids]
+
+    settings = {"steps_per_generation": 2, "max_steps": 6, "reward_funcs": reward}
+    straight = build("straight", **settings)
+    straight.train()
+    assert sampled == [0, 2, 4]
+    sampled.clear()
+    resumed = build("resumed", **settings)
+    resumed.train(str(tmp_path / "straight" / "checkpoint-3"))
+    assert sampled == [4]
+    assert resumed.state.num_input_tokens_seen == straight.state.num_input_tokens_seen
+
+
+def test_weights_alone_within_a_round_sample_it_again_and_say_so(build, tools, tmp_path, caplog):
+    settings = {"steps_per_generation": 4, "max_steps": 6, "save_only_model": True}
+    build("straight", **settings).train()
+    rounds: list[int] = []
+
+    def reward(completion_ids, trainer_state, **kwargs):
+        rounds.append(trainer_state.global_step)
+        return tools.letters_reward(completion_ids)
+
+    resumed = build("resumed", reward_funcs=reward, **settings)
+    with caplog.at_level("WARNING", logger="groupgrad"):
+        resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
+    assert rounds == [2, 4]
+    assert "sampled again" in caplog.text
+    assert resumed.state.global_step == 6
+
+
+def test_another_batch_shape_samples_the_round_again(build, tmp_path, caplog):
+    """Rollouts of a checkpoint are cut for its own shape of micro-batch; with another one they are not used."""
+    build("straight", steps_per_generation=4, max_steps=5).train()
+    resumed = build(
+        "resumed",
+        steps_per_generation=8,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=5,
+    )
+    with caplog.at_level("WARNING", logger="groupgrad"):
+        resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
+    assert "sampled again" in caplog.text
+    assert resumed.state.global_step == 5
+
+
+def test_evaluation_on_a_resumed_start_sees_the_synced_reference(build, tmp_path):
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    build("straight", **settings).train()
+    resumed = build("resumed", evaluate=True, eval_on_start=True, **settings)
+    resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
+    on_start = next(entry for entry in resumed.state.log_history if "eval_kl" in entry)
+    assert on_start["step"] == 2
+    assert on_start["eval_kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_best_model_is_loaded_at_the_end(build, tools, tmp_path):
+    """Best by `eval_reward`: the weights after the last step are replaced by those of the best checkpoint."""
+    trainer = build(
+        "run",
+        evaluate=True,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        greater_is_better=True,
+        max_steps=4,
+        learning_rate=3e-2,
+    )
+    trainer.train()
+    rewards = {e["step"]: e["eval_reward"] for e in trainer.state.log_history if "eval_reward" in e}
+    best = max(rewards, key=lambda step: (rewards[step], -step))
+    assert sorted(rewards) == [1, 2, 3, 4]
+    assert trainer.state.best_global_step == best
+    assert trainer.state.best_metric == rewards[best]
+    saved = type(trainer.model).from_pretrained(tmp_path / "run" / f"checkpoint-{best}")
+    assert torch.equal(tools.weights(trainer.model), tools.weights(saved))
