@@ -1,4 +1,4 @@
-"""A run that is resumed from a checkpoint goes on bit for bit: weights, every logged number, every stored completion."""
+"""A run that is resumed from a checkpoint goes on bit for bit: weights, logged numbers, stored completions."""
 
 from __future__ import annotations
 

@@ -43,11 +43,9 @@ class RoundBuffer:
         """Hold what a checkpoint held; nothing, and a warning, if its rounds were cut in another way than ours."""
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         if plan is not None and state["plan"] is not None and state["plan"] != plan:
-            then = state["plan"]
-            changed = [
-                f"{name}: {then.get(name)} then, {plan[name]} now" for name in plan if then.get(name) != plan[name]
-            ]
-            logger.warning("the checkpoint's rollouts are not used: their batches do not fit (%s)", "; ".join(changed))
+            pairs = [(name, state["plan"].get(name), plan[name]) for name in plan]
+            changed = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
+            logger.warning("the checkpoint's rollouts are not used: their batches do not fit (%s)", changed)
             self._rounds = {}
             return
         self._rounds = {int(number): [_batch_from(item) for item in items] for number, items in state["rounds"].items()}
