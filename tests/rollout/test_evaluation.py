@@ -1,0 +1,80 @@
+"""Measuring the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.data.evaluation import EvalBatch
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.models.forward import ForwardOptions
+from groupgrad.models.frozen import FrozenScorer
+from groupgrad.models.reference import Reference
+from groupgrad.objectives import PolicyOptions
+from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.evaluation import Evaluator
+from groupgrad.rollout.round import RoundMaker, ScoringOptions
+from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.telemetry.timings import Timings
+
+BATCH = EvalBatch(3, [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "1+1="}])
+
+
+def length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(len(ids)) + ids[0] / 10 for ids in completion_ids]
+
+
+def evaluator(model: Any, tokenizer: Any, **options: Any) -> Evaluator:
+    sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
+    rollouts = RolloutMaker(TransformersEngine(model), tokenizer, sampling, seed=0, max_context=None)
+    maker = RoundMaker(PromptMaker(tokenizer), rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
+    reference = Reference(model, adapter_is_fresh=False, follows=False) if options.get("beta") else None
+    frozen = FrozenScorer(model, reference, ForwardOptions(), "cpu")
+    return Evaluator(model, maker, frozen, PolicyOptions(**options), ForwardOptions(), 2, False, 0.0, "cpu")
+
+
+def run(evaluate: Evaluator, batch: EvalBatch = BATCH) -> Any:
+    return evaluate(batch, phase="eval", step=1, trainer_state=None)
+
+
+def test_the_loss_is_that_of_the_present_policy(model, tokenizer):
+    """At ratio 1 the token mean of -A is -sum(length * A) / sum(length), the row mean -mean(A) = 0."""
+    scored, metrics = run(evaluator(model, tokenizer))
+    lengths = torch.tensor([len(rollout.completion_ids) for rollout in scored.rollouts], dtype=torch.float64)
+    advantages = torch.tensor(scored.advantages, dtype=torch.float64)
+    assert len(set(lengths.tolist())) > 1
+    expected = -float((lengths * advantages).sum() / lengths.sum())
+    assert abs(expected) > 1e-3
+    assert metrics["loss"].read() == pytest.approx(expected, rel=1e-5)
+    assert float(metrics["loss"].weight) == float(lengths.sum())
+    _, by_rows = run(evaluator(model, tokenizer, loss_type="grpo"))
+    assert by_rows["loss"].read() == pytest.approx(0.0, abs=1e-6)
+    assert float(by_rows["loss"].weight) == 6.0
+
+
+def test_the_kl_of_a_policy_with_itself_is_none(model, tokenizer):
+    _, metrics = run(evaluator(model, tokenizer, beta=0.5))
+    assert metrics["kl"].read() == pytest.approx(0.0, abs=1e-7)
+
+
+def test_the_same_rows_give_the_same_numbers_and_training_is_not_touched(model, tokenizer):
+    model.train()
+    evaluate = evaluator(model, tokenizer)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = run(evaluate), run(evaluate)
+    assert [r.completion_ids for r in first[0].rollouts] == [r.completion_ids for r in second[0].rollouts]
+    assert first[1]["loss"].read() == second[1]["loss"].read()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_another_batch_number_gives_other_texts(model, tokenizer):
+    evaluate = evaluator(model, tokenizer)
+    first, other = run(evaluate)[0], run(evaluate, EvalBatch(4, BATCH.rows))[0]
+    assert [r.completion_ids for r in first.rollouts] != [r.completion_ids for r in other.rollouts]

@@ -1,0 +1,89 @@
+"""Numbers about completions, worked by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from groupgrad.metrics import merge_all
+from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
+from groupgrad.types import RewardTable
+
+
+def read(metrics: dict) -> dict[str, float | None]:
+    return {key: metric.read() for key, metric in metrics.items()}
+
+
+def test_lengths_and_the_share_of_truncated_completions(make_rollout):
+    rollouts = [
+        make_rollout(4),
+        make_rollout(10, "length"),
+        make_rollout(2),
+        make_rollout(7, "tool_budget", sampled=[True] * 3 + [False] * 4),
+        make_rollout(0, "context"),
+    ]
+    assert read(completion_metrics(rollouts)) == {
+        "completions/clipped_ratio": 3 / 5,
+        "completions/mean_length": (4 + 10 + 2 + 3 + 0) / 5,
+        "completions/min_length": 0,
+        "completions/max_length": 10,
+        "completions/mean_terminated_length": 3,
+        "completions/min_terminated_length": 2,
+        "completions/max_terminated_length": 4,
+    }
+
+
+def test_without_a_terminated_completion_nothing_is_said_of_their_length(make_rollout):
+    found = read(completion_metrics([make_rollout(4, "length")]))
+    assert found["completions/clipped_ratio"] == 1
+    assert [found[f"completions/{kind}_terminated_length"] for kind in ("mean", "min", "max")] == [None] * 3
+
+
+def test_an_empty_completion_that_ended_counts_as_terminated(make_rollout):
+    found = read(completion_metrics([make_rollout(0), make_rollout(3)]))
+    assert found["completions/clipped_ratio"] == 0
+    assert found["completions/min_terminated_length"] == 0
+    assert found["completions/mean_terminated_length"] == 1.5
+
+
+def test_parts_of_a_round_merge_to_the_whole(make_rollout):
+    rollouts = [make_rollout(4), make_rollout(9, "length"), make_rollout(2), make_rollout(5)]
+    whole = read(completion_metrics(rollouts))
+    for parts in (([0], [1, 2, 3]), ([1], [0, 2, 3]), ([], [0, 1, 2, 3])):
+        assert read(merge_all(completion_metrics([rollouts[i] for i in part]) for part in parts)) == whole
+
+
+def test_tokens_seen_are_prompt_and_sampled_tokens_of_every_row(make_rollout):
+    assert num_tokens(
+        [make_rollout(4), make_rollout(5, sampled=[True, False, False, True, True]), make_rollout(0)]
+    ) == ((3 + 4) + (3 + 3) + (3 + 0))
+
+
+def test_records_of_the_completions_table(make_rollout):
+    table = RewardTable(
+        torch.tensor([[1.0, float("nan")], [0.5, 2.0]], dtype=torch.float64), ["f", "g"], {"note": ["x", None]}
+    )
+    records = log_records([make_rollout(2), make_rollout(3, "length")], table, [0.25, -0.25], 7)
+    assert records == [
+        {
+            "step": 7,
+            "prompt": "abc",
+            "completion": "text",
+            "f": 1.0,
+            "g": None,
+            "advantage": 0.25,
+            "finish_reason": "eos",
+            "num_tokens": 2,
+            "note": "x",
+        },
+        {
+            "step": 7,
+            "prompt": "abc",
+            "completion": "text",
+            "f": 0.5,
+            "g": 2.0,
+            "advantage": -0.25,
+            "finish_reason": "length",
+            "num_tokens": 3,
+            "note": None,
+        },
+    ]

@@ -1,0 +1,72 @@
+"""The collectives, alone and between two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad import dist
+
+
+def test_alone_every_collective_is_the_identity():
+    values = torch.arange(3.0, requires_grad=True)
+    assert (dist.is_active(), dist.world_size(), dist.rank(), dist.is_main()) == (False, 1, 0, True)
+    assert dist.all_gather_objects("x") == ["x"]
+    assert dist.all_gather_rows(values) is values
+    assert dist.all_sum([1, 2.5]) == [1.0, 2.5]
+    dist.raise_together(None)
+    with pytest.raises(KeyError, match="mine"):
+        dist.raise_together(KeyError("mine"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes got."""
+    folder = tmp_path_factory.mktemp("ranks")
+    worker = str(Path(__file__).with_name("dist_worker.py"))
+    processes = [subprocess.Popen([sys.executable, worker, str(rank), str(folder)]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def both(ranks: list[dict[str, Any]], key: str) -> Any:
+    """What all ranks agree on."""
+    assert ranks[0][key] == ranks[1][key]
+    return ranks[0][key]
+
+
+def test_ranks_know_who_they_are(ranks):
+    assert [rank["where"] for rank in ranks] == [[True, 2, 0, True], [True, 2, 1, False]]
+
+
+def test_objects_come_in_rank_order(ranks):
+    assert both(ranks, "objects") == [{"rank": 0}, {"rank": 1}]
+
+
+def test_rows_come_end_to_end_in_rank_order_however_many_a_rank_has(ranks):
+    assert both(ranks, "rows") == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0], [20.0, 22.0]]
+    assert both(ranks, "rows_gradient") is False
+    assert both(ranks, "no_rows") == [7]
+    assert both(ranks, "half") == "torch.bfloat16"
+
+
+def test_sums_are_those_of_float64(ranks):
+    assert both(ranks, "sums") == [3.0, 0.2, 2.0**54]
+
+
+def test_one_rank_fails_and_none_is_left_waiting(ranks):
+    assert ranks[1]["failure"] == ["ValueError", "bad reward"]
+    assert ranks[0]["failure"] == ["RuntimeError", "stopped because rank 1 failed with ValueError: bad reward"]
+    assert [rank["both"][0] for rank in ranks] == ["KeyError", "KeyError"]
+    assert both(ranks, "no_failure") is None
+    assert both(ranks, "still_in_step") == [2.0]
