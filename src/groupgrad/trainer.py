@@ -37,7 +37,10 @@ from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.telemetry.store import MetricStore
 from groupgrad.telemetry.timings import Timings
-from groupgrad.types import Batch
+from groupgrad.types import Batch, Rollout
+
+_STEP_PHASES = ("sampling", "rewards", "scoring", "training")
+"""Parts of a step whose seconds are logged as `time/...`; they do not overlap, and `step_time` is about their sum."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -179,6 +182,7 @@ class GRPOTrainer(Trainer):
             }
         )
         self._micro_batches: list[Batch] = []
+        self._step_rollouts: list[Rollout] = []
         self._step_seconds = 0.0
         self._configure()
 
@@ -285,7 +289,12 @@ class GRPOTrainer(Trainer):
 
     def _end_step(self, step: int) -> None:
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
+        seconds, lengths = self.timings.take(), [rollout.num_sampled for rollout in self._step_rollouts]
         metrics: dict[str, Metric] = {"step_time": average(self._step_seconds)}
+        metrics |= {f"time/{phase}": average(seconds.get(phase, 0.0)) for phase in _STEP_PHASES}
+        if lengths:
+            speed = sum(lengths) * dist.world_size() / max(seconds.get("sampling", 0.0), 1e-9)
+            self.progress.set_numbers(length=sum(lengths) / len(lengths), tokens_per_second=speed)
         if self.entropy_controller.is_active:
             metrics |= self.entropy_controller.end_step()
         if (
@@ -295,7 +304,7 @@ class GRPOTrainer(Trainer):
         ):
             self._parts.reference.follow(self.accelerator.unwrap_model(self.model), self.args.ref_model_mixup_alpha)
         self.metric_store.add(metrics)
-        self._step_seconds = 0.0
+        self._step_seconds, self._step_rollouts = 0.0, []
 
     # --------------------------------------------------------------------------------------------- data and log
 
@@ -320,13 +329,8 @@ class GRPOTrainer(Trainer):
         self.state.num_input_tokens_seen += scored.num_tokens
         self.metric_store.add({**scored.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
         self.completion_log.add(scored.records, reward_names=self.rewards.names)
-        lengths = [rollout.num_sampled for rollout in scored.rollouts]
-        seconds = self.timings.take().get("sampling", 0.0)
-        self.progress.set_numbers(
-            reward=scored.mean_reward,
-            length=sum(lengths) / max(len(lengths), 1),
-            tokens_per_second=sum(lengths) * dist.world_size() / seconds if seconds > 0 else None,
-        )
+        self._step_rollouts += scored.rollouts
+        self.progress.set_numbers(reward=scored.mean_reward)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""
