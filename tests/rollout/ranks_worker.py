@@ -1,0 +1,94 @@
+"""One rank of some: a round and an evaluation, written as JSON. Arguments: rank, number of ranks, folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from groupgrad import dist
+from groupgrad.data.evaluation import EvalBatch
+from groupgrad.data.plan import RoundPlan
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.metrics import merge_all
+from groupgrad.models.forward import ForwardOptions
+from groupgrad.models.frozen import FrozenScorer
+from groupgrad.models.reference import Reference
+from groupgrad.objectives import PolicyOptions
+from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.evaluation import Evaluator
+from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoringOptions
+from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.telemetry.timings import Timings
+
+ROWS = [{"prompt": text, "broken": False} for text in ("ab", "c", "1+1=", "d")]
+
+
+def reward(completion_ids: list[list[int]], broken: list[bool], **kwargs: Any) -> list[float]:
+    if any(broken):
+        raise ValueError("one of these rows is broken")
+    return [float(len(ids)) + ids[0] / 10 for ids in completion_ids]
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    if world_size > 1:
+        where = f"file://{folder}/meet{world_size}"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
+    model = Qwen3ForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
+    rollouts = RolloutMaker(TransformersEngine(model), tokenizer, sampling, seed=0, max_context=None)
+    scoring = ScoringOptions((1.0,), keep_records=True)
+    maker = RoundMaker(PromptMaker(tokenizer), rollouts, RewardRunner(reward), scoring, Timings())
+    plan = RoundPlan(4 // world_size, world_size, 1, 2, 1, 2)
+    found = {
+        "round": one_round(maker, plan, ROWS),
+        # Group 3 is the last rank's alone.
+        "broken": one_round(maker, plan, [*ROWS[:3], {**ROWS[3], "broken": True}]),
+        "evaluation": evaluation(model, maker),
+    }
+    (folder / f"{rank}of{world_size}.json").write_text(json.dumps(found))
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def one_round(maker: RoundMaker, plan: RoundPlan, dataset: list[dict[str, Any]]) -> Any:
+    rows = plan.rank_rows(dist.rank())
+    request = RoundRequest({row // 2: dataset[row // 2] for row in rows}, rows, plan.rows_per_round, 2, "train", 0, 0)
+    try:
+        scored = maker(request, trainer_state=None)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    metrics = merge_all(dist.all_gather_objects({key: m.detached() for key, m in scored.metrics.items()}))
+    return {
+        "rows": {rollout.index: [rollout.completion_ids, a] for rollout, a in zip(scored.rollouts, scored.advantages)},
+        "metrics": {key: metric.read() for key, metric in metrics.items()},
+        "num_tokens": scored.num_tokens,
+        "mean_reward": scored.mean_reward,
+        "records": scored.records,
+    }
+
+
+def evaluation(model: Any, maker: RoundMaker) -> dict[str, float | None]:
+    """Batches of five single completions, then of one, for which not every rank has a row."""
+    reference = Reference(model, adapter_is_fresh=False, follows=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    frozen = FrozenScorer(model, reference, ForwardOptions(), "cpu")
+    evaluate = Evaluator(model, maker, frozen, PolicyOptions(beta=0.5), ForwardOptions(), 1, False, 0.0, "cpu")
+    parts: list[Any] = []
+    for number, rows in enumerate([[*ROWS, ROWS[1]], [ROWS[2]]]):
+        metrics = evaluate(EvalBatch(number, rows), phase="eval", step=0, trainer_state=None)[1]
+        parts += dist.all_gather_objects({key: m.detached() for key, m in metrics.items()})
+    return {key: metric.read() for key, metric in merge_all(parts).items()}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

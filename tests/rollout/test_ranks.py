@@ -1,0 +1,74 @@
+"""A round and an evaluation between two processes give the numbers of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
+    """What one process got alone, and two together."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_model().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    worker = str(Path(__file__).with_name("ranks_worker.py"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, worker, str(rank), str(size), str(folder)], env=environment)
+        for size in (1, 2)
+        for rank in range(size)
+    ]
+    try:
+        assert [process.wait(timeout=200) for process in processes] == [0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("0of1", "0of2", "1of2")}
+
+
+def test_ranks_sample_and_value_the_rows_that_one_process_would(found):
+    alone, first, second = (found[name]["round"] for name in ("0of1", "0of2", "1of2"))
+    assert set(first["rows"]).isdisjoint(second["rows"])
+    together = {**first["rows"], **second["rows"]}
+    assert together.keys() == alone["rows"].keys()
+    for row, (ids, advantage) in alone["rows"].items():
+        assert together[row][0] == ids
+        assert together[row][1] == pytest.approx(advantage, rel=1e-12)
+    assert len({advantage for _, advantage in together.values()}) > 2
+
+
+def test_every_rank_knows_the_numbers_of_the_whole_round(found):
+    alone, first, second = (found[name]["round"] for name in ("0of1", "0of2", "1of2"))
+    for rank in (first, second):
+        assert rank["num_tokens"] == alone["num_tokens"]
+        assert rank["mean_reward"] == pytest.approx(alone["mean_reward"], rel=1e-12)
+        assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
+
+
+def test_the_main_process_has_all_records_in_row_order(found):
+    alone, first, second = (found[name]["round"]["records"] for name in ("0of1", "0of2", "1of2"))
+    assert first == alone
+    assert len(alone) == 8
+    assert second == []
+
+
+def test_a_reward_that_fails_on_one_rank_stops_all(found):
+    assert found["1of2"]["broken"][0] == "RewardError"
+    assert found["0of2"]["broken"][0] == "RuntimeError"
+    assert "rank 1 failed with RewardError" in found["0of2"]["broken"][1]
+
+
+def test_an_evaluation_gives_the_same_numbers_also_where_a_rank_has_no_row(found):
+    alone = found["0of1"]["evaluation"]
+    assert alone["completions/mean_length"] > 1
+    assert alone["loss"] == pytest.approx(0.5 * alone["kl"], rel=1e-4), "single completions have no advantage"
+    assert alone["kl"] > 1e-3
+    assert found["0of2"]["evaluation"] == pytest.approx(alone, rel=1e-5, abs=1e-7)
+    assert found["1of2"]["evaluation"] == pytest.approx(alone, rel=1e-5, abs=1e-7)
