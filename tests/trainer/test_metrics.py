@@ -1,0 +1,371 @@
+"""Every logged number, worked out again from what the reward functions saw and a row-by-row pass of the policy."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+
+from groupgrad import dist
+from groupgrad import trainer as trainer_module
+
+EOS = {1, *range(4, 24)}
+
+
+@dataclass
+class Seen:
+    """What a run did, noted from outside."""
+
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    """By generation round: lengths, truncated flags, rewards by function, prompt tokens, metric values."""
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    """By micro-batch: log-probs, old and reference log-probs, entropies, advantage and row of each token."""
+
+
+@pytest.fixture
+def watch(monkeypatch, tokenizer, make_policy):
+    """`watch()`: reward functions `length` (weight 1) and `odd` (weight 0.5, None for every third row), and notes."""
+    seen, reference = Seen(), make_policy()
+
+    def length(prompts, completion_ids, log_metric, log_extra, **kwargs):
+        values = [float(len(ids) % 4) + ids[0] % 2 for ids in completion_ids]
+        log_metric("longest", max(map(len, completion_ids)))
+        log_metric("longest", 0.0)
+        log_extra("first", [ids[0] for ids in completion_ids])
+        seen.rounds.append(
+            {
+                "lengths": [len(ids) for ids in completion_ids],
+                "ended": [ids[-1] in EOS for ids in completion_ids],
+                "prompt_tokens": sum(len(tokenizer(p)["input_ids"]) for p in prompts),
+                "length": values,
+                "longest": [max(map(len, completion_ids)), 0.0],
+                "ids": completion_ids,
+            }
+        )
+        return values
+
+    def odd(completion_ids, **kwargs):
+        values = [None if i % 3 == 2 else float(ids[-1] % 2) for i, ids in enumerate(completion_ids)]
+        seen.rounds[-1]["odd"] = values
+        return values
+
+    plain = trainer_module.score_tokens
+
+    def note(model, batch, options):
+        """Note the pass, computed anew for each row by itself."""
+        logprobs, entropies, refs = [], [], []
+        with torch.no_grad():
+            for row in range(batch.num_rows):
+                number = int(batch.prompt_of_row[row])
+                prompt = batch.prompt_ids[batch.prompt_offsets[number] : batch.prompt_offsets[number + 1]]
+                completion = batch.completion_ids[batch.offsets[row] : batch.offsets[row + 1]]
+                for network, into in ((model, logprobs), (reference, refs)):
+                    logits = network(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+                    all_logprobs = F.log_softmax(logits.double() / options.temperature, dim=-1)
+                    into.append(all_logprobs[torch.arange(len(completion)), completion])
+                    if network is model:
+                        entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
+        seen.passes.append(
+            {
+                "logprobs": torch.cat(logprobs),
+                "ref": torch.cat(refs),
+                "old": None if batch.old_logprobs is None else batch.old_logprobs.double(),
+                "entropy": torch.cat(entropies),
+                "row": batch.row_of_token,
+                "advantages": batch.advantages.double(),
+            }
+        )
+        return plain(model, batch, options)
+
+    monkeypatch.setattr(trainer_module, "score_tokens", note)
+    return lambda: (seen, [length, odd])
+
+
+def combined(round_: dict[str, Any]) -> list[float]:
+    return [a + (0.0 if b is None else 0.5 * b) for a, b in zip(round_["length"], round_["odd"])]
+
+
+def clipping(passes: list[dict[str, Any]]) -> dict[str, float]:
+    """The shares of clipped tokens, and the extremes over completions, of ratios outside 0.8 to 1.2."""
+    low, high, lows, highs = [], [], [], []
+    for p in passes:
+        ratio = torch.ones_like(p["logprobs"]) if p["old"] is None else (p["logprobs"] - p["old"]).exp()
+        advantage = p["advantages"][p["row"]]
+        below, above = (ratio < 0.8) & (advantage < 0), (ratio > 1.2) & (advantage > 0)
+        low += below.tolist()
+        high += above.tolist()
+        for row in range(len(p["advantages"])):
+            lows.append(float(below[p["row"] == row].double().mean()))
+            highs.append(float(above[p["row"] == row].double().mean()))
+    region = [a or b for a, b in zip(low, high)]
+    return {
+        "clip_ratio/low_mean": statistics.mean(low),
+        "clip_ratio/high_mean": statistics.mean(high),
+        "clip_ratio/region_mean": statistics.mean(region),
+        "clip_ratio/low_min": min(lows),
+        "clip_ratio/high_max": max(highs),
+    }
+
+
+def expected_of(rounds: list[dict[str, Any]], passes: list[dict[str, Any]]) -> dict[str, float]:
+    """Every number of a log event, from the rounds sampled and the passes made in its window."""
+    lengths = [n for r in rounds for n in r["lengths"]]
+    ended = [n for r in rounds for n, e in zip(r["lengths"], r["ended"]) if e]
+    sums = [combined(r) for r in rounds]
+    odd = [[v for v in r["odd"] if v is not None] for r in rounds]
+    groups = [values[i : i + 4] for values in sums for i in range(0, len(values), 4)]
+    gaps = torch.cat([p["ref"] - p["logprobs"] for p in passes])
+    longest = [value for r in rounds for value in r["longest"]]
+    return {
+        "completions/mean_length": statistics.mean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": statistics.mean(ended),
+        "completions/min_terminated_length": min(ended),
+        "completions/max_terminated_length": max(ended),
+        "reward": statistics.mean(v for values in sums for v in values),
+        "reward_std": statistics.mean(statistics.stdev(values) for values in sums),
+        "frac_reward_zero_std": statistics.mean(len(set(group)) == 1 for group in groups),
+        "rewards/length/mean": statistics.mean(v for r in rounds for v in r["length"]),
+        "rewards/length/std": statistics.mean(statistics.stdev(r["length"]) for r in rounds),
+        "rewards/odd/mean": statistics.mean(v for values in odd for v in values),
+        "rewards/odd/std": statistics.mean(statistics.stdev(values) for values in odd),
+        "longest": statistics.mean(longest),
+        "entropy": float(torch.cat([p["entropy"] for p in passes]).mean()),
+        "kl": float((gaps.exp() - gaps - 1).mean()),
+        **clipping(passes),
+    }
+
+
+def test_every_number_over_a_window_of_steps(make_trainer, watch):
+    """Two log events of three steps: rounds of 16 rows feed two steps of two micro-batches, each trained on twice."""
+    seen, rewards = watch()
+    trainer = make_trainer(
+        reward_funcs=rewards,
+        reward_weights=[1.0, 0.5],
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        generation_batch_size=16,
+        num_iterations=2,
+        temperature=0.9,
+        beta=0.05,
+        logging_steps=3,
+        max_steps=6,
+        learning_rate=2e-2,
+    )
+    trainer.train()
+    logs = trainer.state.log_history
+    assert [entry["step"] for entry in logs] == [3, 6, 6]
+    assert [len(seen.rounds), len(seen.passes)] == [2, 12]
+    windows = [([seen.rounds[0]], seen.passes[:6]), ([seen.rounds[1]], seen.passes[6:])]
+    tokens = 0
+    for entry, (rounds, passes) in zip(logs, windows):
+        expected = expected_of(rounds, passes)
+        tokens += sum(sum(r["lengths"]) + r["prompt_tokens"] for r in rounds)
+        assert {key: entry[key] for key in expected} == pytest.approx(expected, abs=2e-5)
+        assert entry["num_tokens"] == tokens
+        assert expected["clip_ratio/region_mean"] > 0.05
+    loop_keys = {"loss", "grad_norm", "learning_rate", "epoch", "step", "step_time", "num_tokens"}
+    own = {key for key in logs[0] if not key.startswith("time/")}
+    assert own == loop_keys | set(expected_of(*windows[0]))
+
+
+def test_rounds_of_one_window_are_merged_by_rows(make_trainer, watch):
+    seen, rewards = watch()
+    trainer = make_trainer(
+        reward_funcs=rewards, reward_weights=[1.0, 0.5], beta=0.05, logging_steps=3, max_steps=3, num_generations=4
+    )
+    trainer.train()
+    expected = expected_of(seen.rounds, seen.passes)
+    assert len(seen.rounds) == 3
+    entry = trainer.state.log_history[0]
+    assert {key: entry[key] for key in expected} == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_loss_and_the_bonus(make_trainer):
+    """`loss` = `policy_loss` - coefficient x `entropy`, each a mean over the window's steps."""
+    trainer = make_trainer(
+        entropy_coef=0.25,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        generation_batch_size=16,
+        logging_steps=1,
+    )
+    trainer.train()
+    for entry in trainer.state.log_history[:-1]:
+        assert entry["entropy_coef"] == 0.25
+        assert entry["loss"] == pytest.approx(entry["policy_loss"] - 0.25 * entry["entropy"], abs=1e-5)
+
+
+def test_the_adaptive_coefficient_is_logged_and_moves(make_trainer):
+    """Entropy is above the target: no bonus is applied, and the coefficient falls to its minimum by delta a step."""
+    trainer = make_trainer(
+        entropy_coef=0.1,
+        use_adaptive_entropy=True,
+        entropy_target=0.5,
+        entropy_coef_delta=0.04,
+        entropy_coef_min=0.05,
+        max_steps=4,
+    )
+    trainer.train()
+    entries = trainer.state.log_history[:-1]
+    assert [entry["entropy_coef"] for entry in entries] == pytest.approx([0.1, 0.06, 0.05, 0.05])
+    assert all("policy_loss" not in entry for entry in entries)
+    assert trainer.entropy_controller.coef == 0.05
+
+
+@pytest.mark.parametrize(
+    "settings, present, absent",
+    [
+        ({}, "clip_ratio/region_mean", "kl entropy_coef policy_loss aux_loss cispo_clip_ratio"),
+        ({"beta": 0.1}, "kl", "entropy_coef"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "cispo_clip_ratio", "clip_ratio/region_mean"),
+        ({"loss_type": "vespo"}, "vespo/phi_seq_mean", "clip_ratio/region_mean"),
+        ({"loss_type": "sapo"}, "entropy", "clip_ratio/region_mean cispo_clip_ratio"),
+        ({"entropy_coef": 0.1}, "entropy_coef policy_loss", "kl"),
+    ],
+)
+def test_keys_belong_to_what_is_used(make_trainer, settings, present, absent):
+    trainer = make_trainer(max_steps=1, **settings)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry.keys() >= set(present.split())
+    assert not entry.keys() & set(absent.split())
+
+
+def test_nothing_ended_leaves_the_terminated_lengths_out(make_trainer, make_model):
+    trainer = make_trainer(model=make_model(), max_steps=1, max_completion_length=2)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["completions/clipped_ratio"] == 1.0
+    assert "completions/mean_terminated_length" not in entry
+
+
+def test_rows_without_a_reward_count_nowhere(make_trainer):
+    """One function, None for one row of each group: means are over the others, and that row has advantage 0."""
+
+    def reward(completion_ids, **kwargs):
+        return [None if i % 4 == 0 else float(i % 4) for i in range(len(completion_ids))]
+
+    trainer = make_trainer(reward_funcs=reward, max_steps=1, log_completions=True, num_completions_to_print=0)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["reward"] == entry["rewards/reward/mean"] == 2.0
+    assert entry["rewards/reward/std"] == pytest.approx(statistics.stdev([1, 2, 3, 1, 2, 3]))
+    rows = pq.read_table(next((Path(trainer.args.output_dir) / "completions").iterdir())).to_pylist()
+    assert [row["advantage"] for row in rows[:4]] == pytest.approx([0, -1 / 1.0001, 0, 1 / 1.0001])
+    assert rows[0]["reward"] is None
+
+
+def test_step_time_is_a_mean_over_steps_and_includes_sampling(make_trainer, monkeypatch):
+    trainer = make_trainer(logging_steps=2, max_steps=2, gradient_accumulation_steps=2)
+    sample, waited = trainer.engine.sample, []
+
+    def slow(*args, **kwargs):
+        import time
+
+        time.sleep(0.2)
+        waited.append(0.2)
+        return sample(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.engine, "sample", slow)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert len(waited) == 2
+    assert 0.2 < entry["step_time"] < 0.2 + trainer.state.log_history[-1]["train_runtime"] / 2
+
+
+def test_collectives_do_not_grow_with_micro_batches(make_trainer, monkeypatch):
+    """Per step: the totals, and the gathers of a round; per log event: one. None of them per micro-batch."""
+    counts = []
+    for split in ((16, 1), (1, 16)):
+        calls = []
+        for name in ("all_gather_objects", "all_gather_rows", "all_sum", "raise_together"):
+            plain = getattr(dist, name)
+            monkeypatch.setattr(dist, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
+        trainer = make_trainer(
+            per_device_train_batch_size=split[0],
+            gradient_accumulation_steps=split[1],
+            max_steps=2,
+            top_entropy_quantile=0.5,
+            entropy_coef=0.1,
+            use_adaptive_entropy=True,
+        )
+        trainer.train()
+        monkeypatch.undo()
+        counts.append(sorted(calls))
+    assert counts[0] == counts[1]
+    assert 0 < len(counts[0]) < 30
+
+
+# ------------------------------------------------------------------------------------------------ completions
+
+
+def stored(trainer) -> dict[str, list[dict[str, Any]]]:
+    folder = Path(trainer.args.output_dir) / "completions"
+    return {path.name: pq.read_table(path).to_pylist() for path in sorted(folder.glob("*.parquet"))}
+
+
+def test_completions_have_a_file_for_each_log_event_and_phase(make_trainer, watch, tools):
+    seen, rewards = watch()
+    trainer = make_trainer(
+        reward_funcs=rewards,
+        trainer={"eval_dataset": {"dev": tools.prompts(3)}},
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=8,
+        logging_steps=2,
+        max_steps=4,
+        log_completions=True,
+        num_completions_to_print=0,
+    )
+    trainer.train()
+    trainer.evaluate()
+    files = stored(trainer)
+    assert {name: len(rows) for name, rows in files.items()} == {
+        "completions_00002.parquet": 16,
+        "completions_00004.parquet": 16,
+        "eval_dev_00002.parquet": 12,
+        "eval_dev_00004.parquet": 12,
+        "eval_dev_00004_2.parquet": 12,
+    }
+    rows = files["completions_00002.parquet"]
+    columns = "step prompt completion length odd advantage finish_reason num_tokens first".split()
+    assert list(rows[0]) == columns
+    assert [row["step"] for row in rows] == [0] * 8 + [1] * 8
+    first, second = seen.rounds[0], seen.rounds[1]
+    assert [row["num_tokens"] for row in rows] == first["lengths"] + second["lengths"]
+    assert [row["length"] for row in rows] == first["length"] + second["length"]
+    assert [row["odd"] for row in rows] == first["odd"] + second["odd"]
+    assert [row["first"] for row in rows] == [ids[0] for r in (first, second) for ids in r["ids"]]
+    assert [row["finish_reason"] == "eos" for row in rows] == first["ended"] + second["ended"]
+    for start in range(0, 16, 4):
+        assert math.fsum(row["advantage"] for row in rows[start : start + 4]) == pytest.approx(0, abs=1e-9)
+
+
+def test_nothing_is_gathered_or_written_unless_asked_for(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    assert stored(trainer) == {}
+    assert len(trainer.completion_log) == 0
+
+
+def test_what_was_sampled_after_the_last_log_event_is_kept(make_trainer):
+    """Five steps and a log event every two: the last step's rows and numbers come with the end of training."""
+    trainer = make_trainer(logging_steps=2, max_steps=5, log_completions=True, num_completions_to_print=0)
+    trainer.train()
+    assert {name: len(rows) for name, rows in stored(trainer).items()} == {
+        "completions_00002.parquet": 16,
+        "completions_00004.parquet": 16,
+        "completions_00005.parquet": 8,
+    }
+    assert trainer.state.log_history[-1]["step"] == 5
+    assert trainer.state.log_history[-1]["reward"] > 0
