@@ -1,7 +1,7 @@
 """What a configuration must obey. Every broken rule is one sentence: the value seen, why it cannot work, what to set.
 
 Rules are rows of tables: the values of single settings (`values.py`), parts that do not exist yet, combinations, and
-settings without effect beside the others (which only cause a warning).
+settings without effect beside the others (`idle.py`), which only cause a warning.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from groupgrad.config.idle import IDLE
+from groupgrad.config.launch import env_on, zero_stage
 from groupgrad.config.values import CHOICES, DTYPES, RANGES, choice_problem, is_count, is_number, range_problem
 
 if TYPE_CHECKING:
@@ -27,15 +29,6 @@ class Unavailable:
 
     used: Callable[[GRPOConfig], bool]
     instead: str
-
-
-@dataclass(slots=True, frozen=True)
-class Idle:
-    """Settings that mean nothing beside the others."""
-
-    fields: tuple[str, ...]
-    when: Callable[[GRPOConfig], bool]
-    why: str
 
 
 DICT_FIELDS = (
@@ -78,67 +71,9 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "max_tool_calling_iterations": Unavailable(
         lambda c: c.max_tool_calling_iterations is not None, "leave it unset: there are no tools to call"
     ),
-    "fsdp": Unavailable(lambda c: bool(c.fsdp) or _env_on("ACCELERATE_USE_FSDP"), "use plain data parallelism"),
+    "fsdp": Unavailable(lambda c: bool(c.fsdp) or env_on("ACCELERATE_USE_FSDP"), "use plain data parallelism"),
     "deepspeed": Unavailable(lambda c: zero_stage(c) == 3, "use ZeRO stage 1 or 2"),
 }
-
-IDLE: tuple[Idle, ...] = (
-    Idle(("sapo_temperature_neg", "sapo_temperature_pos"), lambda c: c.loss_type != "sapo", "loss_type is not 'sapo'"),
-    Idle(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        lambda c: c.loss_type != "vespo",
-        "loss_type is not 'vespo'",
-    ),
-    Idle(("delta",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type does not clip the ratio"),
-    Idle(("epsilon",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type has no lower clip"),
-    Idle(("epsilon_high",), lambda c: c.loss_type in ("sapo", "vespo"), "this loss_type has no upper clip"),
-    Idle(("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda c: not c.sync_ref_model, "sync_ref_model is False"),
-    Idle(("use_bias_correction_kl",), lambda c: c.beta == 0, "beta is 0"),
-    Idle(
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        lambda c: not c.use_adaptive_entropy,
-        "use_adaptive_entropy is False",
-    ),
-    Idle(
-        ("scale_rewards",),
-        lambda c: c.multi_objective_aggregation == "normalize_then_sum",
-        "normalize_then_sum scales each reward in its group and the sum over the batch",
-    ),
-    Idle(
-        ("num_completions_to_print", "log_unique_prompts"), lambda c: not c.log_completions, "log_completions is False"
-    ),
-    Idle(
-        ("transformers_continuous_batching_config",),
-        lambda c: not c.use_transformers_continuous_batching,
-        "use_transformers_continuous_batching is False",
-    ),
-    Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
-    Idle(("log_multimodal",), lambda c: True, "there are no images in this version"),
-    Idle(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
-    Idle(
-        (
-            "vllm_mode",
-            "vllm_model_impl",
-            "vllm_enable_sleep_mode",
-            "vllm_structured_outputs_regex",
-            "vllm_server_base_url",
-            "vllm_server_host",
-            "vllm_server_port",
-            "vllm_server_timeout",
-            "vllm_group_port",
-            "vllm_gpu_memory_utilization",
-            "vllm_max_model_length",
-            "vllm_tensor_parallel_size",
-            "vllm_importance_sampling_correction",
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min",
-        ),
-        lambda c: not c.use_vllm,
-        "use_vllm is False",
-    ),
-)
-
 
 # --- Small helpers ---
 
@@ -147,23 +82,6 @@ def world_size(config: GRPOConfig) -> int:
     """Number of processes that train together."""
     state = getattr(config, "distributed_state", None)
     return state.num_processes if state is not None else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def zero_stage(config: GRPOConfig) -> int | None:
-    """DeepSpeed ZeRO stage that the config or the launcher asks for; None without DeepSpeed or if it cannot be read."""
-    settings: Any = config.deepspeed
-    if isinstance(settings, str) and os.path.isfile(settings):
-        import yaml
-
-        with open(settings, encoding="utf-8") as file:
-            settings = yaml.safe_load(file)
-    if isinstance(settings, dict):
-        zero = settings.get("zero_optimization")
-        stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-        return stage if isinstance(stage, int) else None
-    if _env_on("ACCELERATE_USE_DEEPSPEED"):
-        return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-    return None
 
 
 def evaluates(config: GRPOConfig) -> bool:
@@ -176,10 +94,6 @@ def divisors_near(total: int, wanted: int, least: int, most: int = 3) -> list[in
     """Up to `most` divisors of `total` that are at least `least`, those closest to `wanted`, ascending."""
     found = [d for d in range(least, total + 1) if total % d == 0]
     return sorted(sorted(found, key=lambda d: abs(d - wanted))[:most])
-
-
-def _env_on(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
 # --- Rules that look at several settings ---
