@@ -89,6 +89,8 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
         raise TypeError(f"args is a {type(args).__name__}; it must be a groupgrad.GRPOConfig")
     if num_generations is not None and num_generations != args.num_generations:
         args = replace(args, num_generations=num_generations)
+    if args.use_liger_kernel:
+        compat.require("liger-kernel", "use_liger_kernel=True")
     if args.n_gpu > 1:
         raise ValueError(
             f"this single process sees {args.n_gpu} GPUs, which would need DataParallel; start it with `accelerate "

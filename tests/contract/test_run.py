@@ -1,0 +1,136 @@
+"""What a whole run does and reports: it learns, its metrics have the documented names, a search tries settings."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import trainer as hf_trainer
+from transformers.integrations import integration_utils
+from transformers.trainer_utils import BestRun, HPSearchBackend
+
+ROUND = (
+    "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/clipped_ratio", "completions/mean_terminated_length", "completions/min_terminated_length",
+    "completions/max_terminated_length", "rewards/rate_digits/mean", "rewards/rate_digits/std", "reward", "reward_std",
+    "frac_reward_zero_std", "entropy", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/low_min",
+    "clip_ratio/high_mean", "clip_ratio/high_max", "loss",
+)  # fmt: skip
+"""Names of the documents, in training as they are and in evaluation behind `eval_`."""
+TRAINING_ONLY = ("step_time", "grad_norm", "learning_rate", "epoch", "step")
+EVALUATION_ONLY = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch", "step")
+
+
+def rate_digits(completions: list[str], **kwargs: Any) -> list[float]:
+    """The share of digits, at random one of nine characters."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_names_of_the_metrics(make_trainer: Any, beta: float) -> None:
+    data = Dataset.from_list([{"prompt": f"{a}="} for a in range(4)])
+    # Long enough that some completion ends by itself, without which three of the names have no number.
+    settings = {"beta": beta, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    settings |= {"max_completion_length": 60, "per_device_train_batch_size": 16, "num_generations": 4}
+    trainer = make_trainer(settings, train_dataset=data, eval_dataset=data, reward_funcs=rate_digits)
+    trainer.train()
+    trained, evaluated, ended = trainer.state.log_history
+    kl = {"kl"} if beta else set()
+    own = {key for entry in trainer.state.log_history for key in entry if key.startswith("time/")}  # ours, by phase
+    assert set(trained) - own == {*ROUND, *TRAINING_ONLY} | kl
+    assert set(evaluated) == {*(f"eval_{name}" for name in ROUND), *EVALUATION_ONLY} | {f"eval_{name}" for name in kl}
+    assert {"train_runtime", "train_loss", "total_flos"} <= set(ended)
+    assert trained["completions/mean_length"] <= 60
+    assert evaluated["eval_num_tokens"] == trained["num_tokens"]
+
+
+def test_it_learns(make_trainer: Any, make_model: Any) -> None:
+    settings = {"max_steps": 25, "learning_rate": 1e-2, "per_device_train_batch_size": 16, "num_generations": 8}
+    trainer = make_trainer(
+        {**settings, "max_completion_length": 6, "lr_scheduler_type": "constant"}, reward_funcs=rate_digits
+    )
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert len(rewards) == 25
+    assert rewards[0] < 0.3
+    assert min(rewards[-3:]) > 0.8
+
+
+class Trial(dict[str, Any]):
+    """What a search backend hands to `train`: settings, as a dict and as the attribute of that name."""
+
+    number = 0
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return dict(self)
+
+
+class TwoTrials:
+    """A search backend that tries two settings in order."""
+
+    seen: ClassVar[list[tuple[float, int, torch.Tensor]]] = []
+
+    def ensure_available(self) -> None:
+        pass
+
+    def run(self, trainer: Any, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
+        for rate, steps in ((1e-2, 1), (2e-2, 2)):
+            trainer.train(trial=Trial({"learning_rate": rate, "max_steps": steps}))
+            self.seen.append(
+                (trainer.args.learning_rate, trainer.state.global_step, trainer.model.lm_head.weight.clone())
+            )
+        return BestRun("1", 1.0, {"learning_rate": 2e-2})
+
+
+def test_a_search_tries_settings_from_the_same_start(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hf_trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, TwoTrials)
+    monkeypatch.setattr(integration_utils, "is_ray_tune_available", lambda: True)  # whose trials are dicts, like ours
+    settings = {"lr_scheduler_type": "constant", "learning_rate": 1e-2, "max_completion_length": 6}
+    trainer = make_trainer(settings, reward_funcs=rate_digits)
+    best = trainer.hyperparameter_search(lambda trial: trial.params, n_trials=2, direction="maximize", backend="optuna")
+    assert best.hyperparameters == {"learning_rate": 2e-2}
+    assert [(rate, steps) for rate, steps, _ in TwoTrials.seen] == [(1e-2, 1), (2e-2, 2)]
+    plain = make_trainer({**settings, "learning_rate": 2e-2, "max_steps": 2}, reward_funcs=rate_digits)
+    plain.train()
+    assert torch.equal(TwoTrials.seen[1][2], plain.model.lm_head.weight)
+
+
+def test_kernels_that_are_not_installed(make_trainer: Any, unsampled: None) -> None:
+    if importlib.util.find_spec("liger_kernel"):
+        pytest.skip("liger-kernel is installed")
+    with pytest.raises(ImportError, match="liger"):
+        make_trainer({"use_liger_kernel": True})
+
+
+def test_paper_recipes_are_configurations(make_trainer: Any) -> None:
+    recipes: dict[str, dict[str, Any]] = {
+        "DAPO": {"epsilon_high": 0.28, "mask_truncated_completions": True},
+        "Dr. GRPO": {"loss_type": "dr_grpo", "scale_rewards": False},
+        "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        "2-GRPO": {"loss_type": "grpo", "num_generations": 2},
+        "ScaleRL": {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch", "cast_lm_head_to_fp32": True},
+        "SAPO": {"loss_type": "sapo"},
+        "DeepSeek-V3.2": {"beta": 0.001, "use_bias_correction_kl": True, "off_policy_mask_threshold": 0.5},
+        "INTELLECT-2": {"delta": 4.0, "beta": 0.001},
+        "80/20": {"epsilon_high": 0.28, "top_entropy_quantile": 0.2},
+        "LUSPO": {
+            "loss_type": "luspo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 2e-3,
+            "epsilon_high": 2.5e-3,
+        },
+        "VESPO": {"loss_type": "vespo"},
+        "GDPO": {"multi_objective_aggregation": "normalize_then_sum"},
+        "Skywork-OR1": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
+        "TR-DPO": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    }
+    for name, recipe in recipes.items():
+        trainer = make_trainer({"max_steps": 2, "num_iterations": 2, **recipe}, reward_funcs=rate_digits)
+        trainer.train()
+        steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        assert len(steps) == 2, name
+        assert all(torch.isfinite(torch.tensor([step["loss"], step["grad_norm"]])).all() for step in steps), name
