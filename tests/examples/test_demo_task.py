@@ -1,0 +1,142 @@
+"""The demo's task: its problems, pupils, grades and tokenizer are right, and its base model begins to learn."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def task():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import tiny_task
+
+        yield tiny_task
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(task):
+    return task.make_tokenizer()
+
+
+def test_problem_prompt_and_solution(task):
+    problem = task.Problem((3, 5, 7, 2))
+    assert problem.row() == {"prompt": "3+5+7+2=", "solution": 17}
+
+
+def test_splits_share_no_prompt_and_cover_all_problems(task):
+    splits = task.make_splits(1)
+    parts = [{p.prompt for p in part} for part in (splits.warm_up, splits.grpo, splits.held_out)]
+    assert [len(part) for part in parts] == [9**4 - 1024 - 512, 1024, 512]
+    assert len(set.union(*parts)) == 9**4
+
+
+def test_splits_follow_the_seed(task):
+    assert task.make_splits(2) == task.make_splits(2)
+    assert task.make_splits(2).held_out != task.make_splits(3).held_out
+
+
+def test_careful_demonstration_is_the_worked_sum(task):
+    text = task.demonstrate(task.Problem((3, 5, 7, 2)), "careful", random.Random(0))
+    assert text == "<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
+
+
+@pytest.mark.parametrize(
+    ("habit", "right_share", "format_share"),
+    [
+        ("careful", (1.0, 1.0), 1.0),
+        ("slip", (0.0, 0.0), 1.0),
+        ("untagged", (0.0, 0.0), 0.0),
+        ("guess", (0.14, 0.26), 0.0),  # one guess in five forgets nothing
+    ],
+)
+def test_habits_earn_what_they_should(task, habit, right_share, format_share):
+    rng = random.Random(0)
+    problems = rng.sample(task.make_splits(0).warm_up, 400)
+    texts = [task.demonstrate(problem, habit, rng) for problem in problems]
+    right = task.correctness_reward(texts, [p.solution for p in problems])
+    assert right_share[0] <= sum(right) / 400 <= right_share[1]
+    assert sum(task.format_reward(texts)) / 400 == format_share
+
+
+def test_honest_base_cannot_meet_the_target(task):
+    """The share of right answers that a perfect imitator of the demonstrations would give is under the demo's limit."""
+    assert sum(task.HABITS.values()) == pytest.approx(1.0)
+    assert task.HABITS["careful"] + task.HABITS["guess"] / 5 < 0.40
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "formatted"),
+    [
+        ("<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>", 1.0, 1.0),
+        ("<think>3+5=8 8+7=15 15+2=18</think><answer>18</answer>", 0.0, 1.0),
+        ("<answer>17</answer>", 1.0, 0.0),
+        ("<think></think><answer>17</answer>", 1.0, 0.0),
+        ("<think>3+5=8</think>17", 0.0, 0.0),
+        ("<answer>17</answer><answer>16</answer>", 0.0, 0.0),
+        ("<think>3</think><answer>17</answer>5", 1.0, 0.0),
+        ("<answer>17", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_rewards_by_hand(task, text, right, formatted):
+    assert task.correctness_reward([text], [17]) == [right]
+    assert task.format_reward([text]) == [formatted]
+
+
+def test_tokenizer_round_trip_and_special_tokens(task, tokenizer, tmp_path):
+    text = "3+5+7+2=<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == 8 + 26
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer(text + task.EOS)["input_ids"] == [*ids, tokenizer.eos_token_id]
+    tokenizer.save_pretrained(tmp_path)
+    again = type(tokenizer).from_pretrained(tmp_path)
+    assert again(text)["input_ids"] == ids
+    assert again.decode(ids) == text
+    assert (again.pad_token, again.eos_token, again.padding_side) == (task.PAD, task.EOS, "left")
+
+
+def test_longest_demonstration_fits_the_completion_length(task, tokenizer):
+    text = task.demonstrate(task.Problem((9, 9, 9, 9)), "careful", random.Random(0))
+    assert len(tokenizer(text + task.EOS)["input_ids"]) == 29 < task.MAX_COMPLETION_LENGTH
+
+
+def test_demonstration_batches_label_only_the_completion(task, tokenizer):
+    problems = task.make_splits(0).warm_up[:50]
+    batch = next(task.demonstration_batches(problems, tokenizer, batch_size=16, seed=3))
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    assert (batch["labels"][:, :8] == -100).all()
+    labelled = batch["labels"] != -100
+    assert torch.equal(labelled[:, 8:], batch["attention_mask"][:, 8:].bool())
+    for row, keep in zip(batch["labels"], labelled):
+        assert row[keep][-1] == tokenizer.eos_token_id
+        assert (row[keep] == tokenizer.eos_token_id).sum() == 1
+
+
+def test_warm_up_learns_the_format_first(task, tokenizer):
+    model = task.make_model(tokenizer, seed=0)
+    losses = task.warm_up(model, tokenizer, task.make_splits(0).warm_up, num_steps=40, batch_size=32)
+    assert len(losses) == 40
+    assert losses[0] == pytest.approx(torch.log(torch.tensor(21.0)).item(), abs=0.3)  # an untrained model knows nothing
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
+
+
+def test_evaluate_grades_what_the_model_says(task, tokenizer):
+    model = task.make_model(tokenizer, seed=0)
+    problems = task.make_splits(0).held_out[:20]
+    state = torch.get_rng_state()
+    score = task.evaluate(model, tokenizer, problems, seed=5, batch_size=8)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(score.completions) == 20
+    assert score.accuracy == sum(task.correctness_reward(score.completions, [p.solution for p in problems])) / 20
+    assert score == task.evaluate(model, tokenizer, problems, seed=5, batch_size=8)
