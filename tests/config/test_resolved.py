@@ -124,7 +124,6 @@ def test_a_config_without_arguments_works_on_this_machine():
         ({"per_gpu_eval_batch_size": 16}, "per_device_eval_batch_size", 16),
         ({"no_cuda": True, "use_cpu": False}, "use_cpu", True),
         ({"adafactor": True}, "optim", "adafactor"),
-        ({"include_inputs_for_metrics": True}, "include_for_metrics", ["inputs"]),
         ({"push_to_hub_model_id": "m"}, "hub_model_id", "m"),
         ({"push_to_hub_model_id": "m", "push_to_hub_organization": "o"}, "hub_model_id", "o/m"),
         ({"push_to_hub_organization": "o", "output_dir": "runs/name/"}, "hub_model_id", "o/name"),

@@ -10,6 +10,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from groupgrad import GRPOConfig
 from groupgrad.config import rules
+from groupgrad.config.idle import IDLE
 from groupgrad.config.values import CHOICES, RANGES, nearest
 from groupgrad.errors import ConfigError
 
@@ -117,6 +118,12 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"accelerator_config": {"split_batches": True}}, ["split_batches=True", "Set split_batches to False"]),
     ({"accelerator_config": {"dispatch_batches": True}}, ["dispatch_batches=True", "to False"]),
     (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        ["num_steps=2", "set gradient_accumulation_steps"],
+    ),
+    ({"bf16_full_eval": True}, ["bf16_full_eval=True", "Set bf16_full_eval to False"]),
+    ({"fp16_full_eval": True}, ["fp16_full_eval=True", "Set fp16_full_eval to False"]),
+    (
         {"gradient_checkpointing_kwargs": {"a": 1}, "activation_checkpointing_kwargs": {"a": 2}},
         ["gradient_checkpointing_kwargs={'a': 1}", "Set both to the same"],
     ),
@@ -145,7 +152,7 @@ def test_all_broken_rules_are_reported_at_once():
 
 def test_the_tables_name_existing_fields_and_their_defaults_pass():
     config = GRPOConfig(use_cpu=True)
-    for name in [*RANGES, *CHOICES, *rules.UNAVAILABLE, *(f for row in rules.IDLE for f in row.fields)]:
+    for name in [*RANGES, *CHOICES, *rules.UNAVAILABLE, *(f for row in IDLE for f in row.fields)]:
         assert hasattr(config, name), name
     assert rules.problems(config) == []
     assert rules.remarks(config) == []

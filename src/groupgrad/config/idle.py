@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -76,4 +77,67 @@ IDLE: tuple[Idle, ...] = (
         lambda c: not c.use_vllm,
         "use_vllm is False",
     ),
+    # --- fields of TrainingArguments ---
+    Idle(
+        (
+            "prediction_loss_only",
+            "eval_accumulation_steps",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "include_for_metrics",
+            "batch_eval_metrics",
+        ),
+        lambda c: True,
+        "evaluation samples and scores completions; there are no predictions to collect",
+    ),
+    Idle(("label_names",), lambda c: True, "GRPO has no labels"),
+    Idle(("length_column_name",), lambda c: True, "nothing is grouped by length"),
+    Idle(("average_tokens_across_devices",), lambda c: True, "the loss always counts over all processes"),
+    Idle(("dataloader_in_order",), lambda c: True, "generation rounds are always read in order"),
+    Idle(
+        ("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+        lambda c: c.dataloader_num_workers == 0,
+        "dataloader_num_workers is 0",
+    ),
+    Idle(("liger_kernel_config",), lambda c: not c.use_liger_kernel, "use_liger_kernel is False"),
+    Idle(("fsdp_config",), lambda c: not c.fsdp, "fsdp is not in use"),
+    Idle(
+        ("optim_target_modules",),
+        lambda c: not _name(c.optim).startswith(("galore", "apollo")),
+        "only the GaLore and APOLLO optimizers have target modules",
+    ),
+    Idle(
+        ("optim_args",),
+        lambda c: _name(c.optim) in ("adamw_torch", "adamw_torch_fused", "adafactor"),
+        "this optimizer takes no further options",
+    ),
+    Idle(("run_name",), lambda c: not c.report_to, "report_to names no tracker"),
+    Idle(
+        ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        lambda c: "trackio" not in (c.report_to or ()),
+        "report_to does not name trackio",
+    ),
 )
+"""In the order in which a warning lists them. A field that the installed transformers lacks is passed over."""
+
+
+def idle_settings(config: GRPOConfig) -> list[str]:
+    """One text for each group of settings that were changed although they do nothing: their values, and why."""
+    found = []
+    for row in IDLE:
+        changed = [name for name in row.fields if _is_changed(config, name)]
+        if changed and row.when(config):
+            found.append(f"{', '.join(f'{name}={getattr(config, name)!r}' for name in changed)} ({row.why})")
+    return found
+
+
+def _is_changed(config: GRPOConfig, name: str) -> bool:
+    field = config.__dataclass_fields__.get(name)
+    if field is None:
+        return False
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return getattr(config, name) != default
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "value", value))

@@ -49,11 +49,6 @@ def _adafactor(config: Any, value: bool) -> None:
     config.optim = "adafactor"
 
 
-def _include_inputs(config: Any, value: bool) -> None:
-    if "inputs" not in config.include_for_metrics:
-        config.include_for_metrics = [*config.include_for_metrics, "inputs"]
-
-
 def _hub_model_id(config: Any, name: str) -> None:
     organization = config.push_to_hub_organization
     config.hub_model_id = f"{organization}/{name}" if organization and "/" not in name else name
@@ -81,7 +76,6 @@ LEGACY: dict[str, Legacy] = {
     "logging_dir": Legacy(_str, None, "the TENSORBOARD_LOGGING_DIR environment variable", act=_logging_dir),
     "no_cuda": Legacy(bool, False, "use_cpu", into="use_cpu"),
     "adafactor": Legacy(bool, False, "optim='adafactor'", act=_adafactor),
-    "include_inputs_for_metrics": Legacy(bool, False, "include_for_metrics=['inputs']", act=_include_inputs),
     "push_to_hub_model_id": Legacy(_str, None, "hub_model_id", act=_hub_model_id),
     "push_to_hub_organization": Legacy(_str, None, "the owner in hub_model_id", act=_hub_organization),
     "push_to_hub_token": Legacy(_str, None, "hub_token", into="hub_token"),
@@ -96,6 +90,7 @@ LEGACY: dict[str, Legacy] = {
     "fp16_backend": Legacy(str, "auto", "PyTorch's own mixed precision is the only one left"),
     "tpu_num_cores": Legacy(_int, None, "the launcher sets the number of TPU processes"),
     "tpu_metrics_debug": Legacy(bool, False, "set debug='tpu_metrics_debug' instead"),
+    "include_inputs_for_metrics": Legacy(bool, False, "reward functions see the prompts and all columns anyway"),
     "past_index": Legacy(int, -1, "GRPO scores whole sequences and carries no past from batch to batch"),
     "fsdp_min_num_params": Legacy(int, 0, "it is a key of fsdp_config, 'min_num_params'"),
     "fsdp_transformer_layer_cls_to_wrap": Legacy(

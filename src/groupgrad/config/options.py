@@ -36,6 +36,7 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
         num_workers=config.dataloader_num_workers,
         prefetch_factor=config.dataloader_prefetch_factor,
         persistent_workers=config.dataloader_persistent_workers,
+        multiprocessing_context=getattr(config, "dataloader_multiprocessing_context", None),
     )
 
 

@@ -6,14 +6,13 @@ settings without effect beside the others (`idle.py`), which only cause a warnin
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from groupgrad.config.idle import IDLE
+from groupgrad.config.idle import idle_settings
 from groupgrad.config.launch import env_on, zero_stage
 from groupgrad.config.values import CHOICES, DTYPES, RANGES, choice_problem, is_count, is_number, range_problem
 
@@ -277,6 +276,26 @@ def _accelerator(c: GRPOConfig) -> str | None:
     return f"accelerator_config has {bad[0]}=True: the trainer deals out the groups itself. Set {bad[0]} to False"
 
 
+def _accumulation(c: GRPOConfig) -> str | None:
+    given = getattr(c.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    if given.get("num_steps", 1) == 1:
+        return None
+    return (
+        f"accelerator_config has num_steps={given['num_steps']}, which would change the step behind the batch "
+        f"arithmetic. Take it out and set gradient_accumulation_steps"
+    )
+
+
+def _full_precision_evaluation(c: GRPOConfig) -> str | None:
+    bad = [n for n in ("bf16_full_eval", "fp16_full_eval") if getattr(c, n, False)]
+    if not bad:
+        return None
+    return (
+        f"{bad[0]}=True would convert the weights themselves, those that train, to evaluate. Set {bad[0]} to False: "
+        f"evaluation computes in the precision of training (bf16, fp16)"
+    )
+
+
 def _labels(c: GRPOConfig) -> str | None:
     if c.label_smoothing_factor == 0:
         return None
@@ -322,6 +341,8 @@ RULES: tuple[Check, ...] = (
     _auto_batch,
     _parallelism,
     _accelerator,
+    _accumulation,
+    _full_precision_evaluation,
     _labels,
     _sampling_order,
 )
@@ -359,7 +380,16 @@ def _low_delta(c: GRPOConfig) -> str | None:
     return f"delta={c.delta} is not above 1 + epsilon={1 + c.epsilon:g} and cuts ratios inside the trust region"
 
 
-REMARKS: tuple[Check, ...] = (_cispo_default, _ratio_level, _low_delta)
+def _accelerator_loading(c: GRPOConfig) -> str | None:
+    usual = {"even_batches": True, "use_seedable_sampler": True, "non_blocking": False}
+    found = {n: getattr(c.accelerator_config, n, value) for n, value in usual.items()}
+    changed = [f"{n}={value!r}" for n, value in found.items() if value != usual[n]]
+    if not changed:
+        return None
+    return f"accelerator_config has {', '.join(changed)}, without effect: the trainer reads its data itself"
+
+
+REMARKS: tuple[Check, ...] = (_cispo_default, _ratio_level, _low_delta, _accelerator_loading)
 
 
 # --- What the config calls ---
@@ -382,12 +412,7 @@ def remarks(config: GRPOConfig) -> list[str]:
     """What is worth a warning in a config that can work: choices that are filled in or unusual, settings that do
     nothing."""
     found = [remark(config) for remark in REMARKS]
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    idle = [
-        f"{', '.join(f'{n}={getattr(config, n)!r}' for n in changed)} ({row.why})"
-        for row in IDLE
-        if (changed := [n for n in row.fields if getattr(config, n) != defaults[n]]) and row.when(config)
-    ]
+    idle = idle_settings(config)
     if idle:
         found.append(f"these settings have no effect here: {'; '.join(idle)}")
     return [text for text in found if text]

@@ -163,7 +163,7 @@ class LoaderOptions:
     num_workers: int = 0
     prefetch_factor: int | None = None
     persistent_workers: bool = False
-    pin_memory: bool = False
+    multiprocessing_context: str | None = None
 
 
 def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderOptions) -> DataLoader:
@@ -187,7 +187,7 @@ def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderO
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor,
         persistent_workers=options.persistent_workers and options.num_workers > 0,
-        pin_memory=False,
+        multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
     )
 
 
