@@ -1,0 +1,70 @@
+"""`docs/features.md` names every feature of the surface, and for each a test that exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_FEATURES = 127
+STATES = ("works", "in part: ", "not yet: ")
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """One line of a table."""
+
+    number: int
+    feature: str
+    state: str
+    tests: tuple[str, ...]
+
+
+def read_rows() -> list[Row]:
+    """The rows of all tables, in order."""
+    rows = []
+    for line in (ROOT / "docs" / "features.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 4 and cells[0].isdigit():
+            rows.append(Row(int(cells[0]), cells[1], cells[2], tuple(re.findall(r"`([^`]+)`", cells[3]))))
+    return rows
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """Names of the tests in a file, those of a class behind its name: `test_a`, `TestB::test_c`."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return frozenset(name for name in found if name.rsplit("::", 1)[-1].startswith("test_"))
+
+
+def test_every_feature_has_its_row() -> None:
+    assert [row.number for row in read_rows()] == list(range(1, NUM_FEATURES + 1))
+
+
+@pytest.mark.parametrize("row", read_rows(), ids=lambda row: str(row.number))
+def test_a_row_names_tests_that_exist(row: Row) -> None:
+    assert row.feature
+    assert row.state.startswith(STATES)
+    if row.state.startswith("not yet"):
+        assert "raise" in row.state or "there is no such command" in row.state or "a warning that" in row.state
+    assert row.tests, "it names no test"
+    for test in row.tests:
+        path, _, name = test.partition("::")
+        assert (ROOT / path).is_file(), f"{path} is not there"
+        assert name in names_in(ROOT / path), f"{path} has no test {name}"
+
+
+def test_a_name_that_is_no_test_is_found_out() -> None:
+    assert "test_every_feature_has_its_row" in names_in(Path(__file__))
+    assert "read_rows" not in names_in(Path(__file__))
+    assert "TestTrackers::test_both_get_a_table_of_text" in names_in(ROOT / "tests/telemetry/test_completions.py")
