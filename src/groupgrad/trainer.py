@@ -155,7 +155,8 @@ class GRPOTrainer(Trainer):
         self.remove_callback(PlainProgressCallback)
         self.add_callback(self.progress)
         self.add_callback(StepEnd(self._end_step))
-        self.metric_store = MetricStore()
+        self._loss_window = LossWindow(self)
+        self.add_callback(self._loss_window)
         self.completion_log = CompletionLog(
             config.output_dir,  # pyright: ignore[reportArgumentType]
             num_to_print=config.num_completions_to_print,
@@ -168,30 +169,34 @@ class GRPOTrainer(Trainer):
             tokenizer=parts.tokenizer,
             max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
         )
-        self.buffer = RoundBuffer()
-        self.entropy_controller = assembly.entropy_controller(config)
-        self.add_callback(loss_window := LossWindow(self))
+        self._micro_batches: list[Batch] = []
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Cut the configuration into the options of each floor, and drop what a training before this one left."""
+        reference = self._parts.reference
+        self.setup = assembly.build_setup(
+            self.args, self._parts, self.prompt_maker, self.engine, self.rewards, self.timings
+        )
+        self.plan = self.setup.plan
+        self.buffer, self.metric_store = RoundBuffer(self.plan), MetricStore()
+        self.entropy_controller = assembly.entropy_controller(self.args)
         self.run_state = RunState(
             {
                 "buffer": self.buffer,
                 "metrics": self.metric_store,
                 "completions": self.completion_log,
                 "entropy": self.entropy_controller,
-                "loss": loss_window,
-                **({"reference": parts.reference} if parts.reference is not None and config.sync_ref_model else {}),
+                "loss": self._loss_window,
+                **({"reference": reference} if reference is not None and self.args.sync_ref_model else {}),
             }
         )
-        self._micro_batches: list[Batch] = []
         self._step_rollouts: list[Rollout] = []
         self._step_seconds = 0.0
-        self._configure()
 
-    def _configure(self) -> None:
-        """Cut the configuration into the options of each floor; done again when a search changes it."""
-        self.setup = assembly.build_setup(
-            self.args, self._parts, self.prompt_maker, self.engine, self.rewards, self.timings
-        )
-        self.plan = self.buffer.plan = self.setup.plan
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self._start_anew()
 
     def train(
         self,
@@ -310,7 +315,6 @@ class GRPOTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Ticks: one a micro-batch, the first of each round with the prompts that this rank needs."""
-        self._configure()
         return make_round_loader(self.train_dataset, self.plan, dist.rank(), options.loader_options(self.args))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
