@@ -21,7 +21,7 @@ from transformers import ProgressCallback as PlainProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from groupgrad import assembly, dist
-from groupgrad.callbacks import LossWindow, RunState, StepEnd
+from groupgrad.callbacks import LossWindow, RunState, put_step_end_first
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.buffer import RoundBuffer
 from groupgrad.data.evaluation import EvalLoader
@@ -154,7 +154,7 @@ class GRPOTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.remove_callback(PlainProgressCallback)
         self.add_callback(self.progress)
-        self.add_callback(StepEnd(self._end_step))
+        put_step_end_first(self.callback_handler.callbacks, self._end_step)
         self._loss_window = LossWindow(self)
         self.add_callback(self._loss_window)
         self.completion_log = CompletionLog(
@@ -327,6 +327,10 @@ class GRPOTrainer(Trainer):
         assembly.check_dataset(dataset, "eval_dataset", self.prompt_maker)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
+
+    def get_test_dataloader(self, test_dataset: Any) -> EvalLoader:  # pyright: ignore
+        """The same for `predict`."""
+        return self.get_eval_dataloader(test_dataset)
 
     def _note_round(self, scored: ScoredRound) -> None:
         """Count, log and show a training round."""

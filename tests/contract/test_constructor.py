@@ -345,6 +345,15 @@ def test_evaluation_set_given_to_evaluate(make_trainer: MakeTrainer) -> None:
         trainer.evaluate()
 
 
+def test_predict_measures_a_set_under_names_of_its_own(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    evaluated, predicted = trainer.evaluate(rows(2)), trainer.predict(rows(2)).metrics
+    assert {"test_reward", "test_loss", "test_completions/mean_length"} <= predicted.keys()
+    assert {key.removeprefix("test_") for key in predicted} >= {key.removeprefix("eval_") for key in evaluated} - {
+        "epoch"
+    }
+
+
 def test_iterable_evaluation_set(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(eval_dataset=rows(3).to_iterable_dataset())
     assert trainer.evaluate()["eval_completions/max_length"] <= 4
