@@ -124,6 +124,18 @@ class StepEnd(TrainerCallback):
         self._action(state.global_step)
 
 
+def put_step_end_first(callbacks: list[TrainerCallback], action: Callable[[int], None]) -> None:
+    """Insert a `StepEnd` before all callbacks, some of which save.
+
+    The one of `enable_jit_checkpoint` saves wherever it is called once a signal has come. Between a step's gradients
+    and its update nothing could go on from that, so it waits for the end of the step.
+    """
+    for callback in callbacks:
+        if type(callback).__name__ == "JITCheckpointCallback":
+            callback.on_pre_optimizer_step = lambda *args, **kwargs: None
+    callbacks.insert(0, StepEnd(action))
+
+
 class LossWindow(TrainerCallback):
     """The loss since the last log event, which `transformers.Trainer` keeps for its logs but leaves out of checkpoints.
 
