@@ -290,7 +290,7 @@ def test_collectives_do_not_grow_with_micro_batches(make_trainer, monkeypatch):
         calls = []
         for name in ("all_gather_objects", "all_gather_rows", "all_sum", "raise_together"):
             plain = getattr(dist, name)
-            monkeypatch.setattr(dist, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
+            monkeypatch.setattr(dist, name, lambda *args, n=name, f=plain, calls=calls: (calls.append(n), f(*args))[1])
         trainer = make_trainer(
             per_device_train_batch_size=split[0],
             gradient_accumulation_steps=split[1],
@@ -338,7 +338,7 @@ def test_completions_have_a_file_for_each_log_event_and_phase(make_trainer, watc
         "eval_dev_00004_2.parquet": 12,
     }
     rows = files["completions_00002.parquet"]
-    columns = "step prompt completion length odd advantage finish_reason num_tokens first".split()
+    columns = ["step", "prompt", "completion", "length", "odd", "advantage", "finish_reason", "num_tokens", "first"]
     assert list(rows[0]) == columns
     assert [row["step"] for row in rows] == [0] * 8 + [1] * 8
     first, second = seen.rounds[0], seen.rounds[1]

@@ -1,0 +1,404 @@
+"""Every option changes what a run does, in the way that it says. Models and callbacks: `test_models.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from groupgrad.telemetry import completions as completions_module
+
+ROUND_TRIP = {"generation_batch_size": 16, "max_steps": 2, "learning_rate": 3e-2}
+"""Two steps on one round, the second of which is off policy by far."""
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """`requests(trainer)`: the list of all (requests, options) that its engine gets from now on."""
+
+    def watch(trainer) -> list[tuple[Any, Any]]:
+        seen: list[tuple[Any, Any]] = []
+        sample = trainer.engine.sample
+        monkeypatch.setattr(trainer.engine, "sample", lambda r, o: (seen.append((r, o)), sample(r, o))[1])
+        return seen
+
+    return watch
+
+
+@pytest.fixture
+def completions(make_trainer):
+    """`completions(**settings)`: the token ids of the completions of one step, and the trainer."""
+
+    def run(**settings: Any):
+        seen: list[list[int]] = []
+
+        def reward(completion_ids, **kwargs):
+            seen.extend(completion_ids)
+            return [float(len(ids)) + ids[0] % 3 for ids in completion_ids]
+
+        trainer = make_trainer(**{"reward_funcs": reward, "max_steps": 1, **settings})
+        trainer.train()
+        return seen, trainer
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ what is computed
+
+OBJECTIVE: dict[str, tuple[dict[str, Any], Any]] = {
+    # field: (the run it is tried in, the value tried against the run's own)
+    "learning_rate": ({}, 1e-3),
+    "loss_type": ({}, "grpo"),
+    "importance_sampling_level": ({"loss_type": "grpo"}, "sequence"),
+    "num_iterations": ({"generation_batch_size": 8}, 2),
+    "epsilon": ({}, 0.01),
+    "epsilon_high": ({}, 0.5),
+    "delta": ({"epsilon_high": 0.5}, 1.01),
+    "sapo_temperature_neg": ({"loss_type": "sapo"}, 3.0),
+    "sapo_temperature_pos": ({"loss_type": "sapo"}, 3.0),
+    "vespo_k_pos": ({"loss_type": "vespo"}, 1.0),
+    "vespo_lambda_pos": ({"loss_type": "vespo"}, 1.0),
+    "vespo_k_neg": ({"loss_type": "vespo"}, 1.0),
+    "vespo_lambda_neg": ({"loss_type": "vespo"}, 1.0),
+    "mask_truncated_completions": ({"max_completion_length": 2}, True),
+    "max_completion_length": ({"loss_type": "dr_grpo"}, 12),
+    "top_entropy_quantile": ({}, 0.5),
+    "beta": ({}, 0.1),
+    "use_bias_correction_kl": ({"beta": 1.0}, True),
+    "sync_ref_model": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1}, True),
+    "ref_model_mixup_alpha": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1, "sync_ref_model": True}, 0.1),
+    "ref_model_sync_steps": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1, "sync_ref_model": True}, 2),
+    "off_policy_mask_threshold": ({}, 0.0),
+    "entropy_coef": ({}, 0.1),
+    "use_adaptive_entropy": ({"entropy_coef": 0.1}, True),
+    "entropy_target": ({"entropy_coef": 0.1, "use_adaptive_entropy": True}, 9.0),
+    "entropy_coef_delta": ({"use_adaptive_entropy": True, "entropy_target": 9.0}, 0.5),
+    "entropy_coef_max": ({"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.2}, 0.1),
+    "scale_rewards": ({}, "none"),
+    "reward_weights": ({"two": True}, [1.0, -2.0]),
+    "multi_objective_aggregation": ({"two": True}, "normalize_then_sum"),
+    "num_generations": ({}, 8),
+    "temperature": ({}, 0.5),
+    "shuffle_dataset": ({}, False),
+    "seed": ({}, 7),
+}
+
+
+@pytest.fixture
+def final(make_trainer, make_policy, tools):
+    """`final(**settings)`: the weights that a short run ends with."""
+
+    def other(completions, **kwargs):
+        return [float(text.count("a")) + len(text) % 2 for text in completions]
+
+    def run(**settings: Any) -> torch.Tensor:
+        policy = make_policy()
+        rewards = [tools.letters_reward, other] if settings.pop("two", False) else tools.letters_reward
+        make_trainer(model=policy, reward_funcs=rewards, **{**ROUND_TRIP, **settings}).train()
+        return tools.weights(policy)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.*(delta|no effect).*:UserWarning")
+@pytest.mark.parametrize("field", OBJECTIVE)
+def test_it_changes_the_weights(final, tools, field):
+    """The same run with and without it; what it changes them to is worked out in `tests/objectives`."""
+    settings, value = OBJECTIVE[field]
+    changed = final(**{**settings, field: value})
+    assert tools.relative(changed, final(**settings)) > 1e-5
+
+
+def test_epsilon_high_is_epsilon_unless_given(final):
+    assert torch.equal(final(epsilon=0.1), final(epsilon=0.1, epsilon_high=0.1))
+
+
+def test_cispo_has_a_ceiling_of_its_own(final):
+    with pytest.warns(UserWarning, match=r"5\.0"):
+        default = final(loss_type="cispo")
+    assert torch.equal(default, final(loss_type="cispo", epsilon_high=5.0))
+
+
+def test_data_seed_orders_the_prompts_and_seed_samples(completions, tools):
+    """Two streams: the order of prompts follows `data_seed`, the texts follow `seed`."""
+    first, _ = completions(seed=1, data_seed=5)
+    assert completions(seed=1, data_seed=5)[0] == first
+    assert completions(seed=2, data_seed=5)[0] != first
+    orders = []
+    for seed, data_seed in ((1, 5), (2, 5), (1, 6)):
+        rows: list[int] = []
+        completions(
+            seed=seed,
+            data_seed=data_seed,
+            reward_funcs=lambda row, rows=rows, **k: (rows.extend(row), [0.0] * len(row))[1],
+        )
+        orders.append(rows)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_shuffle_dataset_off_keeps_the_order(make_trainer):
+    rows: list[int] = []
+
+    def reward(row, **kwargs):
+        rows.extend(row[::4])
+        return [0.0] * len(row)
+
+    make_trainer(reward_funcs=reward, shuffle_dataset=False, max_steps=4).train()
+    assert rows == list(range(8))
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.02, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("field", SAMPLING)
+def test_a_sampling_option_reaches_the_engine(make_trainer, requests, field):
+    """By its field and, with precedence, by `generation_kwargs`."""
+    trainer = make_trainer(max_steps=1, **{field: SAMPLING[field]})
+    seen = requests(trainer)
+    trainer.train()
+    assert getattr(seen[0][1], field) == SAMPLING[field]
+    trainer = make_trainer(max_steps=1, generation_kwargs={field: SAMPLING[field]})
+    seen = requests(trainer)
+    trainer.train()
+    assert getattr(seen[0][1], field) == SAMPLING[field]
+    assert field not in seen[0][1].extra
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+def test_a_cut_to_the_likeliest_token_gives_a_group_one_text(completions, settings):
+    seen, trainer = completions(**settings)
+    assert all(len({tuple(ids) for ids in seen[i : i + 4]}) == 1 for i in range(0, 8, 4))
+    assert trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0
+
+
+def test_a_repetition_penalty_keeps_tokens_apart(completions):
+    free, _ = completions(repetition_penalty=1.0, top_k=4, max_completion_length=12)
+    held, _ = completions(repetition_penalty=1e6, top_k=4, max_completion_length=12)
+    assert any(len(set(ids)) < len(ids) for ids in free)
+    assert all(len(set(ids)) == len(ids) for ids in held)
+
+
+def test_generation_kwargs_go_to_the_sampler(completions):
+    assert all(len(ids) >= 3 for ids in completions(generation_kwargs={"min_new_tokens": 3})[0])
+    assert all(len(ids) <= 2 for ids in completions(generation_kwargs='{"max_new_tokens": 2}')[0])
+    banned = completions(generation_kwargs={"suppress_tokens": list(range(30, 95))})[0]
+    assert all(token < 30 for ids in banned for token in ids)
+
+
+def test_the_temperature_divides_the_scores(make_trainer, tools):
+    """On the first step the policy is the sampler, so the logged entropy is that of the tempered distribution."""
+    entropies = []
+    for temperature in (1.0, 0.3):
+        trainer = make_trainer(temperature=temperature, max_steps=1)
+        trainer.train()
+        entropies.append(trainer.state.log_history[0]["entropy"])
+    assert entropies[1] < entropies[0] - 0.5
+
+
+def test_max_completion_length(completions):
+    for limit in (2, 5):
+        seen, trainer = completions(max_completion_length=limit)
+        assert max(map(len, seen)) == limit
+        assert trainer.state.log_history[0]["completions/max_length"] == limit
+
+
+def test_chat_template_kwargs_and_messages(make_trainer, tokenizer, requests):
+    """The template sees them, the prompt that is sampled from is what it renders, the reward sees messages."""
+    tokenizer.chat_template = (
+        "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    shown: list[Any] = []
+
+    def reward(completions, prompts, **kwargs):
+        shown.append((prompts[0], completions[0]))
+        return [float(len(c[0]["content"])) for c in completions]
+
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4})
+    trainer = make_trainer(reward_funcs=reward, train_dataset=rows, max_steps=1, chat_template_kwargs={"mood": "calm"})
+    seen = requests(trainer)
+    trainer.train()
+    assert tokenizer.decode(seen[0][0][0].prompt_ids) == "calmhi>"
+    assert shown[0][0] == [{"role": "user", "content": "hi"}]
+    assert [message["role"] for message in shown[0][1]] == ["assistant"]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_cache_implementation(completions, make_policy, monkeypatch, kind):
+    expected, _ = completions()
+    policy, kinds = make_policy(), []
+    generate = policy.generate
+    monkeypatch.setattr(
+        policy,
+        "generate",
+        lambda *a, **k: (kinds.append(k["generation_config"].cache_implementation), generate(*a, **k))[1],
+    )
+    assert completions(model=policy, cache_implementation=kind)[0] == expected
+    assert kinds == [kind]
+
+
+def test_rollout_engine(completions):
+    assert completions(rollout_engine="transformers")[0] == completions(rollout_engine="auto")[0]
+    with pytest.raises(ValueError, match="rollout_engine"):
+        completions(rollout_engine="abacus")
+
+
+# ------------------------------------------------------------------------------------------------ groups and rounds
+
+
+def test_num_generations_is_the_group_size(make_trainer, tools):
+    for group in (2, 8):
+        groups: list[list[int]] = []
+
+        def reward(row, groups=groups, group=group, **kwargs):
+            groups.extend(row[i : i + group] for i in range(0, len(row), group))
+            return [0.0] * len(row)
+
+        make_trainer(reward_funcs=reward, num_generations=group, max_steps=1).train()
+        assert len(groups) == 8 // group
+        assert all(len(set(rows)) == 1 for rows in groups)
+        assert len({rows[0] for rows in groups}) == len(groups)
+
+
+def test_how_often_rounds_are_sampled(make_trainer, tools):
+    """Steps of 8 rows: by default each samples; a round of 16, or two passes over one, feeds two steps; both four."""
+    cadence = {}
+    for name, settings in {
+        "default": {},
+        "generation_batch_size": {"generation_batch_size": 16},
+        "steps_per_generation": {"steps_per_generation": 2},
+        "num_iterations": {"num_iterations": 2},
+        "both": {"generation_batch_size": 16, "num_iterations": 2},
+        "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    }.items():
+        steps: list[tuple[int, int]] = []
+
+        def reward(completion_ids, trainer_state, steps=steps, **kwargs):
+            steps.append((trainer_state.global_step, len(completion_ids)))
+            return tools.letters_reward(completion_ids)
+
+        make_trainer(reward_funcs=reward, max_steps=4, **settings).train()
+        cadence[name] = steps
+    assert cadence["default"] == cadence["accumulated"] == [(0, 8), (1, 8), (2, 8), (3, 8)]
+    assert cadence["generation_batch_size"] == cadence["steps_per_generation"] == [(0, 16), (2, 16)]
+    assert cadence["num_iterations"] == [(0, 8), (2, 8)]
+    assert cadence["both"] == [(0, 16)]
+
+
+def test_remove_unused_columns_hides_the_others(make_trainer):
+    for removed in (False, True):
+        names: set[str] = set()
+
+        def reward(completion_ids, names=names, **kwargs):
+            names.update(kwargs)
+            return [0.0] * len(completion_ids)
+
+        make_trainer(reward_funcs=reward, remove_unused_columns=removed, max_steps=1).train()
+        assert ("row" in names) is not removed
+
+
+def test_epochs_show_every_prompt_once_each(make_trainer):
+    """Ten prompts in rounds of four: the last round is filled up, or the rest is left out of the epoch."""
+    for drop_last, rounds in ((False, 3), (True, 2)):
+        rows: list[int] = []
+
+        def reward(row, rows=rows, **kwargs):
+            rows.extend(row[::4])
+            return [0.0] * len(row)
+
+        data = Dataset.from_dict({"prompt": [chr(97 + i) for i in range(10)], "row": list(range(10))})
+        trainer = make_trainer(
+            reward_funcs=reward,
+            train_dataset=data,
+            per_device_train_batch_size=16,
+            max_steps=-1,
+            num_train_epochs=2,
+            dataloader_drop_last=drop_last,
+        )
+        trainer.train()
+        assert trainer.state.global_step == 2 * rounds
+        first, second = rows[: 4 * rounds], rows[4 * rounds :]
+        assert len(set(first)) == len(set(second)) == min(10, 4 * rounds)
+        assert first != second
+
+
+# ------------------------------------------------------------------------------------------------ rewards and logs
+
+
+def test_reward_weights_and_scaling(make_trainer):
+    """Advantages of groups of four, by hand: 1*[0,0,1,1] + 3*[0,1,0,1] = [0,3,1,4], mean 2, deviation 1.825742."""
+
+    def first(completion_ids, **kwargs):
+        return [0.0, 0.0, 1.0, 1.0] * (len(completion_ids) // 4)
+
+    def second(completion_ids, **kwargs):
+        return [0.0, 1.0, 0.0, 1.0] * (len(completion_ids) // 4)
+
+    expected = {
+        ("group", "sum_then_normalize"): [-1.095385, 0.547692, -0.547692, 1.095385],
+        ("none", "sum_then_normalize"): [-2.0, 1.0, -1.0, 2.0],
+        # Over eight rows the sample deviation is sqrt(20 / 7) = 1.690309.
+        ("batch", "sum_then_normalize"): [-1.183146, 0.591573, -0.591573, 1.183146],
+        # Each function scaled by 0.577350: +-z, z = 0.865875; sums -4z, 2z, -2z, 4z with deviation 2.927192.
+        ("group", "normalize_then_sum"): [-1.183176, 0.591588, -0.591588, 1.183176],
+    }
+    for (scale, aggregation), advantages in expected.items():
+        trainer = make_trainer(
+            reward_funcs=[first, second],
+            reward_weights=[1.0, 3.0],
+            scale_rewards=scale,
+            multi_objective_aggregation=aggregation,
+            max_steps=1,
+        )
+        rounds: list[Any] = []
+        note = trainer._note_round
+        trainer._note_round = lambda scored, note=note, rounds=rounds: (rounds.append(scored), note(scored))[1]
+        trainer.train()
+        assert rounds[0].advantages == pytest.approx(advantages * 2, abs=2e-5)
+        assert trainer.state.log_history[0]["reward"] == 2.0
+
+
+def test_logging_steps(make_trainer):
+    for every, steps in ((1, [1, 2, 3, 4]), (2, [2, 4])):
+        trainer = make_trainer(logging_steps=every, max_steps=4)
+        trainer.train()
+        assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == steps
+
+
+@pytest.mark.parametrize("shown", [None, 0, 3])
+def test_completions_are_printed(make_trainer, capsys, shown):
+    def reward(completion_ids, log_extra, **kwargs):
+        log_extra("mark", ["MARK"] * len(completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    make_trainer(reward_funcs=reward, max_steps=1, log_completions=True, num_completions_to_print=shown).train()
+    assert capsys.readouterr().out.count("MARK") == (8 if shown is None else shown)
+
+
+@pytest.mark.parametrize("unique", [False, True])
+def test_trackers_get_each_prompt_once_if_asked(make_trainer, monkeypatch, unique):
+    tables: list[list[dict[str, Any]]] = []
+    monkeypatch.setattr(completions_module, "log_to_trackers", lambda records, **kwargs: tables.append(list(records)))
+    make_trainer(max_steps=1, log_completions=True, num_completions_to_print=0, log_unique_prompts=unique).train()
+    assert [len(table) for table in tables] == [2 if unique else 8]
+
+
+def test_settings_are_read_again_at_each_training(make_trainer):
+    """As a search needs it: a changed setting holds for the next training, and nothing of the last one is left."""
+    trainer = make_trainer(max_steps=1, entropy_coef=0.1, use_adaptive_entropy=True, entropy_target=9.0)
+    trainer.train()
+    assert trainer.entropy_controller.coef == pytest.approx(0.105)
+    trainer.args.entropy_coef = 0.3
+    trainer.args.reward_weights = [2.0]
+    trainer.args.temperature = 0.5
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["entropy_coef"] == 0.3
+    assert trainer.entropy_controller.coef == pytest.approx(0.305)
+    assert entry["reward"] == pytest.approx(2 * entry["rewards/letters_reward/mean"])
+    assert trainer.setup.forward_options.temperature == 0.5
+    assert dataclasses.asdict(trainer.setup.policy_options)["loss_type"] == "dapo"
