@@ -1,0 +1,474 @@
+"""Fields of `transformers.TrainingArguments` still do what they say in this trainer's runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+
+
+def logged(trainer, key: str) -> dict[int, Any]:
+    """The values of a key by step."""
+    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
+
+
+class Watch(TrainerCallback):
+    """Calls a function at an event."""
+
+    def __init__(self, event: str, action):
+        setattr(self, event, lambda args, state, control, **kwargs: action(state, kwargs))
+
+
+# ------------------------------------------------------------------------------------------------- length, schedule
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"num_train_epochs": 0.5}, 4),
+        ({"num_train_epochs": 2}, 16),
+        ({"num_train_epochs": 2, "gradient_accumulation_steps": 2}, 8),
+        ({"num_train_epochs": 2, "per_device_train_batch_size": 16}, 8),
+        ({"num_train_epochs": 2, "max_steps": 3}, 3),
+        ({"num_train_epochs": 1, "dataloader_drop_last": True, "rows": 15}, 7),
+        ({"num_train_epochs": 1, "rows": 15}, 8),
+    ],
+    ids=str,
+)
+def test_number_of_steps(make_trainer, tools, settings, steps):
+    """16 prompts, and two to a step of 8 rows with groups of 4."""
+    rows = settings.get("rows", 16)
+    config = {name: value for name, value in settings.items() if name != "rows"}
+    trainer = make_trainer(
+        train_dataset=tools.prompts(rows),
+        **{"max_steps": -1, "max_completion_length": 1, "logging_steps": 50, **config},
+    )
+    assert trainer.train().global_step == steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"lr_scheduler_type": "linear", "warmup_steps": 2}, [0.0, 0.05, 0.1, 0.075, 0.05, 0.025]),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 1 / 3}, [0.0, 0.05, 0.1, 0.075, 0.05, 0.025]),
+        ({"lr_scheduler_type": "constant"}, [0.1] * 6),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.02}},
+            [0.02 + 0.08 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(6)],
+        ),
+    ],
+    ids=["warmup", "share", "constant", "options"],
+)
+def test_learning_rates(make_trainer, settings, rates):
+    trainer = make_trainer(max_steps=6, max_completion_length=1, **SGD, **settings)
+    trainer.train()
+    assert list(logged(trainer, "learning_rate").values()) == pytest.approx(rates)
+
+
+def test_the_rate_falls_when_evaluation_does_not_improve(make_trainer, tools):
+    """Patience 0 and a metric that stays what it is: halved at every evaluation but the first."""
+    trainer = make_trainer(
+        trainer={"eval_dataset": tools.prompts(2)},
+        reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"factor": 0.5, "patience": 0},
+        metric_for_best_model="eval_reward",
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=4,
+    )
+    trainer.train()
+    assert list(logged(trainer, "learning_rate").values()) == [1e-2, 1e-2, 5e-3, 2.5e-3]
+
+
+def test_gradients_are_clipped(make_trainer, make_policy, tools):
+    """With SGD at rate 1 the weights move by the largest norm that gradients may have."""
+    policy = make_policy()
+    start = tools.weights(policy)
+    trainer = make_trainer(model=policy, optim="sgd", learning_rate=1.0, max_grad_norm=0.01, max_steps=1)
+    trainer.train()
+    assert logged(trainer, "grad_norm")[1] > 0.01
+    assert float((tools.weights(policy) - start).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------------- log events
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"logging_steps": 2}, [2, 4]),
+        ({"logging_steps": 3, "logging_first_step": True}, [1, 3]),
+        ({"logging_steps": 0.5}, [3]),
+        ({"logging_strategy": "epoch", "per_device_train_batch_size": 32}, [2, 4, 5]),
+        ({"logging_strategy": "no"}, []),
+    ],
+    ids=str,
+)
+def test_when_it_logs(make_trainer, settings, steps):
+    """With the share 0.5 of 5 steps that is every third step, rounded up."""
+    trainer = make_trainer(max_steps=5, max_completion_length=1, **settings)
+    trainer.train()
+    assert [step for step in logged(trainer, "loss") if step] == steps
+    assert [step for step in logged(trainer, "reward") if step in steps] == steps
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_loss_that_is_not_a_number(make_trainer, monkeypatch, filtered):
+    """Of two steps the second has no loss: the filter counts it as half of the first, of two in the window."""
+    trainer = make_trainer(max_steps=2, logging_steps=2, logging_nan_inf_filter=filtered, beta=0.1)
+    losses: list[float] = []
+    compute = trainer.compute_loss
+
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = compute(*args, **kwargs) + 1.0
+        losses.append(float(loss.detach()))
+        return loss if len(losses) == 1 else loss * float("nan")
+
+    monkeypatch.setattr(trainer, "compute_loss", broken)
+    trainer.train()
+    expected = 0.75 * losses[0] if filtered else float("nan")
+    assert logged(trainer, "loss")[2] == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("given", ["all", "non_padding", True])
+def test_tokens_seen(make_trainer, given):
+    trainer = make_trainer(max_steps=2, include_num_input_tokens_seen=given)
+    trainer.train()
+    seen, counted = logged(trainer, "num_input_tokens_seen"), logged(trainer, "num_tokens")
+    assert {step: seen[step] for step in counted} == counted
+    assert counted[2] > counted[1] > 0
+    assert all(rate > 0 for rate in logged(trainer, "train_tokens_per_second").values())
+
+
+def test_tokens_seen_are_not_logged_unasked(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    trainer.train()
+    assert logged(trainer, "num_input_tokens_seen") == {}
+
+
+def test_memory_is_measured_when_asked_for(make_trainer):
+    pytest.importorskip("psutil")
+    metrics = make_trainer(max_steps=1, skip_memory_metrics=False).train().metrics
+    assert {"train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"} <= set(metrics)
+    assert not any("mem_cpu" in key for key in make_trainer(max_steps=1).train().metrics)
+
+
+# ------------------------------------------------------------------------------------------- evaluation, checkpoints
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}, [0, 2, 4, 5]),
+        ({"eval_strategy": "steps", "eval_steps": 1, "eval_delay": 3}, [3, 4, 5]),
+        ({"eval_strategy": "epoch", "per_device_train_batch_size": 32}, [2, 4, 5]),
+        ({"eval_on_start": True}, [0]),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_when_it_evaluates(make_trainer, tools, settings, steps):
+    trainer = make_trainer(trainer={"eval_dataset": tools.prompts(2)}, max_steps=5, max_completion_length=1, **settings)
+    trainer.train()
+    assert list(logged(trainer, "eval_reward")) == steps
+
+
+@pytest.mark.parametrize(("batch_size", "batches"), [(4, 5), (8, 3), (20, 1)])
+def test_evaluation_batches(make_trainer, tools, batch_size, batches):
+    """Five prompts with four completions each."""
+    seen: list[int] = []
+    watch = Watch("on_prediction_step", lambda state, kwargs: seen.append(1))
+    trainer = make_trainer(
+        trainer={"eval_dataset": tools.prompts(5), "callbacks": [watch]}, per_device_eval_batch_size=batch_size
+    )
+    trainer.evaluate()
+    assert len(seen) == batches
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"save_strategy": "steps", "save_steps": 2}, [2, 4, 5]),
+        ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, [4, 5]),
+        ({"save_strategy": "epoch", "per_device_train_batch_size": 32}, [2, 4, 5]),
+        ({"save_strategy": "no"}, []),
+    ],
+    ids=str,
+)
+def test_when_it_saves(make_trainer, tmp_path, settings, steps):
+    make_trainer(output_dir=str(tmp_path / "here"), max_steps=5, max_completion_length=1, **settings).train()
+    assert checkpoints(tmp_path / "here") == steps
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_checkpoint_holds(make_trainer, tmp_path, alone):
+    make_trainer(max_steps=1, save_strategy="steps", save_only_model=alone).train()
+    names = {path.name for path in (tmp_path / "run" / "checkpoint-1").iterdir()}
+    assert {"model.safetensors", "trainer_state.json", "tokenizer.json"} <= names
+    state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "groupgrad_state_0.pt"}
+    assert names & state == (set() if alone else state)
+
+
+class Counter(TrainerCallback, ExportableState):
+    """Counts steps, and is stored with checkpoints."""
+
+    def __init__(self, steps: int = 0):
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+
+@pytest.mark.parametrize(("restore", "steps"), [(True, 3), (False, 1)])
+def test_callbacks_of_a_resumed_run(make_trainer, tmp_path, restore, steps):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "max_completion_length": 1}
+    make_trainer(trainer={"callbacks": [Counter()]}, **saved).train()
+    trainer = make_trainer(trainer={"callbacks": [Counter()]}, restore_callback_states_from_checkpoint=restore, **saved)
+    trainer.train(str(tmp_path / "run" / "checkpoint-2"))
+    (counter,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Counter)]
+    assert counter.steps == steps
+
+
+@pytest.mark.parametrize(("skip", "rows"), [(False, [4, 5]), (True, [0, 1])])
+def test_data_of_a_resumed_run(make_trainer, tools, tmp_path, skip, rows):
+    """`ignore_data_skip=True` begins the epoch again instead of going on where the checkpoint was."""
+    seen: list[int] = []
+
+    def reward(completion_ids, row, **kwargs):
+        seen.extend(row)
+        return tools.letters_reward(completion_ids)
+
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "shuffle_dataset": False}
+    make_trainer(**saved).train()
+    trainer = make_trainer(reward_funcs=reward, ignore_data_skip=skip, **saved)
+    trainer.train(str(tmp_path / "run" / "checkpoint-2"))
+    assert sorted(set(seen)) == rows
+
+
+STATEFUL = {
+    "beta": 0.1,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 1,
+    "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
+    "entropy_target": 5.0,
+    "entropy_coef_delta": 0.05,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "max_steps": 4,
+}
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"])
+def test_a_checkpoint_asked_for_by_a_signal(make_trainer, make_policy, tools, tmp_path, event):
+    """Wherever in the second step the request comes, the run stops with a checkpoint that it can go on from."""
+    straight = make_trainer(model=make_policy(attention_dropout=0.3), **STATEFUL)
+    straight.train()
+    settings = {**STATEFUL, "output_dir": str(tmp_path / event), "enable_jit_checkpoint": True}
+    managers: list[Any] = []
+
+    def ask(state: Any, kwargs: Any) -> None:
+        if state.global_step == 1:
+            managers[0].is_checkpoint_requested = True
+
+    stopped = make_trainer(
+        model=make_policy(attention_dropout=0.3), trainer={"callbacks": [Watch(event, ask)]}, **settings
+    )
+    managers += [c.jit_manager for c in stopped.callback_handler.callbacks if hasattr(c, "jit_manager")]
+    stopped.train()
+    assert stopped.state.global_step == 2
+    assert checkpoints(tmp_path / event) == [2]
+    resumed = make_trainer(model=make_policy(attention_dropout=0.3), **settings)
+    resumed.train(str(tmp_path / event / "checkpoint-2"))
+    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+    losses, expected = logged(resumed, "loss"), logged(straight, "loss")
+    # The checkpoint was made before the log event of its step, which then counts to the next one's window.
+    assert losses[3] == pytest.approx((expected[2] + expected[3]) / 2)
+    assert losses[4] == expected[4]
+
+
+# ------------------------------------------------------------------------------------------------------ randomness
+
+
+@pytest.fixture
+def drawn(make_trainer, tools):
+    """`drawn(**settings)`: the rows and completions of the first round."""
+
+    def draw(**settings: Any) -> tuple[list[int], list[list[int]]]:
+        seen: dict[str, list[Any]] = {"row": [], "ids": []}
+
+        def reward(completion_ids, row, **kwargs):
+            seen["row"] += row
+            seen["ids"] += completion_ids
+            return tools.letters_reward(completion_ids)
+
+        make_trainer(reward_funcs=reward, max_steps=1, **settings).train()
+        return seen["row"], seen["ids"]
+
+    return draw
+
+
+def test_seeds(drawn):
+    """`seed` decides both; `data_seed` takes the order of the data over."""
+    rows, completions = drawn(seed=1)
+    assert drawn(seed=1) == (rows, completions)
+    assert drawn(seed=2)[0] != rows
+    same_rows, others = drawn(seed=2, data_seed=1)
+    assert same_rows == rows
+    assert others != completions
+    assert drawn(seed=1, data_seed=2)[0] != rows
+
+
+def test_full_determinism(make_trainer, monkeypatch):
+    """PyTorch then refuses operations whose result may vary; none of ours is one, on a CPU."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")
+    for name in ("ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    try:
+        trainer = make_trainer(full_determinism=True, beta=0.1, entropy_coef=0.1, steps_per_generation=2)
+        assert torch.are_deterministic_algorithms_enabled()
+        trainer.train()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --------------------------------------------------------------------------------------- what happens to the model
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """`calls(name)`: the arguments of every later call of a function that the base class uses; it does nothing else."""
+
+    def record(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        made: list[Any] = []
+        monkeypatch.setattr(f"transformers.trainer.{name}", lambda *args, **kwargs: made.append((args, kwargs)))
+        return made
+
+    return record
+
+
+def test_the_cache_of_the_device_is_emptied(make_trainer, calls):
+    """At the first and third of three steps of two micro-batches."""
+    cleared = calls("clear_device_cache")
+    make_trainer(torch_empty_cache_steps=2, gradient_accumulation_steps=2, max_steps=3).train()
+    assert len(cleared) == 4
+
+
+def test_noise_on_embeddings(make_trainer, make_policy, tools):
+    """In training passes alone: the rollouts stay, the weights do not, and the hook goes away."""
+    finals = []
+    for alpha in (None, 5.0):
+        policy = make_policy()
+        trainer = make_trainer(model=policy, max_steps=1, neftune_noise_alpha=alpha)
+        trainer.train()
+        finals.append((tools.weights(policy), logged(trainer, "reward")))
+        assert not policy.get_input_embeddings()._forward_hooks
+    assert finals[0][1] == finals[1][1]
+    assert tools.relative(finals[1][0], finals[0][0]) > 1e-4
+
+
+def recomputes(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("names", ["gradient_checkpointing", "activation_checkpointing"])
+def test_activation_checkpointing(make_trainer, make_policy, monkeypatch, names):
+    policy = make_policy()
+    given: list[dict[str, Any]] = []
+    enable = policy.activation_checkpointing_enable
+    monkeypatch.setattr(policy, "activation_checkpointing_enable", lambda **kw: (given.append(kw), enable(**kw)))
+    options = {"use_reentrant": False, "determinism_check": "none"}
+    other = {"activation_checkpointing": True, "gradient_checkpointing": True}
+    make_trainer(model=policy, max_steps=1, **{**other, f"{names}_kwargs": options}).train()
+    assert recomputes(policy)
+    assert given[0]["activation_checkpointing_kwargs"] == options
+
+
+def test_no_activation_checkpointing(make_trainer, make_policy):
+    policy = make_policy()
+    make_trainer(model=policy, max_steps=1).train()
+    assert not recomputes(policy)
+
+
+def test_compiled(make_trainer, make_policy, tools):
+    """The forward pass of training runs through the compiler, which changes no weight by more than rounding."""
+    torch._dynamo.reset()
+    finals, modules = [], []
+    for settings in ({}, {"torch_compile_backend": "eager"}):
+        policy = make_policy()
+        trainer = make_trainer(model=policy, max_steps=2, **SGD, **settings)
+        trainer.train()
+        finals.append(tools.weights(policy))
+        modules.append(trainer.model_wrapped)
+    assert modules[0] is not modules[1] and hasattr(modules[1], "_orig_mod")
+    assert tools.relative(finals[1], finals[0]) < 1e-6
+
+
+def test_the_compiler_gets_its_options(make_trainer):
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager", "torch_compile_mode": "reduce-overhead"}
+    plugin = make_trainer(**settings).accelerator.state.dynamo_plugin
+    assert (plugin.backend.value.lower(), plugin.mode) == ("aot_eager", "reduce-overhead")
+
+
+def test_kernels_are_put_into_the_model(make_trainer, calls, monkeypatch):
+    monkeypatch.setattr("groupgrad.compat.is_available", lambda name: True)
+    applied = calls("apply_liger_kernel")
+    trainer = make_trainer(use_liger_kernel=True, liger_kernel_config={"rope": False}, max_steps=1)
+    trainer.train()
+    assert applied == [((trainer.model, {"rope": False}), {})]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_cache_of_the_saved_model(make_trainer, value):
+    """Sampling and scoring choose for themselves."""
+    trainer = make_trainer(use_cache=value, max_steps=1)
+    trainer.train()
+    assert trainer.model.config.use_cache is value
+
+
+def test_overflow_is_looked_for(make_trainer, monkeypatch):
+    """The detector watches the policy in all passes, and nothing of a sound run alarms it."""
+    watched: list[Any] = []
+    original = transformers.trainer.DebugUnderflowOverflow
+
+    def watch(model: Any) -> Any:
+        watched.append(original(model))
+        return watched[-1]
+
+    monkeypatch.setattr("transformers.trainer.DebugUnderflowOverflow", watch)
+    trainer = make_trainer(debug="underflow_overflow", max_steps=1)
+    trainer.train()
+    assert watched[0].model is trainer.model
+    assert watched[0].batch_number > 0 and not watched[0].detected_overflow
+
+
+@pytest.mark.parametrize(("settings", "precision"), [({"bf16": True}, "bf16"), ({}, "no")])
+def test_mixed_precision(make_trainer, tools, settings, precision):
+    """Weights stay float32; with bfloat16 the forward pass does not."""
+    trainer = make_trainer(max_steps=1, **settings)
+    kinds: set[torch.dtype] = set()
+    layer = trainer.model.model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(lambda module, inputs, output: kinds.add(output.dtype) if module.training else None)
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == precision
+    assert kinds == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
