@@ -128,6 +128,7 @@ def build_parts(
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config)
+    load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
     if not eos_ids:

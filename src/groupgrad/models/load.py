@@ -103,6 +103,16 @@ def max_context(model: Any) -> int | None:
     return int(limit) if limit else None
 
 
+def check_trainable(model: nn.Module) -> None:
+    """ValueError for a model of which nothing would be trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"all parameters of this {type(model).__name__} are frozen (requires_grad is False), so there is nothing "
+            "to train; load an adapter with PeftModel.from_pretrained(..., is_trainable=True), give a peft_config, or "
+            "call model.requires_grad_(True)"
+        )
+
+
 def turn_off_dropout(model: nn.Module) -> None:
     """Set the probability of every dropout layer to 0, and of attention that drops out by a number of its own."""
     for module in model.modules():
