@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,27 @@ def same_weights() -> Callable[[torch.nn.Module, torch.nn.Module], bool]:
         return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
     return compare
+
+
+def run_sample(sample: str, **names: Any) -> dict[str, Any]:
+    """The namespace after running a document's sample as a script, with `names` given."""
+    code = inspect.cleandoc("\n" + sample).replace("from trl", "from groupgrad").replace("    ...,", "    **rest,")
+    namespace = {"__name__": "__main__", "__annotations__": {}, **names}
+    exec(compile(code, "sample.py", "exec"), namespace)
+    return namespace
+
+
+@pytest.fixture(name="run")
+def _run() -> Callable[..., dict[str, Any]]:
+    return run_sample
+
+
+@pytest.fixture
+def rest() -> Callable[..., dict[str, Any]]:
+    """Makes the arguments that the `...` of a document's constructor call stands for."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        dataset = Dataset.from_list([{"prompt": f"{a}+1=", "ground_truth": str(a + 1)} for a in range(4)])
+        return {"model": "Qwen/Qwen2-0.5B-Instruct", "train_dataset": dataset, **changes}
+
+    return make

@@ -8,7 +8,6 @@ its reader (`model`, `dataset`, `check_math_solution`) are in the namespace that
 from __future__ import annotations
 
 import doctest
-import inspect
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from datasets import Dataset
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.compat import is_available
-from groupgrad.errors import ConfigError, UnavailableError
 
 pytestmark = pytest.mark.usefixtures("hub", "affordable")
 
@@ -267,148 +265,15 @@ trainer = GRPOTrainer(
 trainer.train()
 """
 
-VLLM_COLOCATE = """\
-from trl import GRPOConfig
-
-training_args = GRPOConfig(
-    ...,
-    use_vllm=True,  # vllm_mode="colocate" by default
-)
-"""
-
-VLLM_SERVER = """\
-   from trl import GRPOConfig
-
-   training_args = GRPOConfig(
-       ...,
-       use_vllm=True,
-       vllm_mode="server",
-   )
-"""
-
-VLLM_AT_SCALE = """\
-import argparse
-
-from datasets import load_dataset
-from trl import GRPOTrainer, GRPOConfig
-from trl.rewards import accuracy_reward
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--vllm_server_host", type=str, default="", help="The server IP")
-    args = parser.parse_args()
-
-    dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
-
-    training_args = GRPOConfig(
-        per_device_train_batch_size=4,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_host=args.vllm_server_host.replace("ip-", "").replace("-", "."),  # from ip-X-X-X-X to X.X.X.X
-    )
-
-    trainer = GRPOTrainer(
-        model="Qwen/Qwen2.5-72B",
-        args=training_args,
-        reward_funcs=accuracy_reward,
-        train_dataset=dataset
-    )
-    trainer.train()
-
-if __name__=="__main__":
-    main()
-"""
-
-TOOLS = '''\
-from trl import GRPOTrainer
-
-def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The product of the two integers.
-    """
-    return a * b
-
-async def async_add(a: int, b: int) -> int:
-    """
-    Asynchronously adds two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The sum of the two integers.
-    """
-    return a + b
-
-trainer = GRPOTrainer(
-    tools=[multiply, async_add],
-    ...,
-)
-'''
-
-ENVIRONMENT = '''\
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
-
-instructions = [f"Increment the counter by {i}." for i in range(1, 7)]
-dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": instruction}] for instruction in instructions]})
-
-def reward_func(environments, **kwargs):  # dummy reward: the reward is the current value of the counter
-    return [environment.counter for environment in environments]
-
-class IncrementEnv:
-    def reset(self, **kwargs) -> str | None:  # required; receives sampled row fields as kwargs (e.g., `prompt`)
-        self.counter = 0
-        return "Counter reset to 0.\\n"
-
-    def increment(self, step: int) -> int:  # the other public methods of the environment are exposed as tools
-        """
-        Increment the internal counter.
-
-        Args:
-            step: Value to add to the counter.
-
-        Returns:
-            The updated counter value.
-        """
-        self.counter += step
-        return self.counter
-
-trainer = GRPOTrainer(
-    model="Qwen/Qwen3-0.6B",
-    args=GRPOConfig(chat_template_kwargs={"enable_thinking": False}),
-    train_dataset=dataset,
-    reward_funcs=reward_func,
-    environment_factory=IncrementEnv,
-)
-trainer.train()
-'''
-
 IN_DOCUMENT: dict[str, tuple[str, ...]] = {
     "000_*.txt": (
         QUICK_START, CLASS_EXAMPLE, LONGER_BY_TOKENS, LONGER_BY_TOKENS_TRIED, LONGER_BY_CHARACTERS,
         LONGER_BY_CHARACTERS_TRIED, FORMAT, FORMAT_TRIED, REFERENCE, REFERENCE_TRIED, MULTI_TASK, ASYNCHRONOUS, LOGGING,
-        PASSED_ALONE, PASSED_IN_A_LIST, VLLM_COLOCATE, VLLM_SERVER, VLLM_AT_SCALE, TOOLS, ENVIRONMENT,
+        PASSED_ALONE, PASSED_IN_A_LIST,
     ),
     "002_*.txt": (QUICK_START,),
     "004_*.txt": (OTHER_SPELLINGS,),
 }  # fmt: skip
-
-
-def run(sample: str, **names: Any) -> dict[str, Any]:
-    """The namespace after running a sample as a script."""
-    code = inspect.cleandoc("\n" + sample).replace("from trl", "from groupgrad").replace("    ...,", "    **rest,")
-    namespace = {"__name__": "__main__", "__annotations__": {}, **names}
-    exec(compile(code, "sample.py", "exec"), namespace)
-    return namespace
 
 
 def try_out(session: str, namespace: dict[str, Any]) -> int:
@@ -424,12 +289,6 @@ def steps_of(trainer: GRPOTrainer) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def rest(**changes: Any) -> dict[str, Any]:
-    """Arguments for the `...` of a document's constructor call."""
-    dataset = Dataset.from_list([{"prompt": f"{a}+1=", "ground_truth": str(a + 1)} for a in range(4)])
-    return {"model": "Qwen/Qwen2-0.5B-Instruct", "train_dataset": dataset, **changes}
-
-
 @pytest.mark.parametrize("document", IN_DOCUMENT)
 def test_the_samples_are_those_of_the_documents(document: str, shared: Path) -> None:
     (path,) = (shared / "reference" / "seeds").glob(document)
@@ -439,7 +298,7 @@ def test_the_samples_are_those_of_the_documents(document: str, shared: Path) -> 
 
 
 @pytest.mark.parametrize("sample", [QUICK_START, CLASS_EXAMPLE], ids=["quick start", "class example"])
-def test_quick_start(sample: str, hub: Path) -> None:
+def test_quick_start(sample: str, hub: Path, run: Any) -> None:
     pytest.importorskip("math_verify")
     trainer = run(sample)["trainer"]
     name = "Qwen2-0.5B-Instruct" if sample is QUICK_START else "Qwen2.5-0.5B-Instruct"
@@ -452,7 +311,7 @@ def test_quick_start(sample: str, hub: Path) -> None:
     assert [step["reward"] for step in steps_of(trainer)] == [0.0] * 4
 
 
-def test_quick_start_under_accelerate_launch(hub: Path, make_model: Any) -> None:
+def test_quick_start_under_accelerate_launch(hub: Path, make_model: Any, run: Any) -> None:
     pytest.importorskip("math_verify")
     # Here nothing is patched: the ids are local folders of those names, and the script takes all defaults. A short
     # context keeps the default of 256 tokens affordable.
@@ -470,7 +329,7 @@ def test_quick_start_under_accelerate_launch(hub: Path, make_model: Any) -> None
     assert (saved / "model.safetensors").is_file()
 
 
-def test_longer_by_tokens() -> None:
+def test_longer_by_tokens(run: Any, rest: Any) -> None:
     namespace = run(LONGER_BY_TOKENS)
     assert try_out(LONGER_BY_TOKENS_TRIED, namespace) == 4
     trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
@@ -482,7 +341,7 @@ def test_longer_by_tokens() -> None:
         assert step["reward"] == step["rewards/reward_func/mean"]
 
 
-def test_longer_by_characters() -> None:
+def test_longer_by_characters(run: Any, rest: Any) -> None:
     namespace = run(LONGER_BY_CHARACTERS)
     assert try_out(LONGER_BY_CHARACTERS_TRIED, namespace) == 4
     trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
@@ -493,7 +352,7 @@ def test_longer_by_characters() -> None:
         assert step["rewards/reward_func/mean"] <= step["completions/mean_length"] - ended + 1e-9
 
 
-def test_format() -> None:
+def test_format(run: Any, rest: Any) -> None:
     sample, session = FORMAT, FORMAT_TRIED
     for lost, restored in TAGS_BACK:
         assert lost in sample + session
@@ -506,7 +365,7 @@ def test_format() -> None:
     assert [step["rewards/format_reward_func/mean"] for step in steps_of(trainer)] == [0.0] * 4
 
 
-def test_reference() -> None:
+def test_reference(run: Any, rest: Any) -> None:
     namespace = run(REFERENCE)
     assert try_out(REFERENCE_TRIED, namespace) == 4
     trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
@@ -514,7 +373,7 @@ def test_reference() -> None:
     assert [step["rewards/reward_func/mean"] for step in steps_of(trainer)] == [0.0] * 4
 
 
-def test_multi_task() -> None:
+def test_multi_task(run: Any) -> None:
     seen: list[str] = []
 
     def check_math_solution(prompt: str, completion: str) -> bool:
@@ -536,7 +395,7 @@ def test_multi_task() -> None:
     assert all(step.get("rewards/coding_reward_func/mean") is None for step in steps)
 
 
-def test_asynchronous_and_synchronous_in_one_list() -> None:
+def test_asynchronous_and_synchronous_in_one_list(run: Any, rest: Any) -> None:
     namespace = run(ASYNCHRONOUS)
     first, second = namespace["async_reward_func"], run(ASYNCHRONOUS)["async_reward_func"]
     functions = {
@@ -554,7 +413,7 @@ def test_asynchronous_and_synchronous_in_one_list() -> None:
         assert step["reward"] == pytest.approx(sum(parts))
 
 
-def test_weighted_sum() -> None:
+def test_weighted_sum(run: Any, rest: Any) -> None:
     functions = {
         "reward_func": run(LONGER_BY_TOKENS)["reward_func"],
         "async_reward_func1": run(ASYNCHRONOUS)["async_reward_func"],
@@ -568,7 +427,7 @@ def test_weighted_sum() -> None:
         assert step["reward"] == pytest.approx(0.5 * parts[0] + 2.0 * parts[1] - parts[2])
 
 
-def test_extra_columns_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+def test_extra_columns_and_metrics(capsys: pytest.CaptureFixture[str], run: Any, rest: Any) -> None:
     args = GRPOConfig(output_dir="out", log_completions=True, num_completions_to_print=1)
     trainer = run(PASSED_ALONE, reward_func=run(LOGGING)["reward_func"], rest=rest(args=args))["trainer"]
     trainer.train()
@@ -589,7 +448,7 @@ def given(make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
     return {"model": make_model(), "tokenizer": make_tokenizer(), "dataset": dataset}
 
 
-def test_other_spellings(given: dict[str, Any]) -> None:
+def test_other_spellings(given: dict[str, Any], run: Any) -> None:
     # The 8-bit optimizer has a package of its own; with the plain one the sample needs nothing else.
     trainer = run(OTHER_SPELLINGS.replace("adamw_8bit", "adamw_torch"), **given)["trainer"]
     steps = steps_of(trainer)
@@ -603,31 +462,8 @@ def test_other_spellings(given: dict[str, Any]) -> None:
     assert any(step["rewards/reward_fn/mean"] > 0.0 for step in steps)
 
 
-def test_other_spellings_as_written(given: dict[str, Any], unsampled: None) -> None:
+def test_other_spellings_as_written(given: dict[str, Any], unsampled: None, run: Any) -> None:
     if is_available("bitsandbytes"):
         pytest.skip("bitsandbytes is installed")
     with pytest.raises(ImportError, match=r"adamw_8bit.*bitsandbytes.*pip install 'groupgrad\[quant\]'"):
         run(OTHER_SPELLINGS, **given)
-
-
-@pytest.mark.parametrize("sample", [VLLM_COLOCATE, VLLM_SERVER], ids=["colocate", "server"])
-def test_vllm_is_refused_by_name(sample: str) -> None:
-    with pytest.raises(ConfigError, match="use_vllm=True is not part of this version"):
-        run(sample, rest={"output_dir": "out"})
-
-
-def test_vllm_at_scale_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, unsampled: None) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--vllm_server_host", "ip-10-0-0-7"])
-    with pytest.raises(ConfigError, match="use_vllm=True is not part of this version"):
-        run(VLLM_AT_SCALE)
-
-
-def test_tools_are_refused_by_name(unsampled: None) -> None:
-    reward_func = run(LONGER_BY_TOKENS)["reward_func"]
-    with pytest.raises(UnavailableError, match="tools is given, but tool calling is not part of this version"):
-        run(TOOLS, rest=rest(reward_funcs=reward_func))
-
-
-def test_environments_are_refused_by_name(unsampled: None) -> None:
-    with pytest.raises(UnavailableError, match="environment_factory is given, but environments is not part of this"):
-        run(ENVIRONMENT)
