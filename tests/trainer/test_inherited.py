@@ -306,35 +306,6 @@ def test_a_checkpoint_asked_for_by_a_signal(make_trainer, make_policy, tools, tm
 # ------------------------------------------------------------------------------------------------------ randomness
 
 
-@pytest.fixture
-def drawn(make_trainer, tools):
-    """`drawn(**settings)`: the rows and completions of the first round."""
-
-    def draw(**settings: Any) -> tuple[list[int], list[list[int]]]:
-        seen: dict[str, list[Any]] = {"row": [], "ids": []}
-
-        def reward(completion_ids, row, **kwargs):
-            seen["row"] += row
-            seen["ids"] += completion_ids
-            return tools.letters_reward(completion_ids)
-
-        make_trainer(reward_funcs=reward, max_steps=1, **settings).train()
-        return seen["row"], seen["ids"]
-
-    return draw
-
-
-def test_seeds(drawn):
-    """`seed` decides both; `data_seed` takes the order of the data over."""
-    rows, completions = drawn(seed=1)
-    assert drawn(seed=1) == (rows, completions)
-    assert drawn(seed=2)[0] != rows
-    same_rows, others = drawn(seed=2, data_seed=1)
-    assert same_rows == rows
-    assert others != completions
-    assert drawn(seed=1, data_seed=2)[0] != rows
-
-
 def test_full_determinism(make_trainer, monkeypatch):
     """PyTorch then refuses operations whose result may vary; none of ours is one, on a CPU."""
     for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
@@ -390,15 +361,16 @@ def recomputes(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-@pytest.mark.parametrize("names", ["gradient_checkpointing", "activation_checkpointing"])
-def test_activation_checkpointing(make_trainer, make_policy, monkeypatch, names):
+@pytest.mark.parametrize("name", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"])
+def test_activation_checkpointing(make_trainer, make_policy, monkeypatch, name):
+    """Two names of one setting and two of its options."""
     policy = make_policy()
     given: list[dict[str, Any]] = []
     enable = policy.activation_checkpointing_enable
     monkeypatch.setattr(policy, "activation_checkpointing_enable", lambda **kw: (given.append(kw), enable(**kw)))
     options = {"use_reentrant": False, "determinism_check": "none"}
-    other = {"activation_checkpointing": True, "gradient_checkpointing": True}
-    make_trainer(model=policy, max_steps=1, **{**other, f"{names}_kwargs": options}).train()
+    on = {"activation_checkpointing": True, "gradient_checkpointing": True}
+    make_trainer(model=policy, max_steps=1, **on, **{name: options}).train()
     assert recomputes(policy)
     assert given[0]["activation_checkpointing_kwargs"] == options
 
