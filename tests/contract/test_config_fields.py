@@ -309,9 +309,9 @@ def test_every_field_explains_itself():
 
 @dataclass(slots=True, frozen=True)
 class Changes:
-    """The field changes what a run does; `test` shows it, as `path::name` (None: the test is to come)."""
+    """The field changes what a run does; `test` shows it, as `path::name`."""
 
-    test: str | None = None
+    test: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -331,46 +331,49 @@ class Warns:
 
 MOVES = Changes("tests/config/test_resolved.py::test_values_move_to_where_they_live_now")
 RENAMED = Changes("tests/config/test_resolved.py::test_renamed_fields_warn_and_work")
+WEIGHTS = Changes("tests/trainer/test_options.py::test_it_changes_the_weights")
+CUT = Changes("tests/trainer/test_options.py::test_a_cut_to_the_likeliest_token_gives_a_group_one_text")
+ADVANTAGES = Changes("tests/trainer/test_options.py::test_reward_weights_and_scaling")
 ROUNDS = Changes("tests/config/test_resolved.py::test_rounds")
 INERT = "a meaning today"
 
 AUDIT: dict[str, Changes | Raises | Warns] = {
     # defaults changed from TrainingArguments
-    "learning_rate": Changes(),
-    "logging_steps": Changes(),
-    "gradient_checkpointing": Changes(),
+    "learning_rate": WEIGHTS,
+    "logging_steps": Changes("tests/trainer/test_options.py::test_logging_steps"),
+    "gradient_checkpointing": Changes("tests/trainer/test_exactness.py::test_gradient_checkpointing_changes_nothing"),
     "bf16": Changes("tests/config/test_resolved.py::test_bf16_unless_told_otherwise_where_an_accelerator_has_it"),
-    "remove_unused_columns": Changes(),
-    "hub_token": Changes(),
+    "remove_unused_columns": Changes("tests/trainer/test_options.py::test_remove_unused_columns_hides_the_others"),
+    "hub_token": Changes("tests/contract/test_hub.py::test_no_token_is_uploaded"),
     # model and reference
-    "model_init_kwargs": Changes(),
-    "trust_remote_code": Changes(),
-    "router_aux_loss_coef": Changes(),
-    "disable_dropout": Changes(),
-    "cast_lm_head_to_fp32": Changes(),
-    "beta": Changes(),
-    "sync_ref_model": Changes(),
-    "ref_model_mixup_alpha": Changes(),
-    "ref_model_sync_steps": Changes(),
+    "model_init_kwargs": Changes("tests/trainer/test_models.py::test_model_init_kwargs"),
+    "trust_remote_code": Changes("tests/trainer/test_models.py::test_trust_remote_code"),
+    "router_aux_loss_coef": Changes("tests/trainer/test_models.py::test_router_aux_loss_coef"),
+    "disable_dropout": Changes("tests/trainer/test_models.py::test_disable_dropout_turns_all_of_it_off"),
+    "cast_lm_head_to_fp32": Changes("tests/trainer/test_models.py::test_cast_lm_head_to_fp32"),
+    "beta": WEIGHTS,
+    "sync_ref_model": WEIGHTS,
+    "ref_model_mixup_alpha": Changes("tests/trainer/test_models.py::test_the_reference_is_mixed"),
+    "ref_model_sync_steps": Changes("tests/trainer/test_models.py::test_the_reference_follows_on_schedule"),
     # data and groups
-    "num_generations": Changes(),
-    "num_generations_eval": Changes(),
-    "max_completion_length": Changes(),
-    "shuffle_dataset": Changes(),
+    "num_generations": Changes("tests/trainer/test_options.py::test_num_generations_is_the_group_size"),
+    "num_generations_eval": Changes("tests/trainer/test_evaluation.py::test_every_prompt_is_measured_once"),
+    "max_completion_length": Changes("tests/trainer/test_options.py::test_max_completion_length"),
+    "shuffle_dataset": Changes("tests/trainer/test_options.py::test_shuffle_dataset_off_keeps_the_order"),
     "pad_to_multiple_of": Warns(8, "padding"),
     "ds3_gather_for_generation": Warns(False, "DeepSpeed ZeRO-3"),
     # generation
-    "rollout_engine": Changes(),
+    "rollout_engine": Changes("tests/trainer/test_options.py::test_rollout_engine"),
     "generation_batch_size": ROUNDS,
     "steps_per_generation": ROUNDS,
-    "temperature": Changes(),
-    "top_p": Changes(),
-    "top_k": Changes(),
-    "min_p": Changes(),
-    "repetition_penalty": Changes(),
-    "generation_kwargs": Changes(),
-    "chat_template_kwargs": Changes(),
-    "cache_implementation": Changes(),
+    "temperature": Changes("tests/trainer/test_options.py::test_the_temperature_divides_the_scores"),
+    "top_p": CUT,
+    "top_k": CUT,
+    "min_p": CUT,
+    "repetition_penalty": Changes("tests/trainer/test_options.py::test_a_repetition_penalty_keeps_tokens_apart"),
+    "generation_kwargs": Changes("tests/trainer/test_options.py::test_generation_kwargs_go_to_the_sampler"),
+    "chat_template_kwargs": Changes("tests/trainer/test_options.py::test_chat_template_kwargs_and_messages"),
+    "cache_implementation": Changes("tests/trainer/test_options.py::test_cache_implementation"),
     "use_transformers_continuous_batching": Raises(True),
     "transformers_continuous_batching_config": Warns({"a": 1}, "continuous batching"),
     "max_tool_calling_iterations": Raises(2),
@@ -393,37 +396,37 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "vllm_importance_sampling_clip_max": Warns(2.0, "vLLM"),
     "vllm_importance_sampling_clip_min": Warns(0.1, "vLLM"),
     # objective
-    "loss_type": Changes(),
-    "importance_sampling_level": Changes(),
-    "num_iterations": Changes(),
-    "epsilon": Changes(),
-    "epsilon_high": Changes(),
-    "delta": Changes(),
-    "sapo_temperature_neg": Changes(),
-    "sapo_temperature_pos": Changes(),
-    "vespo_k_pos": Changes(),
-    "vespo_lambda_pos": Changes(),
-    "vespo_k_neg": Changes(),
-    "vespo_lambda_neg": Changes(),
-    "mask_truncated_completions": Changes(),
-    "top_entropy_quantile": Changes(),
-    "use_bias_correction_kl": Changes(),
-    "off_policy_mask_threshold": Changes(),
-    "entropy_coef": Changes(),
-    "use_adaptive_entropy": Changes(),
-    "entropy_coef_min": Changes(),
-    "entropy_coef_max": Changes(),
-    "entropy_coef_delta": Changes(),
-    "entropy_target": Changes(),
+    "loss_type": WEIGHTS,
+    "importance_sampling_level": WEIGHTS,
+    "num_iterations": Changes("tests/trainer/test_options.py::test_how_often_rounds_are_sampled"),
+    "epsilon": WEIGHTS,
+    "epsilon_high": WEIGHTS,
+    "delta": WEIGHTS,
+    "sapo_temperature_neg": WEIGHTS,
+    "sapo_temperature_pos": WEIGHTS,
+    "vespo_k_pos": WEIGHTS,
+    "vespo_lambda_pos": WEIGHTS,
+    "vespo_k_neg": WEIGHTS,
+    "vespo_lambda_neg": WEIGHTS,
+    "mask_truncated_completions": WEIGHTS,
+    "top_entropy_quantile": WEIGHTS,
+    "use_bias_correction_kl": WEIGHTS,
+    "off_policy_mask_threshold": WEIGHTS,
+    "entropy_coef": WEIGHTS,
+    "use_adaptive_entropy": WEIGHTS,
+    "entropy_coef_min": Changes("tests/trainer/test_metrics.py::test_the_adaptive_coefficient_is_logged_and_moves"),
+    "entropy_coef_max": WEIGHTS,
+    "entropy_coef_delta": WEIGHTS,
+    "entropy_target": WEIGHTS,
     # rewards
-    "reward_weights": Changes(),
-    "scale_rewards": Changes(),
-    "multi_objective_aggregation": Changes(),
+    "reward_weights": ADVANTAGES,
+    "scale_rewards": ADVANTAGES,
+    "multi_objective_aggregation": ADVANTAGES,
     # logging
-    "log_completions": Changes(),
+    "log_completions": Changes("tests/trainer/test_metrics.py::test_each_log_event_and_phase_has_a_file"),
     "log_multimodal": Warns(False, "images"),
-    "num_completions_to_print": Changes(),
-    "log_unique_prompts": Changes(),
+    "num_completions_to_print": Changes("tests/trainer/test_options.py::test_completions_are_printed"),
+    "log_unique_prompts": Changes("tests/trainer/test_options.py::test_trackers_get_each_prompt_once_if_asked"),
     "log_completions_hub_repo": Raises("me/x"),
     # fields of the past that moved
     "per_gpu_train_batch_size": MOVES,
@@ -487,7 +490,11 @@ def test_a_field_without_effect_says_so(name, row):
         GRPOConfig(use_cpu=True, **{name: row.value})
 
 
-@pytest.mark.parametrize("test", sorted({row.test for _, row in ROWS[Changes] if row.test}))
+@pytest.mark.parametrize("test", sorted({row.test for _, row in ROWS[Changes]}))
 def test_the_named_tests_exist(test):
+    """The one that is a table has a row for each field that it stands for."""
     path, name = test.split("::")
-    assert f"def {name}(" in (ROOT / path).read_text()
+    text = (ROOT / path).read_text()
+    assert f"def {name}(" in text
+    if test == WEIGHTS.test:
+        assert [field for field, row in ROWS[Changes] if row is WEIGHTS and f'    "{field}": (' not in text] == []

@@ -314,7 +314,7 @@ def stored(trainer) -> dict[str, list[dict[str, Any]]]:
     return {path.name: pq.read_table(path).to_pylist() for path in sorted(folder.glob("*.parquet"))}
 
 
-def test_completions_have_a_file_for_each_log_event_and_phase(make_trainer, watch, tools):
+def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
     seen, rewards = watch()
     trainer = make_trainer(
         reward_funcs=rewards,

@@ -96,7 +96,7 @@ def test_the_reference_follows_on_schedule(make_trainer):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_the_reference_is_mixed_parameter_by_parameter(make_trainer, make_policy, adapter):
+def test_the_reference_is_mixed(make_trainer, make_policy, adapter):
     """After one step: 0.25 of the policy and 0.75 of what it was."""
     policy = make_policy()
     torch.manual_seed(0)
