@@ -269,8 +269,8 @@ def test_without_args_from_an_object(
     assert trainer.args.output_dir == "Qwen3ForCausalLM-GRPO"
 
 
-def test_num_generations_of_the_constructor(make_trainer: MakeTrainer) -> None:
-    args = GRPOConfig(output_dir="out", per_device_train_batch_size=8, **SMALL)
+def test_num_generations_of_the_constructor(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path / "out"), per_device_train_batch_size=8, **SMALL)
     trainer = make_trainer(args=args, num_generations=4)
     assert trainer.args.num_generations == 4
     assert trainer.plan.prompts_per_round == 2
