@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, set_seed
 
 from groupgrad import compat
 from groupgrad.callbacks import EntropyController
@@ -124,6 +124,8 @@ def build_parts(
     model: Any, config: GRPOConfig, processing_class: Any, quantization_config: Any, peft_config: Any
 ) -> Parts:
     """The policy on its way into training, its tokenizer, and the frozen reference if a KL term is used."""
+    # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
+    set_seed(config.seed)
     model = _load_model(model, config, quantization_config)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:

@@ -171,6 +171,20 @@ def test_peft_config_wraps_the_model(tokenizer: Any, model: Any, make_trainer: M
     assert all("lora_" in name for name in trainable)
 
 
+def test_a_new_adapter_is_that_of_the_seed(
+    make_trainer: MakeTrainer, make_model: Any, tokenizer: Any, lora: Any
+) -> None:
+    """Whatever was drawn before, on whichever rank."""
+    found = []
+    for drawn, seed in ((0, 1), (9, 1), (0, 2)):
+        model = make_model()
+        torch.manual_seed(drawn)
+        policy = make_trainer({"seed": seed}, model=model, processing_class=tokenizer, peft_config=lora).model
+        found.append(torch.cat([p.flatten() for name, p in policy.named_parameters() if "lora_A" in name]))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_quantization_config_twice(model_dir: Path, make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match=r"quantization_config is given both as an argument and in model_init_kwargs"):
         make_trainer(
