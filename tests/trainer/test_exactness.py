@@ -233,3 +233,17 @@ def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tool
     assert len(rounds) == 2
     assert [entry["loss"] for entry in trainer.state.log_history[:-1]] == pytest.approx(losses, abs=1e-5)
     assert tools.relative(tools.weights(policy), tools.weights(dense)) < 1e-5
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_sampler_computes_in_trainings_precision(make_trainer, adapted, bf16):
+    """An untouched policy scores its own samples as it sampled them, also in mixed precision behind an adapter."""
+    extra = {}
+    if adapted:
+        peft = pytest.importorskip("peft")
+        extra["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    trainer = make_trainer(trainer=extra, bf16=bf16, num_iterations=2, learning_rate=0.0, max_steps=1)
+    trainer.train()
+    for batch in trainer.buffer.get(0):
+        torch.testing.assert_close(batch.sampling_logprobs, batch.old_logprobs, rtol=0, atol=1e-5)

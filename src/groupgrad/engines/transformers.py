@@ -6,8 +6,8 @@ cumulative distribution at one uniform number a token, so a row's text is a func
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,10 +47,22 @@ _LOOKS_BACK = frozenset(
 
 
 class TransformersEngine:
-    """Samples through `model.generate`, at most `max_rows` rows a call, without dropout and in evaluation mode."""
+    """Samples through `model.generate`, at most `max_rows` rows a call, without dropout and in evaluation mode.
 
-    def __init__(self, model: nn.Module, *, tokenizer: Any = None, max_rows: int = 64):
+    `precision` makes the context that training's mixed precision computes in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Any = None,
+        max_rows: int = 64,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
         self._model, self._tokenizer, self._max_rows = model, tokenizer, max_rows
+        # `accelerate` gives the outermost module training's mixed precision; an adapter's `generate` goes past it.
+        self._precision = precision
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -59,7 +71,7 @@ class TransformersEngine:
         # Rows of like budget and prompt length share a call: less padding, and no row runs past its context.
         order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
         padded = not _needs_equal_lengths(unwrap(self._model), options)
-        with evaluation_mode(self._model):
+        with evaluation_mode(self._model), self._precision():
             for chunk in _chunks(order, requests, self._max_rows, padded=padded):
                 for i, sample in zip(chunk, self._generate([requests[i] for i in chunk], options)):
                     samples[i] = sample
@@ -138,7 +150,9 @@ class _RowSampler(LogitsProcessor):
     def __init__(self, seeds: list[int], max_tokens: int, options: SamplingOptions, device: torch.device):
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         draws = [torch.rand(max_tokens, generator=stream, dtype=torch.float64) for stream in streams]
-        self._draws = torch.stack(draws, dim=1).to(device)  # (max_tokens, B)
+        # Apple's GPUs have no float64: there the choice is made on the CPU.
+        self._device = torch.device("cpu") if device.type == "mps" else device
+        self._draws = torch.stack(draws, dim=1).to(self._device)  # (max_tokens, B)
         self._temperature = float(options.extra.get("temperature", options.temperature))
         self._logits: torch.Tensor | None = None
         self._logprobs: list[torch.Tensor] = []
@@ -159,10 +173,10 @@ class _RowSampler(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         draws = self._draws[len(self._logprobs)]
-        cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
+        cumulative = scores.to(self._device).double().softmax(dim=-1).cumsum(dim=-1)
         # The last sum is 1 up to rounding; scaling the draw by it keeps the choice inside the support.
         chosen = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
-        chosen = chosen.clamp(max=scores.shape[-1] - 1)
+        chosen = chosen.clamp(max=scores.shape[-1] - 1).to(scores.device)
         assert self._logits is not None
         logprobs = torch.log_softmax(self._logits / self._temperature, dim=-1).gather(-1, chosen)
         self._logprobs.append(logprobs.squeeze(-1))

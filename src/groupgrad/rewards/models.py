@@ -145,7 +145,7 @@ class RewardModel:
                 f"its logits have shape {tuple(logits.shape)} for {len(rows)} rows; a reward model gives one row of "
                 "scores a text: use a sequence-classification model"
             )
-        return logits[:, 0].double().tolist()
+        return logits[:, 0].float().tolist()
 
 
 def model_name(model: str | torch.nn.Module) -> str:
