@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -168,6 +169,7 @@ class GRPOTrainer(Trainer):
             self.model,
             tokenizer=parts.tokenizer,
             max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
+            precision=self.accelerator.autocast,
         )
         self._micro_batches: list[Batch] = []
         self._start_anew()
@@ -372,7 +374,7 @@ class GRPOTrainer(Trainer):
         store, num_samples = MetricStore(), 0
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
-        with self.timings.phase("evaluating"):
+        with self.timings.apart("evaluating"):
             for batch in dataloader:
                 scored, metrics = self.setup.evaluator(
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
@@ -392,6 +394,10 @@ class GRPOTrainer(Trainer):
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     # ------------------------------------------------------------------------------------------ saving, resuming
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        with self._parts.reference.left_out() if self._parts.reference is not None else nullcontext():
+            super()._save(output_dir, state_dict)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

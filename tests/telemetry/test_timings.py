@@ -39,6 +39,24 @@ def test_a_phase_repeated_or_inside_itself_adds_up_once():
     assert timings.take() == {"scoring": 9.0}
 
 
+def test_a_phase_apart_takes_the_time_of_those_inside_it():
+    clock = Clock()
+    timings = Timings(clock=clock)
+    with timings.phase("sampling"):
+        clock.now += 1
+    with timings.phase("training"):
+        clock.now += 2
+        with pytest.raises(KeyError), timings.apart("evaluating"):
+            clock.now += 3
+            with timings.phase("sampling"):
+                clock.now += 4
+                raise KeyError
+        clock.now += 5
+    with timings.apart("evaluating"):
+        clock.now += 6
+    assert timings.take() == {"sampling": 1.0, "training": 7.0, "evaluating": 13.0}
+
+
 def test_taking_inside_a_phase_splits_it():
     clock = Clock()
     timings = Timings(clock=clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 import pytest
@@ -56,6 +57,21 @@ def test_evaluation_while_training_changes_nothing(make_trainer, make_policy, to
         logs.append([entry for entry in tools.without_times(trainer.state.log_history) if "loss" in entry])
     assert torch.equal(finals[0], finals[1])
     assert logs[0] == logs[1]
+
+
+def test_time_spent_evaluating_is_no_time_of_a_step(make_trainer, tools, monkeypatch):
+    trainer = make_trainer(trainer={"eval_dataset": tools.prompts(3)}, max_steps=3, **EVERY_STEP)
+    score = trainer.rewards.score
+
+    def slow_in_evaluation(rollouts, **kwargs):
+        if "evaluating" in trainer.timings._open:
+            time.sleep(0.3)
+        return score(rollouts, **kwargs)
+
+    monkeypatch.setattr(trainer.rewards, "score", slow_in_evaluation)
+    trainer.train()
+    seconds = [entry["time/rewards"] for entry in trainer.state.log_history if "time/rewards" in entry]
+    assert len(seconds) == 3 and max(seconds) < 0.2
 
 
 def test_evaluation_restores_the_mode_and_uses_no_dropout(make_trainer, make_policy, tools):

@@ -72,7 +72,6 @@ def build(make_trainer, make_policy, tools, tmp_path):
         if settings.pop("peft", False):
             from peft import LoraConfig
 
-            torch.manual_seed(0)
             extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3)
         return make_trainer(
             model=policy,
@@ -233,3 +232,13 @@ def test_the_best_model_is_loaded_at_the_end(build, tools, tmp_path):
     assert trainer.state.best_metric == rewards[best]
     saved = type(trainer.model).from_pretrained(tmp_path / "run" / f"checkpoint-{best}")
     assert torch.equal(tools.weights(trainer.model), tools.weights(saved))
+
+
+def test_what_is_saved_holds_the_policys_adapter_alone(build, tmp_path):
+    """Resuming works by the adapter in the checkpoint's root; a second one beside it hides it from older releases."""
+    trainer = build("run", peft=True, beta=0.1, sync_ref_model=True, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    for folder in (tmp_path / "run" / "checkpoint-1", tmp_path / "final"):
+        assert list(folder.rglob("adapter_model.safetensors")) == [folder / "adapter_model.safetensors"]
+    assert set(trainer.model.peft_config) == {"default", "groupgrad_reference"}

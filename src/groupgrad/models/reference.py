@@ -56,6 +56,20 @@ class Reference:
             with _adapter_active(self._policy, self._adapter):
                 yield self._policy
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The policy without the reference's adapter inside this context, so that it can be saved alone.
+
+        Of a checkpoint with a second adapter some releases of transformers (up to 5.22) load no other one on resume.
+        """
+        adapters: Any = {} if self._adapter is None else self._policy.peft_config
+        kept = adapters.pop(self._adapter, None)
+        try:
+            yield
+        finally:
+            if kept is not None:
+                adapters[self._adapter] = kept
+
     @torch.no_grad()
     def follow(self, policy: nn.Module, mixup: float) -> None:
         """reference <- mixup * policy + (1 - mixup) * reference, parameter by parameter (arXiv:2404.09656).

@@ -47,6 +47,20 @@ class Timings:
             if self._open:
                 self._announce(self._open[-1])
 
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """A phase whose time, that of the phases inside it included, counts for none but `name`."""
+        with self.phase(name):
+            self._settle()
+            before = self._seconds
+            self._seconds = dict.fromkeys(self._open, 0.0)
+            try:
+                yield
+            finally:
+                self._settle()
+                before[name] += sum(self._seconds.values())
+                self._seconds = before
+
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last take, in the order first seen; then the count starts again at zero.
 
