@@ -37,14 +37,18 @@ class RunState:
         torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path(folder))
 
     def load(self, folder: str | Path) -> bool:
-        """Restore from a checkpoint folder; False, and a warning, if it holds no state of this rank."""
+        """Collective. Restore from a checkpoint folder; False, and a warning, if it lacks the state of some rank.
+
+        Then none restores: a rank that held its round would not join the others when they sample theirs again.
+        """
         path = self._path(folder)
-        if not path.is_file():
+        missing = [name for name in dist.all_gather_objects("" if path.is_file() else path.name) if name]
+        if missing:
             logger.warning(
                 "%s holds weights without the state of the run (%s is missing): %s start anew, so the run goes on, but "
                 "not as it would have without the break",
                 folder,
-                path.name,
+                ", ".join(missing),
                 ", ".join(self._parts),
             )
             return False
