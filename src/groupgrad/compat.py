@@ -29,7 +29,7 @@ class Supported:
 
 SUPPORTED: dict[str, Supported] = {
     "torch": Supported("2.4"),
-    "transformers": Supported("5.2", "6"),
+    "transformers": Supported("5.19", "6"),  # the first whose Trainer takes losses that are scaled already
     "accelerate": Supported("1.10"),
     "datasets": Supported("3.0"),
     "tokenizers": Supported(),
