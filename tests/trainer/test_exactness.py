@@ -78,7 +78,8 @@ def assert_same(runs, tools) -> None:
 def test_losses_do_not_depend_on_the_micro_batch(train, tools, loss_type, optimizer):
     ceiling = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
     level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
-    splits = [(16, 1), *(SPLITS if loss_type in ("grpo", "dapo") else [(4, 4)] if optimizer is SGD else [(2, 8)])]
+    all_splits = (loss_type, optimizer) in [("grpo", ADAMW), ("dapo", SGD)]
+    splits = [(16, 1), *(SPLITS if all_splits else [(4, 4)])]
     settings = {"loss_type": loss_type, **ceiling, **level, **TWO_STEPS, **optimizer}
     assert_same([train(split, **settings) for split in splits], tools)
 
@@ -93,7 +94,7 @@ def test_the_ratio_moves_within_a_round(train):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_do_not_depend_on_the_micro_batch(train, tools, feature):
-    splits = [(16, 1), (8, 2), (2, 8)]
+    splits = [(16, 1), (4, 4)]
     assert_same([train(split, **{**ADAMW, **FEATURES[feature]}) for split in splits], tools)
 
 
@@ -104,8 +105,8 @@ def test_bnpo_is_local_by_definition(train, tools):
 
 
 def test_a_round_may_be_cut_in_any_way_between_steps(train, tools):
-    """Rounds of 32 rows and steps of 8: S is 4 at one micro-batch a step, 8 at two, 32 at eight."""
-    splits = [(8, 1), (4, 2), (1, 8)]
+    """Rounds of 32 rows and steps of 8: S is 4 at one micro-batch a step, 8 at two, 16 at four."""
+    splits = [(8, 1), (4, 2), (2, 4)]
     assert_same([train(split, generation_batch_size=32, max_steps=5, **ADAMW) for split in splits], tools)
     by_name = train((4, 2), steps_per_generation=8, max_steps=5, **ADAMW)
     assert_same([by_name, train((4, 2), generation_batch_size=32, max_steps=5, **ADAMW)], tools)
@@ -115,12 +116,12 @@ def test_a_round_may_be_cut_in_any_way_between_steps(train, tools):
 def test_a_step_may_span_several_rounds(train, tools, iterations):
     """Rounds of 8 rows and steps of 32: each step trains on four rounds, or on two of them twice."""
     settings = {"generation_batch_size": 8, "num_iterations": iterations, "max_steps": 2, **ADAMW}
-    assert_same([train(split, **settings) for split in [(8, 4), (4, 8), (2, 16)]], tools)
+    assert_same([train(split, **settings) for split in [(8, 4), (4, 8)]], tools)
 
 
 def test_a_round_may_end_within_a_step(train, tools):
     """Rounds of 24 rows and steps of 16: the second step begins in one round and ends in the next."""
-    splits = [(8, 2), (4, 4), (2, 8)]
+    splits = [(8, 2), (4, 4)]
     assert_same([train(split, generation_batch_size=24, max_steps=4, **ADAMW) for split in splits], tools)
 
 
