@@ -334,7 +334,7 @@ RENAMED = Changes("tests/config/test_resolved.py::test_renamed_fields_warn_and_w
 WEIGHTS = Changes("tests/trainer/test_options.py::test_it_changes_the_weights")
 CUT = Changes("tests/trainer/test_options.py::test_a_cut_to_the_likeliest_token_gives_a_group_one_text")
 ADVANTAGES = Changes("tests/trainer/test_options.py::test_reward_weights_and_scaling")
-ROUNDS = Changes("tests/config/test_resolved.py::test_rounds")
+ROUNDS = Changes("tests/trainer/test_options.py::test_how_often_rounds_are_sampled")
 INERT = "a meaning today"
 
 AUDIT: dict[str, Changes | Raises | Warns] = {
@@ -344,7 +344,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "gradient_checkpointing": Changes("tests/trainer/test_exactness.py::test_gradient_checkpointing_changes_nothing"),
     "bf16": Changes("tests/config/test_resolved.py::test_bf16_unless_told_otherwise_where_an_accelerator_has_it"),
     "remove_unused_columns": Changes("tests/trainer/test_options.py::test_remove_unused_columns_hides_the_others"),
-    "hub_token": Changes("tests/contract/test_hub.py::test_no_token_is_uploaded"),
+    "hub_token": Changes("tests/contract/test_hub.py::test_pushes_while_training"),
     # model and reference
     "model_init_kwargs": Changes("tests/trainer/test_models.py::test_model_init_kwargs"),
     "trust_remote_code": Changes("tests/trainer/test_models.py::test_trust_remote_code"),

@@ -382,17 +382,21 @@ def test_no_activation_checkpointing(make_trainer, make_policy):
 
 
 def test_compiled(make_trainer, make_policy, tools):
-    """The forward pass of training runs through the compiler, which changes no weight by more than rounding."""
+    """The training pass runs through the compiler: no weight differs by more than rounding, and after the second shape
+    no further batch is compiled anew."""
     torch._dynamo.reset()
-    finals, modules = [], []
-    for settings in ({}, {"torch_compile_backend": "eager"}):
-        policy = make_policy()
-        trainer = make_trainer(model=policy, max_steps=2, **SGD, **settings)
+    torch._dynamo.utils.counters.clear()
+    finals, modules, graphs = [], [], []
+    watch = Watch("on_step_end", lambda *_: graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    for settings in ({}, {"torch_compile_backend": "eager", "trainer": {"callbacks": [watch]}}):
+        policy = make_policy(num_hidden_layers=1)
+        trainer = make_trainer(model=policy, max_steps=5, **SGD, **settings)
         trainer.train()
         finals.append(tools.weights(policy))
         modules.append(trainer.model_wrapped)
     assert modules[0] is not modules[1] and hasattr(modules[1], "_orig_mod")
     assert tools.relative(finals[1], finals[0]) < 1e-6
+    assert 0 < graphs[0] <= graphs[2] == graphs[4]
 
 
 def test_the_compiler_gets_its_options(make_trainer):

@@ -112,7 +112,8 @@ def _head_on(
     if head is None or not rows.numel():
         yield seen
         return
-    handle = head.register_forward_pre_hook(narrow)
+    # The compiler would take the positions of this call for constants and compile every batch anew.
+    handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))
     try:
         yield seen
     finally:
