@@ -343,6 +343,25 @@ def test_columns_and_metrics(run):
     assert "unknown" not in table.metrics
 
 
+def test_columns_of_the_table_and_rewards_are_not_replaced(run):
+    def judge(completions, log_extra, **kwargs):
+        for column in ("advantage", "judge", "note"):
+            log_extra(column, ["x"] * len(completions))
+        return [0.0] * len(completions)
+
+    assert set(run([judge], ["a", "b"]).columns) == {"judge/advantage", "judge/judge", "note"}
+
+
+@pytest.mark.parametrize("name", ["reward", "loss", "completions/min_length"])
+def test_metrics_of_the_trainer_are_not_replaced(run, name):
+    def judge(completions, log_metric, **kwargs):
+        log_metric(name, 1.0)
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=f"'judge', step .*{name}.*the trainer logs itself"):
+        run([judge], ["a", "b"])
+
+
 def test_columns_last_one_call(make_rollouts):
     def reward(completions, log_extra, **kwargs):
         if len(completions) == 1:

@@ -19,6 +19,14 @@ SHOWN_CHARACTERS = 200
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
+TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "finish_reason", "num_tokens")
+"""Columns that the completions table has of its own."""
+OWN_METRICS = frozenset(
+    """loss grad_norm learning_rate epoch num_tokens num_input_tokens_seen reward reward_std frac_reward_zero_std kl
+    entropy entropy_coef policy_loss aux_loss cispo_clip_ratio step_time runtime""".split()
+)
+OWN_METRIC_FOLDERS = ("completions/", "rewards/", "clip_ratio/", "sampling/", "vespo/", "time/")
+"""Names of metrics that the trainer logs, and the beginnings of further ones."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,9 +146,13 @@ class CallLog:
                 self.columns[str(column)] = list(values)
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Add a number to a metric, which averages what is added; NaN adds nothing. RewardError for a non-number."""
+        """Add a number to a metric, which averages what is added; NaN adds nothing. RewardError for a non-number,
+        and for a name of the trainer's own, whose number would be lost.
+        """
         if self.muted:
             return
+        if str(name) in OWN_METRICS or str(name).startswith(OWN_METRIC_FOLDERS):
+            self._refuse(f"log_metric({name!r}, ...) takes a name that the trainer logs itself; choose another name")
         try:
             if isinstance(value, str):
                 raise TypeError

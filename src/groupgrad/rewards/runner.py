@@ -23,7 +23,7 @@ from groupgrad.rewards.functions import (
     inspect_function,
     read_rewards,
 )
-from groupgrad.rewards.inputs import CallInputs, CallLog
+from groupgrad.rewards.inputs import TABLE_COLUMNS, CallInputs, CallLog
 from groupgrad.rewards.loop import LoopThread
 from groupgrad.rewards.models import RewardModel, RewardModelOptions
 from groupgrad.types import RewardTable, Rollout
@@ -184,7 +184,7 @@ class RewardRunner:
         metrics: dict[str, Metric] = {}
         for log in logs:
             for column, values in log.columns.items():
-                columns[_free_name(column, log.function, columns)] = values
+                columns[_free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *columns})] = values
             for name, (total, count) in log.metrics.items():
                 metric = mean_of(total, count)
                 metrics[name] = merge(metrics[name], metric) if name in metrics else metric
@@ -260,7 +260,7 @@ def _scorer(item: Any, processing_class: Any, options: RewardModelOptions) -> Re
     return inspect_function(item)
 
 
-def _free_name(column: str, function: str, taken: dict[str, Any]) -> str:
+def _free_name(column: str, function: str, taken: set[str]) -> str:
     name, number = column, 1
     while name in taken:
         name = f"{function}/{column}" if number == 1 else f"{function}/{column}_{number}"
