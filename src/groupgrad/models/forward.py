@@ -113,7 +113,7 @@ def _head_on(
         yield seen
         return
     # The compiler would take the positions of this call for constants and compile every batch anew.
-    handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))
+    handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))  # pyright: ignore[reportArgumentType]
     try:
         yield seen
     finally:
