@@ -228,3 +228,16 @@ def test_a_missing_peft_is_named(build, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install groupgrad"):
         add_adapter(build("qwen3"), object())
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_frozen_parts_of_an_adapter_stay_frozen(build, batch, follows):
+    policy = add_adapter(build("qwen3"), lora())
+    for name, parameter in policy.named_parameters():
+        if "layers.0" in name:
+            parameter.requires_grad_(False)
+    reference = Reference(policy, adapter_is_fresh=True, follows=follows)
+    before = trainable(policy)
+    reference_logprobs(reference, batch)
+    assert trainable(policy) == before
+    assert before and not any("layers.0" in name for name in before)

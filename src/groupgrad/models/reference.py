@@ -50,7 +50,7 @@ class Reference:
         if self._copy is not None:
             yield self._copy
         elif self._adapter is None:
-            with self._policy.disable_adapter():  # pyright: ignore[reportCallIssue]
+            with _trainability_kept(self._policy), self._policy.disable_adapter():  # pyright: ignore[reportCallIssue]
                 yield self._policy
         else:
             with _adapter_active(self._policy, self._adapter):
@@ -125,13 +125,22 @@ def _add_frozen_adapter(policy: Any) -> str:
 
 @contextmanager
 def _adapter_active(policy: Any, name: str) -> Iterator[None]:
-    """Switch adapters inside; which parameters train is put back as it was, since switching changes it."""
+    """Another adapter inside."""
     active = _active_adapter(policy)
-    trainable = {n: p.requires_grad for n, p in policy.named_parameters()}
-    policy.set_adapter(name)
+    with _trainability_kept(policy):
+        policy.set_adapter(name)
+        try:
+            yield
+        finally:
+            policy.set_adapter(active)
+
+
+@contextmanager
+def _trainability_kept(policy: Any) -> Iterator[None]:
+    """Which parameters train is put back as it was afterwards: switching adapters, on and off too, changes it."""
+    trainable = {name: parameter.requires_grad for name, parameter in policy.named_parameters()}
     try:
         yield
     finally:
-        policy.set_adapter(active)
-        for n, parameter in policy.named_parameters():
-            parameter.requires_grad_(trainable[n])
+        for name, parameter in policy.named_parameters():
+            parameter.requires_grad_(trainable[name])
