@@ -169,7 +169,7 @@ class GRPOTrainer(Trainer):
             self.model,
             tokenizer=parts.tokenizer,
             max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
-            precision=lambda: self.accelerator.autocast(),
+            precision=self.accelerator.autocast,  # pyright: ignore[reportArgumentType]
         )
         self._micro_batches: list[Batch] = []
         self._start_anew()

@@ -22,8 +22,11 @@ GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "finish_reason", "num_tokens")
 """Columns that the completions table has of its own."""
 OWN_METRICS = frozenset(
-    """loss grad_norm learning_rate epoch num_tokens num_input_tokens_seen reward reward_std frac_reward_zero_std kl
-    entropy entropy_coef policy_loss aux_loss cispo_clip_ratio step_time runtime""".split()
+    {
+        *("loss", "policy_loss", "aux_loss", "kl", "entropy", "entropy_coef", "cispo_clip_ratio"),
+        *("reward", "reward_std", "frac_reward_zero_std", "num_tokens", "num_input_tokens_seen"),
+        *("grad_norm", "learning_rate", "epoch", "step_time", "runtime"),
+    }
 )
 OWN_METRIC_FOLDERS = ("completions/", "rewards/", "clip_ratio/", "sampling/", "vespo/", "time/")
 """Names of metrics that the trainer logs, and the beginnings of further ones."""
