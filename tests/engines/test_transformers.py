@@ -178,6 +178,18 @@ def test_a_rows_text_depends_on_neither_neighbours_nor_order_nor_batch_size(chan
     assert [s.finish_reason for s in turned] == [s.finish_reason for s in alone]
 
 
+def test_padding_is_not_seen_by_the_repetition_penalty(make_model):
+    """Padding with the EOS id must not make the EOS a token that was seen."""
+    model = markov(make_model, {10: {1: 3.0, 12: 2.0}, 12: {1: 30.0}})
+    options = replace(OPTIONS, pad_id=1, repetition_penalty=3.0)
+    short = [Request([10], i, 3) for i in range(40)]
+    alone = [s.ids for s in sample(model, short, options)]
+    assert [12, 1] in alone
+    assert [1] in alone
+    together = sample(model, [Request([20, 21, 22, 10], 99, 3), *short], options)
+    assert [s.ids for s in together[1:]] == alone
+
+
 def test_seeds_alone_tell_rows_of_one_prompt_apart(build):
     model = build("qwen3")
     texts = [tuple(s.ids) for s in sample(model, [Request([5, 6], seed, 6) for seed in [*range(8), 0]])]
