@@ -37,3 +37,26 @@ def test_all_ranks_restore_or_none(tmp_path, monkeypatch, caplog):
         assert not RunState({"counter": counter}).load(tmp_path)
     assert counter.value == 0
     assert "(groupgrad_state_1.pt is missing)" in caplog.text
+
+
+def test_what_all_ranks_share_is_written_once(tmp_path, monkeypatch):
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        RunState({"mine": Counter(10 + rank)}, shared={"ours": Counter(5)}).save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "groupgrad_state_0.pt",
+        "groupgrad_state_1.pt",
+        "groupgrad_state_shared.pt",
+    ]
+    mine, ours = Counter(), Counter()
+    assert RunState({"mine": mine}, shared={"ours": ours}).load(tmp_path)
+    assert (mine.value, ours.value) == (11, 5)
+
+
+def test_nothing_is_restored_without_the_shared_file(tmp_path, caplog):
+    RunState({"mine": Counter(1)}).save(tmp_path)
+    mine = Counter()
+    with caplog.at_level("WARNING", logger="groupgrad"):
+        assert not RunState({"mine": mine}, shared={"ours": Counter()}).load(tmp_path)
+    assert mine.value == 0
+    assert "groupgrad_state_shared.pt is missing" in caplog.text

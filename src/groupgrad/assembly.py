@@ -91,12 +91,17 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
         args = replace(args, num_generations=num_generations)
     if args.use_liger_kernel:
         compat.require("liger-kernel", "use_liger_kernel=True")
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"this single process sees {args.n_gpu} GPUs, which would need DataParallel; start it with `accelerate "
-            "launch` (one process a GPU) or show it one GPU with CUDA_VISIBLE_DEVICES=0"
-        )
     return args
+
+
+def check_devices(config: GRPOConfig, model: Any) -> None:
+    """ValueError if one process sees several GPUs and the model is not spread over them by a device map."""
+    if config.n_gpu > 1 and len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
+        raise ValueError(
+            f"this single process sees {config.n_gpu} GPUs, which would need DataParallel; start it with `accelerate "
+            "launch` (one process a GPU), show it one GPU with CUDA_VISIBLE_DEVICES=0, or spread the model with "
+            "model_init_kwargs={'device_map': 'auto'}"
+        )
 
 
 def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:

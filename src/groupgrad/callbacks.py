@@ -16,6 +16,8 @@ from groupgrad.objectives import applied_entropy_coef, next_entropy_coef
 
 logger = logging.getLogger(__name__)
 
+_SHARED_FILE = "groupgrad_state_shared.pt"
+
 
 class Stateful(Protocol):
     """Something that a step depends on and a checkpoint must hold."""
@@ -26,36 +28,44 @@ class Stateful(Protocol):
 
 
 class RunState:
-    """All of a run's state beyond weights, optimizer, scheduler and global random streams, one file a rank."""
+    """All of a run's state beyond weights, optimizer, scheduler and global random streams.
 
-    def __init__(self, parts: Mapping[str, Stateful]):
-        self._parts = dict(parts)
+    `parts` are each rank's own, one file a rank; `shared` are the same on all ranks, written once.
+    """
+
+    def __init__(self, parts: Mapping[str, Stateful], *, shared: Mapping[str, Stateful] | None = None):
+        self._parts, self._shared = dict(parts), dict(shared or {})
 
     def save(self, folder: str | Path) -> None:
-        """Write this rank's file into a checkpoint folder."""
+        """Write this rank's file into a checkpoint folder, and on the main process what all share."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path(folder))
+        if self._shared and dist.is_main():
+            shared = {name: part.state_dict() for name, part in self._shared.items()}
+            torch.save(shared, Path(folder) / _SHARED_FILE)
 
     def load(self, folder: str | Path) -> bool:
         """Collective. Restore from a checkpoint folder; False, and a warning, if it lacks the state of some rank.
 
         Then none restores: a rank that held its round would not join the others when they sample theirs again.
         """
-        path = self._path(folder)
-        missing = [name for name in dist.all_gather_objects("" if path.is_file() else path.name) if name]
+        paths = [self._path(folder), *([Path(folder) / _SHARED_FILE] if self._shared else [])]
+        absent = next((path.name for path in paths if not path.is_file()), "")
+        missing = [name for name in dist.all_gather_objects(absent) if name]
         if missing:
             logger.warning(
                 "%s holds weights without the state of the run (%s is missing): %s start anew, so the run goes on, but "
                 "not as it would have without the break",
                 folder,
                 ", ".join(missing),
-                ", ".join(self._parts),
+                ", ".join([*self._parts, *self._shared]),
             )
             return False
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for name, part in self._parts.items():
-            if name in state:
-                part.load_state_dict(state[name])
+        for path, parts in zip(paths, (self._parts, self._shared)):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            for name, part in parts.items():
+                if name in state:
+                    part.load_state_dict(state[name])
         return True
 
     @staticmethod

@@ -5,6 +5,8 @@ Every rank must call a collective the same number of times, also with nothing to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +60,17 @@ def all_sum(values: list[float]) -> list[float]:
     if not is_active():
         return [float(value) for value in values]
     return [float(sum(column)) for column in zip(*all_gather_objects([float(value) for value in values]))]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Collective at its end. What is raised inside on any rank is raised on all; inside there is no collective."""
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    raise_together(error)
 
 
 def raise_together(error: BaseException | None) -> None:

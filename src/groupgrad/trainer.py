@@ -1,15 +1,13 @@
 """The trainer: one optimizer step, in reading order.
 
-`_prepare_inputs` → `_make_step` → `_make_round` → `compute_loss`; everything else connects these to the training loop
-of `transformers.Trainer`.
+`_prepare_inputs` → `_make_step` → `_make_round` → `compute_loss`; the rest connects these to the training loop of
+`transformers.Trainer`. How a run is logged, saved and resumed is in `run.py`.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, default_data_collator
+from transformers import PrinterCallback, TrainerCallback, default_data_collator
 from transformers import ProgressCallback as PlainProgressCallback
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput
 
 from groupgrad import assembly, dist
 from groupgrad.callbacks import LossWindow, RunState, put_step_end_first
@@ -33,9 +31,9 @@ from groupgrad.models.forward import score_tokens
 from groupgrad.objectives import policy_loss
 from groupgrad.rollout.round import RoundRequest, ScoredRound
 from groupgrad.rollout.totals import step_totals
+from groupgrad.run import TrainingRun
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
-from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.telemetry.store import MetricStore
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Batch, Rollout
@@ -52,7 +50,7 @@ class MicroStep:
     index: int
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(TrainingRun):
     """Trains a language model by group relative policy optimization (arXiv:2402.03300).
 
     ```python
@@ -92,10 +90,6 @@ class GRPOTrainer(Trainer):
             set.
     """
 
-    args: GRPOConfig
-    model: Any
-    callback_handler: Any
-
     def __init__(
         self,
         model: Any,
@@ -123,6 +117,7 @@ class GRPOTrainer(Trainer):
         reward_funcs = assembly.resolve_reward_funcs(reward_funcs, reward_fn, reward_model)
         processing_class = assembly.resolve_processing_class(processing_class, tokenizer)
         parts = assembly.build_parts(model, config, processing_class, quantization_config, peft_config)
+        assembly.check_devices(config, parts.model)
         assembly.check_optimizer(config, optimizers, parts.model)
         if config.remove_unused_columns:
             train_dataset = assembly.keep_prompt_columns(train_dataset)
@@ -147,7 +142,7 @@ class GRPOTrainer(Trainer):
         """Make everything that lives as long as the trainer, and hang it into the training loop."""
         config = self.args
         self.loss_is_scaled_for_ga = True  # compute_loss returns shares that need no further division
-        self._parts = parts
+        self._parts, self.reference = parts, parts.reference
         if parts.reference is not None and parts.reference.module is not None:
             parts.reference.place(self.accelerator.prepare_model(parts.reference.module, evaluation_mode=True))
         self.progress = ProgressCallback()
@@ -176,7 +171,6 @@ class GRPOTrainer(Trainer):
 
     def _start_anew(self) -> None:
         """Cut the configuration into the options of each floor, and drop what a training before this one left."""
-        reference = self._parts.reference
         self.setup = assembly.build_setup(
             self.args, self._parts, self.prompt_maker, self.engine, self.rewards, self.timings
         )
@@ -190,8 +184,8 @@ class GRPOTrainer(Trainer):
                 "completions": self.completion_log,
                 "entropy": self.entropy_controller,
                 "loss": self._loss_window,
-                **({"reference": reference} if reference is not None and self.args.sync_ref_model else {}),
-            }
+            },
+            shared={"reference": self.reference} if self.reference is not None and self.args.sync_ref_model else {},
         )
         self._step_rollouts: list[Rollout] = []
         self._step_seconds = 0.0
@@ -199,17 +193,6 @@ class GRPOTrainer(Trainer):
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
         self._start_anew()
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-        **kwargs: Any,
-    ) -> TrainOutput:
-        """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order whatever happens."""
-        with self.progress:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -271,7 +254,7 @@ class GRPOTrainer(Trainer):
         micro_batches = [
             scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions) for rows in slices
         ]
-        with self.timings.phase("scoring"):
+        with self.timings.phase("scoring"), dist.together():
             return [self.setup.frozen_scorer(batch, old=not self.plan.is_on_policy) for batch in micro_batches]
 
     def compute_loss(
@@ -304,12 +287,8 @@ class GRPOTrainer(Trainer):
             self.progress.set_numbers(length=sum(lengths) / len(lengths), tokens_per_second=speed)
         if self.entropy_controller.is_active:
             metrics |= self.entropy_controller.end_step()
-        if (
-            self._parts.reference is not None
-            and self.args.sync_ref_model
-            and step % self.args.ref_model_sync_steps == 0
-        ):
-            self._parts.reference.follow(self.accelerator.unwrap_model(self.model), self.args.ref_model_mixup_alpha)
+        if self.reference is not None and self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
+            self.reference.follow(self._parts.model, self.args.ref_model_mixup_alpha)
         self.metric_store.add(metrics)
         self._step_seconds, self._step_rollouts = 0.0, []
 
@@ -342,20 +321,10 @@ class GRPOTrainer(Trainer):
         self._step_rollouts += scored.rollouts
         self.progress.set_numbers(reward=scored.mean_reward)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Collective on training logs: the window's metrics of all ranks join the loop's own."""
-        if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
-            logs = {**logs, **self.metric_store.flush()}
-            self.completion_log.flush(self.state.global_step, "train")
-        super().log(logs, start_time)
-
     def floating_point_ops(self, inputs: MicroStep) -> float:
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
         batch = self._micro_batches[inputs.index]
         return 6.0 * sum(p.numel() for p in self.model.parameters()) * batch.num_forward_tokens
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing: tokens are counted when they are sampled."""
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
@@ -392,44 +361,3 @@ class GRPOTrainer(Trainer):
         """Place the model and give it training's precision, when evaluation comes before any training."""
         if self.model_wrapped is self.model and self.model not in self.accelerator._models:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
-
-    # ------------------------------------------------------------------------------------------ saving, resuming
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        with self._parts.reference.left_out() if self._parts.reference is not None else nullcontext():
-            super()._save(output_dir, state_dict)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.run_state.save(output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.run_state.load(checkpoint)
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now."""
-        start = copy.deepcopy(self.model.state_dict())
-
-        def restart() -> nn.Module:
-            self.model.load_state_dict(start)
-            return self.model
-
-        self.model_init = restart
-        try:
-            return super().hyperparameter_search(*args, **kwargs)
-        finally:
-            self.model_init = None
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.create_model_card()  # before the checkpoint, which is pushed with it
-        super()._save_checkpoint(*args, **kwargs)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **fields: Any
-    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Write the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`."""
-        if self.is_world_process_zero():
-            fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-            write_run_card(self.args, self.model, self.state.log_history, hub_model_id=self.hub_model_id, **fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration, TrainingArguments
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.assembly import check_devices
 from groupgrad.errors import ConfigError, UnavailableError
 
 MakeTrainer = Callable[..., GRPOTrainer]
@@ -287,6 +289,14 @@ def test_several_gpus_in_one_process(make_trainer: MakeTrainer, unsampled: None)
     args._n_gpu = 3
     with pytest.raises(ValueError, match=r"sees 3 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES=0"):
         make_trainer(args=args)
+
+
+def test_a_model_spread_over_several_gpus_is_not_refused() -> None:
+    args = GRPOConfig(output_dir="out", num_generations=4, **SMALL)
+    args._n_gpu = 2
+    check_devices(args, SimpleNamespace(hf_device_map={"model.embed_tokens": 0, "lm_head": 1}))
+    with pytest.raises(ValueError, match="sees 2 GPUs"):
+        check_devices(args, SimpleNamespace(hf_device_map={"": 0}))
 
 
 def test_adapter_on_an_adapter(

@@ -67,6 +67,7 @@ def test_an_instance_may_name_itself():
         (["reward_func"] * 3, ["reward_func", "reward_func_2", "reward_func_3"]),
         (["f", "f", "f_2"], ["f", "f_3", "f_2"]),
         (["f_2", "f", "f"], ["f_2", "f", "f_3"]),
+        (["prompt", "step"], ["prompt_2", "step_2"]),  # columns of the completions table
     ],
 )
 def test_distinct_names(names, expected):

@@ -55,6 +55,9 @@ OWNED_KEYS: dict[str, str] = {
     "attention_mask": "the prompts come from the data set",
     "generation_config": "give its entries one by one",
     "streamer": "completions are read when they are finished",
+    "guidance_scale": "completions are drawn from the distribution that is trained, not from a guided one",
+    "prompt_lookup_num_tokens": "completions are sampled token by token",
+    "assistant_model": "completions are sampled token by token from the policy alone",
 }
 """Keys of generation_kwargs that the trainer sets itself, and what to do instead."""
 

@@ -106,7 +106,8 @@ def _head_on(
             return None
         seen["narrowed"] = True
         # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
-        return (hidden[rows, positions + hidden.shape[1] - width].unsqueeze(0), *inputs[1:])
+        where = (rows.to(hidden.device), (positions + hidden.shape[1] - width).to(hidden.device))
+        return (hidden[where].unsqueeze(0), *inputs[1:])
 
     head = output_head(model)
     if head is None or not rows.numel():

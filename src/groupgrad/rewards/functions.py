@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from groupgrad.errors import RewardError
-from groupgrad.rewards.inputs import GROUND_TRUTH_COLUMNS, CallInputs, CallLog, shown
+from groupgrad.rewards.inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, shown
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,8 +114,8 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def distinct_names(names: list[str]) -> list[str]:
-    """The same names, later ones of a kind numbered: `f`, `f_2`, `f_3`."""
-    taken: set[str] = set()
+    """The same names, later ones of a kind numbered: `f`, `f_2`, `f_3`; so are those of the table's own columns."""
+    taken: set[str] = set(TABLE_COLUMNS)
     result = []
     for name in names:
         unique, number = name, 1

@@ -86,10 +86,9 @@ class RoundMaker:
 
     def __call__(self, request: RoundRequest, *, trainer_state: Any) -> ScoredRound:
         """Collective. Sample and score one round. A failure on any rank is raised on all of them."""
-        error: BaseException | None = None
         rollouts: list[Rollout] = []
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
-        try:
+        with dist.together():
             with self.timings.phase("sampling"):
                 rollouts = self.rollouts(
                     {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()},
@@ -102,9 +101,6 @@ class RoundMaker:
             with self.timings.phase("rewards"):
                 if rollouts:
                     table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
-        except Exception as problem:
-            error = problem
-        dist.raise_together(error)
         return self._finish(request, rollouts, table)
 
     def _finish(self, request: RoundRequest, rollouts: list[Rollout], table: RewardTable) -> ScoredRound:

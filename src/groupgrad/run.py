@@ -1,0 +1,98 @@
+"""A training run as it is kept: logged, shown, saved, resumed, searched and pushed.
+
+What a step computes is in `trainer.py`; this file joins groupgrad's metrics and state to what `transformers.Trainer`
+logs and saves.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+
+from groupgrad.callbacks import RunState
+from groupgrad.config import GRPOConfig
+from groupgrad.models.reference import Reference
+from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.run_card import write_run_card
+from groupgrad.telemetry.store import MetricStore
+
+
+class TrainingRun(Trainer):
+    """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
+
+    args: GRPOConfig
+    model: Any
+    callback_handler: Any
+    progress: ProgressCallback
+    metric_store: MetricStore
+    """What was measured since the last log event."""
+    completion_log: CompletionLog
+    run_state: RunState
+    """Everything that a step depends on beyond what `transformers.Trainer` saves."""
+    reference: Reference | None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order whatever happens."""
+        with self.progress:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Collective on training logs: the window's metrics of all ranks join the loop's own."""
+        if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
+            logs = {**logs, **self.metric_store.flush()}
+            self.completion_log.flush(self.state.global_step, "train")
+        super().log(logs, start_time)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: tokens are counted when they are sampled."""
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        with self.reference.left_out() if self.reference is not None else nullcontext():
+            super()._save(output_dir, state_dict)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.run_state.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.run_state.load(checkpoint)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now."""
+        start = copy.deepcopy(self.model.state_dict())
+
+        def restart() -> nn.Module:
+            self.model.load_state_dict(start)
+            return self.model
+
+        self.model_init = restart
+        try:
+            return super().hyperparameter_search(*args, **kwargs)
+        finally:
+            self.model_init = None
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.create_model_card()  # before the checkpoint, which is pushed with it
+        super()._save_checkpoint(*args, **kwargs)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **fields: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`."""
+        if self.is_world_process_zero():
+            fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+            write_run_card(self.args, self.model, self.state.log_history, hub_model_id=self.hub_model_id, **fields)
