@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from groupgrad.data.prompts import drop_empty_fields
 from groupgrad.errors import RewardError
 from groupgrad.rewards.inputs import CallInputs
 from groupgrad.types import Rollout
@@ -114,7 +115,7 @@ class RewardModel:
         if rollout.prompt.is_conversational:
             reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
             text = self._tokenizer.apply_chat_template(
-                [*prompt, *reply], tokenize=False, **(self._options.chat_template_kwargs or {})
+                drop_empty_fields([*prompt, *reply]), tokenize=False, **(self._options.chat_template_kwargs or {})
             )
             # The template writes the special tokens itself.
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
