@@ -17,13 +17,19 @@ from typing import Any, Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
 
 Habit = Literal["careful", "slip", "untagged", "guess"]
 
 HABITS: dict[Habit, float] = {
-    "careful": 0.16,  # right steps, right answer, right format
-    "slip": 0.06,  # one step is a little off, and all that follows with it
+    "careful": 0.18,  # right steps, right answer, right format
+    "slip": 0.04,  # one step is a little off, and all that follows with it
     "untagged": 0.18,  # right steps, but the answer has no tags
     "guess": 0.60,  # no steps at all; mostly a term is forgotten
 }
@@ -139,8 +145,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """An untrained Qwen3-architecture model of about 130,000 parameters, float32."""
     torch.manual_seed(seed)
+    vocabulary = tokenizer.get_vocab()
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -149,8 +156,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         head_dim=16,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=vocabulary[PAD],
+        eos_token_id=vocabulary[EOS],
         bos_token_id=None,
     )
     return Qwen3ForCausalLM(config)
@@ -181,7 +188,7 @@ def warm_up(
     tokenizer: PreTrainedTokenizerFast,
     problems: Sequence[Problem],
     *,
-    num_steps: int = 600,
+    num_steps: int = 800,
     batch_size: int = 64,
     learning_rate: float = 4e-3,
     seed: int = 0,
@@ -191,9 +198,7 @@ def warm_up(
     The learning rate rises over the first tenth of the steps and falls to zero along a cosine.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=learning_rate, total_steps=num_steps, pct_start=0.1
-    )
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_steps // 10, num_steps)
     batches = demonstration_batches(problems, tokenizer, batch_size=batch_size, seed=seed)
     losses: list[float] = []
     model.train()
@@ -231,7 +236,8 @@ def evaluate(
         for start in range(0, len(problems), batch_size):
             prompts = [problem.prompt for problem in problems[start : start + batch_size]]
             inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-            ids = model.generate(**inputs, **choice, max_new_tokens=MAX_COMPLETION_LENGTH)
+            generate: Any = model.generate
+            ids = generate(**inputs, **choice, max_new_tokens=MAX_COMPLETION_LENGTH)
             completions += tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     model.train(was_training)
     right = correctness_reward(completions, [problem.solution for problem in problems])

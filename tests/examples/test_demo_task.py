@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -21,6 +24,14 @@ def task():
         yield tiny_task
     finally:
         sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def demo(task):
+    pytest.importorskip("matplotlib")
+    import demo
+
+    return demo
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +151,29 @@ def test_evaluate_grades_what_the_model_says(task, tokenizer):
     assert len(score.completions) == 20
     assert score.accuracy == sum(task.correctness_reward(score.completions, [p.solution for p in problems])) / 20
     assert score == task.evaluate(model, tokenizer, problems, seed=5, batch_size=8)
+
+
+def test_demo_runs_and_writes_what_it_promises(demo, task, tmp_path, capsys):
+    """A run that is far too short to reach the target: it says so, fails, and leaves every file behind."""
+    arguments = ["--output_dir", str(tmp_path), "--warm_up_steps", "10", "--grpo_steps", "5"]
+    assert demo.main(arguments) == 1
+    assert "Missed:" in capsys.readouterr().out
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 0 <= events[0]["reward"] <= 2
+    assert (tmp_path / "rewards.png").stat().st_size > 10_000
+    (table,) = (tmp_path / "completions").glob("*.parquet")
+    rows = pd.read_parquet(table)
+    assert len(rows) == 5 * 256
+    held_out = {problem.prompt for problem in task.make_splits(0).held_out}
+    assert held_out.isdisjoint(rows["prompt"])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == 132_672
+
+
+@pytest.mark.parametrize(("before", "after", "status"), [(0.40, 0.85, 0), (0.41, 0.95, 1), (0.20, 0.84, 1)])
+def test_demo_fails_if_a_target_is_missed(demo, task, tmp_path, before, after, status):
+    def measured(accuracy):
+        score = task.Score(accuracy=accuracy, format_rate=0.5, completions=[""])
+        return demo.Measured(sampled=score, greedy=score)
+
+    problems = [task.Problem((1, 2, 3, 4))]
+    assert demo.report(measured(before), measured(after), problems, demo.Stopwatch(), tmp_path) == status
