@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     with watch.part("GRPO"):
         trainer.train()
+    print(f"\n{seconds_of_a_step(trainer.state.log_history)}")
     trainer.save_model(options.output_dir)
     output_dir = Path(options.output_dir)
     write_metrics(trainer.state.log_history, output_dir / "metrics.jsonl")
@@ -149,6 +150,13 @@ def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems
         sampled=evaluate(model, tokenizer, problems, seed=seed),
         greedy=evaluate(model, tokenizer, problems, greedy=True),
     )
+
+
+def seconds_of_a_step(log_history: list[dict[str, float]]) -> str:
+    """Where the time of a GRPO step goes, averaged over the run."""
+    logs = [event for event in log_history if "step_time" in event]
+    parts = {key: sum(event[key] for event in logs) / len(logs) for key in logs[0] if key.startswith("time/")}
+    return "A step: " + ", ".join(f"{key.removeprefix('time/')} {seconds:.3f} s" for key, seconds in parts.items())
 
 
 def report(before: Measured, after: Measured, problems: list[Problem], watch: Stopwatch, output_dir: Path) -> int:

@@ -177,3 +177,12 @@ def test_demo_fails_if_a_target_is_missed(demo, task, tmp_path, before, after, s
 
     problems = [task.Problem((1, 2, 3, 4))]
     assert demo.report(measured(before), measured(after), problems, demo.Stopwatch(), tmp_path) == status
+
+
+def test_seconds_of_a_step() -> None:
+    history = [
+        {"step_time": 1.0, "time/sampling": 0.5, "time/training": 0.25},
+        {"eval_reward": 1.0},
+        {"step_time": 2.0, "time/sampling": 1.5, "time/training": 0.75},
+    ]
+    assert demo.seconds_of_a_step(history) == "A step: sampling 1.000 s, training 0.500 s"
