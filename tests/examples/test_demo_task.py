@@ -179,7 +179,7 @@ def test_demo_fails_if_a_target_is_missed(demo, task, tmp_path, before, after, s
     assert demo.report(measured(before), measured(after), problems, demo.Stopwatch(), tmp_path) == status
 
 
-def test_seconds_of_a_step() -> None:
+def test_seconds_of_a_step(demo) -> None:
     history = [
         {"step_time": 1.0, "time/sampling": 0.5, "time/training": 0.25},
         {"eval_reward": 1.0},
