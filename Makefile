@@ -8,7 +8,7 @@ PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --co
 .PHONY: demo test test-all check format clean help
 
 help:
-	@echo "make demo    make a small model, train it with GRPO, show before and after (about 4 minutes)"
+	@echo "make demo    make a small model, train it with GRPO, show before and after"
 	@echo "make test    run the test suite"
 	@echo "make check   lint, format, types, import floors"
 

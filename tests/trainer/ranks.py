@@ -35,9 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
         "num_iterations": 2,
         "mask_truncated_completions": True,
         "max_steps": 4,
+        # AdamW blows up rounding in gradients that are almost zero: 1.03e-5 here, 2e-7 with adam_epsilon=1e-6.
         "optim": "sgd",
         "learning_rate": 0.3,
     },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2, "max_steps": 4},
+    "sapo": {"loss_type": "sapo", "num_iterations": 2, "max_steps": 4},
+    "vespo": {"loss_type": "vespo", "num_iterations": 2, "max_steps": 4},
     "entropy": {
         "top_entropy_quantile": 0.4,
         "entropy_coef": 0.1,

@@ -15,7 +15,19 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("ranks.py")
-CASES = ["dapo", "grpo", "luspo", "dr_grpo", "entropy", "cut_groups", "lora", "resumed"]
+CASES = [
+    "dapo",
+    "grpo",
+    "luspo",
+    "dr_grpo",
+    "cispo",
+    "sapo",
+    "vespo",
+    "entropy",
+    "cut_groups",
+    "lora",
+    "resumed",
+]
 
 
 @pytest.fixture(scope="module")
