@@ -1,8 +1,9 @@
 """Log-probabilities and entropies of a batch's completion tokens.
 
-Models see a dense, right-padded layout made here; nothing outside this file knows of it. In a decoder (attention,
-recurrence or convolution alike) padding on the right cannot reach a token on its left, so no mask is needed and the
-kernels for plain causal attention run. Only the load balancing of a mixture of experts counts tokens and gets the mask.
+Models whose attention can be driven see the flat layout of `layout.py`: each distinct prompt once, nothing padded. All
+others see a dense, right-padded one made here. In a decoder (attention, recurrence or convolution alike) padding on the
+right cannot reach a token on its left, so no mask is needed and the kernels for plain causal attention run. Only the
+load balancing of a mixture of experts counts tokens and gets the mask. Nothing outside this room knows of layouts.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from groupgrad.models.attention import attention_dropout, plannable, run_planned
+from groupgrad.models.layout import flat_layout
 from groupgrad.types import Batch, TokenScores
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
 ENTROPY_TOKENS = 512
+
+Layout = Literal["shared", "packed", "dense"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,6 +38,17 @@ class ForwardOptions:
     """Let gradients flow through the entropies."""
     aux_loss: bool = False
     """Ask a mixture of experts for its load-balancing loss."""
+    layout: Layout | None = None
+    """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model can run."""
+
+
+def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
+    """The layout in which `model` is run. Load balancing counts every token of every row, so it excludes sharing."""
+    if options.layout is not None:
+        return options.layout
+    if plannable(model) is not None or (model.training and attention_dropout(model)):
+        return "dense"
+    return "packed" if options.aux_loss else "shared"
 
 
 def score_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
@@ -41,6 +57,18 @@ def score_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> Tok
     `model` may be wrapped for data parallelism. The logits of completion tokens alone are computed; the head's own
     scales, caps and biases are the model's business and so are kept.
     """
+    layout = layout_for(model, options) if batch.num_tokens else "dense"
+    if layout == "dense":
+        return _score_dense(model, batch, options)
+    flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
+    extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
+    with _head_on(model, torch.zeros_like(flat.predictors), flat.predictors, torch.Size((1, len(flat.ids)))) as seen:
+        output = run_planned(model, flat.ids, flat.positions, flat.plan, **extra)
+    logits = output.logits[0] if seen["narrowed"] else output.logits[0, flat.predictors]
+    return _scores(logits, batch.completion_ids, options, getattr(output, "aux_loss", None) if extra else None)
+
+
+def _score_dense(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
     ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
     extra: dict[str, Any] = {"use_cache": False}
     if options.aux_loss:

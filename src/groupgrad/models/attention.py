@@ -1,0 +1,196 @@
+"""How groupgrad drives a model's attention: an attention plan goes where transformers puts the mask.
+
+A model runs on flat, unpadded tokens, (1, T), and each of its layers hands its queries, keys and values to the plan in
+force, which knows what attends to what. transformers' attention interface does the plugging: the attention
+implementation of a model's configuration is wrapped in one that recognises plans and leaves every other call to the
+implementation that was there before. No model file is patched, and a model that is used without a plan (its own
+`generate`, a dense forward) runs as ever.
+
+The plan itself is passed as the mask, not looked up when a layer runs, so that a layer that gradient checkpointing
+computes again during the backward pass sees the plan of its own forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_PREFIX = "groupgrad_"
+
+_PLANNABLE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Entries of a configuration's `layer_types` whose only way to look at other tokens is attention over all of them."""
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionCall:
+    """What a layer asks of its attention."""
+
+    layer: int
+    """Number of the layer in the model."""
+    scale: float
+    """Multiplies the products of queries and keys."""
+    softcap: float | None = None
+    """Scores become cap * tanh(score / cap) if set."""
+    window: int | None = None
+    """A query sees the keys less than this many positions before it; None: all of them."""
+    sinks: torch.Tensor | None = None
+    """(Hq,) one more logit a head in the softmax's denominator."""
+    dropout: float = 0.0
+    """Share of attention weights dropped; 0 in evaluation mode."""
+
+
+@runtime_checkable
+class AttentionPlan(Protocol):
+    """Knows which tokens of a flat (1, T) input attend to which keys."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D), where Hkv divides Hq."""
+        ...
+
+
+_active: AttentionPlan | None = None
+
+
+def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, **extra: Any) -> Any:
+    """The model's output for the flat tokens `ids` (T,) at `positions` (T,) under `plan`; keeps no keys of its own.
+
+    `model` may be wrapped (adapters, data parallelism). ValueError if it cannot run plans (see `plannable`).
+    """
+    reason = plannable(model)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
+    _install(model)
+    with _in_force(plan):
+        return model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **extra)
+
+
+def plannable(model: nn.Module) -> str | None:
+    """None if the structure of `model` lets it run attention plans, otherwise the reason why not.
+
+    A look at the structure only: whether the numbers agree is for the check at start-up to find out.
+    """
+    inner = _pretrained(model)
+    if inner is None:
+        return "it is not a transformers model"
+    config = inner.config.get_text_config(decoder=True)
+    if getattr(inner.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if getattr(inner, "_is_stateful", False):
+        return "it carries a recurrent state"
+    if not getattr(config, "is_causal", True):
+        return "its attention is not causal"
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PLANNABLE_LAYERS)
+    if kinds:
+        return f"it has layers of type {', '.join(kinds)}"
+    if not inner._can_set_attn_implementation() or not _takes_positions(inner):
+        return "its attention does not go through transformers' attention interface"
+    for part in _parts(model):
+        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+            return "it is compiled, for rectangular batches"
+        adapters = getattr(part, "peft_config", None)
+        if isinstance(adapters, dict) and any(getattr(c, "is_prompt_learning", False) for c in adapters.values()):
+            return "its adapter puts virtual tokens in front of the prompt"
+    return None
+
+
+def attention_dropout(model: nn.Module) -> float:
+    """The share of attention weights that `model` drops when it trains."""
+    inner = _pretrained(model)
+    if inner is None:
+        return 0.0
+    config = inner.config.get_text_config(decoder=True)
+    return max(float(getattr(config, name, 0.0) or 0.0) for name in ("attention_dropout", "attn_pdrop"))
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and what its wrappers (data parallelism, compilation, adapters) hold, outermost first."""
+    part: Any = model
+    while isinstance(part, nn.Module):
+        yield part
+        if hasattr(part, "get_base_model") and part.get_base_model() is not part:  # pyright: ignore
+            part = part.get_base_model()  # pyright: ignore[reportCallIssue]
+        else:
+            part = getattr(part, "_orig_mod", None) or part._modules.get("module")
+
+
+def _pretrained(model: nn.Module) -> PreTrainedModel | None:
+    return next((part for part in _parts(model) if isinstance(part, PreTrainedModel)), None)
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+@contextmanager
+def _in_force(plan: AttentionPlan) -> Iterator[None]:
+    global _active
+    before, _active = _active, plan
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def _install(model: nn.Module) -> None:
+    """Wrap the attention implementations that the configurations inside `model` name; again and again is fine."""
+    inner = _pretrained(model)
+    assert inner is not None
+    if str(inner.config._attn_implementation).startswith(_PREFIX):
+        return
+    configs = {id(c): c for module in inner.modules() if (c := getattr(module, "config", None)) is not None}
+    for config in configs.values():
+        name = getattr(config, "_attn_implementation_internal", None)
+        if name is not None and not name.startswith(_PREFIX):
+            config._attn_implementation_internal = _wrapped(name)
+
+
+def _wrapped(name: str) -> str:
+    """The name of the implementation that recognises plans and otherwise is the one called `name`."""
+    wrapped = f"{_PREFIX}{name}"
+    if wrapped in ALL_ATTENTION_FUNCTIONS:
+        return wrapped
+
+    def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        if not isinstance(attention_mask, torch.Tensor) and isinstance(attention_mask, AttentionPlan):
+            call = _call(module, query, options)
+            return attention_mask.attend(query[0], key[0], value[0], call).unsqueeze(0), None
+        return _original(name, module)(module, query, key, value, attention_mask, **options)
+
+    def mask(**arguments: Any) -> Any:
+        if _active is not None:
+            return _active
+        original = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(name)
+        return original(**arguments) if original is not None else None
+
+    AttentionInterface.register(wrapped, attention)
+    AttentionMaskInterface.register(wrapped, mask)
+    return wrapped
+
+
+def _original(name: str, module: nn.Module) -> Any:
+    """The attention function called `name`; the plain one lives in each model's own file."""
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _call(module: Any, query: torch.Tensor, options: dict[str, Any]) -> AttentionCall:
+    scale = options.get("scaling")
+    return AttentionCall(
+        layer=int(module.layer_idx),
+        scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
+        softcap=options.get("softcap"),
+        window=options.get("sliding_window"),
+        sinks=options.get("s_aux"),
+        dropout=float(options.get("dropout") or 0.0),
+    )
