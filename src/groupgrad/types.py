@@ -8,7 +8,9 @@ prompts end to end), ``R`` reward functions, ``V`` vocabulary, ``H`` hidden size
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -58,6 +60,8 @@ class Rollout:
     """Which completion tokens the policy sampled (tool output is not); None means all of them."""
     sampling_logprobs: list[float] | None = None
     """Log-probability (nats, temperature applied) that the engine gave each token; None if it gives none."""
+    sampling_entropy: list[float] | None = None
+    """Entropy (nats) of the distribution that the engine drew each token from; None if it gives none."""
     policy_version: int = 0
     """Optimizer step whose weights sampled it."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -98,8 +102,9 @@ class StepTotals:
     """Completions in the optimizer step, truncated and masked ones included."""
     tokens: float
     """Loss tokens (`trained`) in the optimizer step."""
-    micro_batches: int = 1
-    """Micro-batches of this rank in the optimizer step."""
+    micro_batches: float = 1
+    """Micro-batches of this rank in the optimizer step. A batch that is the share f of a micro-batch's loss tokens has
+    1/f times as many, so that what is measured once a micro-batch weighs f there (`even_share`)."""
     world_size: int = 1
     """Ranks whose gradients are averaged."""
     entropy_threshold: float | None = None
@@ -136,7 +141,13 @@ class Batch:
     sampling_logprobs: torch.Tensor | None = None
     """(L,) float32, as the sampling engine reported them, NaN where it reported none; None if it never does."""
     row_index: torch.Tensor | None = None
-    """(B,) int64, the rows' numbers in the generation round."""
+    """(B,) int64, the rows' numbers in the generation round; -1 where unknown."""
+    sampling_entropy: torch.Tensor | None = None
+    """(L,) float32, as the sampling engine reported them, NaN where it reported none; None if it never does."""
+    policy_version: torch.Tensor | None = None
+    """(B,) int64, the optimizer step whose weights sampled the row; -1 where unknown, None if nowhere known."""
+    passes: torch.Tensor | None = None
+    """(B,) int64, how much of the model each row needs: FORWARD_AND_BACKWARD, FORWARD or NO_PASS; None: all of it."""
 
     @property
     def num_rows(self) -> int:
@@ -161,6 +172,124 @@ class Batch:
             if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
         return dataclasses.replace(self, **moved)
+
+    def select(self, rows: torch.Tensor | Sequence[int]) -> Batch:
+        """The batch of these rows alone, in the order given; prompts that no row continues are left out.
+
+        `rows` (B',) are places in this batch. The totals stay those of the optimizer step.
+        """
+        picked = torch.as_tensor(rows, dtype=torch.int64, device=self.offsets.device)
+        owners = self.prompt_of_row[picked]
+        kept = torch.zeros(self.prompt_offsets.shape[0] - 1, dtype=torch.bool, device=picked.device)
+        kept[owners] = True
+        tokens, offsets = _parts(self.offsets, picked)
+        prompt_tokens, prompt_offsets = _parts(self.prompt_offsets, kept.nonzero().flatten())
+        changes: dict[str, torch.Tensor] = {
+            "offsets": offsets,
+            "row_of_token": _rows_of(offsets),
+            "prompt_ids": self.prompt_ids[prompt_tokens],
+            "prompt_offsets": prompt_offsets,
+            "prompt_of_row": (kept.cumsum(0) - 1)[owners],
+        }
+        for names, places in ((_TOKEN_FIELDS, tokens), (_ROW_FIELDS, picked)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None:
+                    changes[name] = value[places]
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def concat(cls, batches: Sequence[Batch]) -> Batch:
+        """The rows of several batches of one optimizer step as one batch, each distinct prompt (by its ids) once.
+
+        What only some of them know is NaN or -1 in the others; old and reference log-probs and `passes` must be set in
+        all or in none (ValueError), as must be at least one batch. The totals are those of the first.
+        """
+        if not batches:
+            raise ValueError("there is no batch to join; give at least one")
+        numbers: dict[tuple[int, ...], int] = {}
+        prompt_of_row = [
+            torch.tensor([numbers.setdefault(ids, len(numbers)) for ids in batch.prompts()], dtype=torch.int64)[
+                batch.prompt_of_row.cpu()
+            ]
+            for batch in batches
+        ]
+        device = batches[0].offsets.device
+        lengths = torch.cat([batch.offsets.diff() for batch in batches])
+        offsets = _offsets_of(lengths)
+        return cls(
+            offsets=offsets,
+            row_of_token=_rows_of(offsets),
+            prompt_ids=torch.tensor([token for ids in numbers for token in ids], dtype=torch.int64, device=device),
+            prompt_offsets=_offsets_of(torch.tensor([len(ids) for ids in numbers], dtype=torch.int64, device=device)),
+            prompt_of_row=torch.cat(prompt_of_row).to(device),
+            totals=batches[0].totals,
+            **{name: _joined(name, batches) for name in (*_TOKEN_FIELDS, *_ROW_FIELDS)},  # pyright: ignore[reportArgumentType]
+        )
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The token ids of the Q distinct prompts."""
+        ids: list[int] = self.prompt_ids.tolist()  # pyright: ignore[reportUnknownMemberType]
+        bounds: list[int] = self.prompt_offsets.tolist()  # pyright: ignore[reportUnknownMemberType]
+        return [tuple(ids[start:end]) for start, end in pairwise(bounds)]
+
+
+NO_PASS = 0
+"""The row's scores are known or do not matter: the model does not see it."""
+FORWARD = 1
+"""The row's scores are measured, but no gradient comes from it."""
+FORWARD_AND_BACKWARD = 2
+
+_TOKEN_FIELDS = (
+    "completion_ids",
+    "trained",
+    "old_logprobs",
+    "ref_logprobs",
+    "sampling_logprobs",
+    "sampling_entropy",
+)
+_ROW_FIELDS = ("advantages", "row_index", "policy_version", "passes")
+_UNKNOWN = {
+    "sampling_logprobs": float("nan"),
+    "sampling_entropy": float("nan"),
+    "row_index": -1,
+    "policy_version": -1,
+}
+"""What stands for "unknown" where batches with and without a field are joined."""
+
+
+def _parts(offsets: torch.Tensor, picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the picked parts' elements are, and the offsets of these parts end to end."""
+    new_offsets = _offsets_of(offsets.diff()[picked])
+    part = _rows_of(new_offsets)
+    places = torch.arange(part.shape[0], device=offsets.device) - new_offsets[part] + offsets[picked][part]
+    return places, new_offsets
+
+
+def _offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _rows_of(offsets: torch.Tensor) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(offsets.shape[0] - 1, device=offsets.device), offsets.diff())
+
+
+def _joined(name: str, batches: Sequence[Batch]) -> torch.Tensor | None:
+    """The field `name` of all batches end to end; None if none has it."""
+    values: list[torch.Tensor | None] = [getattr(batch, name) for batch in batches]
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if len(known) < len(values) and name not in _UNKNOWN:
+        raise ValueError(
+            f"{len(known)} of {len(values)} batches have {name}, so they cannot be joined; set it in all of them or in "
+            "none"
+        )
+    whole: list[torch.Tensor] = []
+    for batch, value in zip(batches, values):
+        size = batch.num_tokens if name in _TOKEN_FIELDS else batch.num_rows
+        whole.append(known[0].new_full((size,), _UNKNOWN[name]) if value is None else value)
+    return torch.cat(whole)
 
 
 @dataclass(slots=True)

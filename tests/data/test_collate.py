@@ -71,6 +71,20 @@ def test_sampling_logprobs_are_nan_where_none_were_reported():
     assert values.shape == (3,)
 
 
+def test_entropies_and_versions_come_along():
+    rollouts = [
+        rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25], policy_version=3),
+        rollout(5, 1, [7], sampling_entropy=[1.0], policy_version=4),
+        rollout(2, 2, [6]),
+    ]
+    batch = collate(rollouts, [0.0] * 3, mask_truncated=False)
+    assert batch.sampling_entropy is not None and batch.policy_version is not None
+    assert batch.sampling_entropy[:3].tolist() == [0.5, 0.25, 1.0]
+    assert math.isnan(batch.sampling_entropy[3])
+    assert batch.policy_version.tolist() == [3, 4, 0]
+    assert collate(rollouts[2:], [0.0], mask_truncated=False).sampling_entropy is None
+
+
 def test_no_rollouts_make_an_empty_batch():
     batch = collate([], [], mask_truncated=True)
     assert (batch.num_rows, batch.num_tokens) == (0, 0)
@@ -112,6 +126,20 @@ def test_a_round_survives_being_saved():
         assert_equal(a, b)
     assert restored.get(8) == []
     assert restored.get(9) is None
+
+
+def test_a_round_of_an_older_checkpoint_lacks_what_was_not_known_then():
+    buffer = RoundBuffer()
+    buffer.put(0, [collate([rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25])], [1.0], mask_truncated=False)])
+    state = buffer.state_dict()
+    for name in ("sampling_entropy", "policy_version", "passes"):
+        del state["rounds"]["0"][0][name]
+    restored = RoundBuffer()
+    restored.load_state_dict(state)
+    found = restored.get(0)
+    assert found is not None
+    assert (found[0].sampling_entropy, found[0].policy_version, found[0].passes) == (None, None, None)
+    assert found[0].completion_ids.tolist() == [7, 1]
 
 
 def test_a_buffer_forgets_what_it_is_told_to():

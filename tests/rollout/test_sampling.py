@@ -44,7 +44,9 @@ def run(
 
 def test_rows_become_requests_and_samples_become_rollouts(play, tokenizer):
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-    engine = play([Sample([a, b, 1], "eos", [-0.5, -0.25, -0.125]), Sample([b], "length"), Sample([], "eos", [])])
+    engine = play(
+        [Sample([a, b, 1], "eos", [-0.5, -0.25, -0.125], [2.0, 1.0, 0.5]), Sample([b], "length"), Sample([], "eos", [])]
+    )
     rollouts = run(engine, tokenizer, [9, 10, 11], {4: TEXT, 5: CHAT})
     assert [request.prompt_ids for request in engine.asked] == [[5, 6], [5, 6, 7], [5, 6, 7]]
     assert [request.seed for request in engine.asked] == [row_seed(7, "train", 3, row) for row in (9, 10, 11)]
@@ -53,6 +55,7 @@ def test_rows_become_requests_and_samples_become_rollouts(play, tokenizer):
     assert [rollout.completion_ids for rollout in rollouts] == [[a, b, 1], [b], []]
     assert [rollout.finish_reason for rollout in rollouts] == ["eos", "length", "eos"]
     assert [rollout.sampling_logprobs for rollout in rollouts] == [[-0.5, -0.25, -0.125], None, []]
+    assert [rollout.sampling_entropy for rollout in rollouts] == [[2.0, 1.0, 0.5], None, None]
     assert {rollout.policy_version for rollout in rollouts} == {11}
 
 

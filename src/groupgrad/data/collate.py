@@ -24,7 +24,6 @@ def collate(
             prompt_numbers[rollout.prompt.group] = len(prompts)
             prompts.append(rollout.prompt.ids)
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.int64)
-    has_logprobs = any(rollout.sampling_logprobs is not None for rollout in rollouts)
     return Batch(
         completion_ids=_flat([rollout.completion_ids for rollout in rollouts]),
         row_of_token=torch.repeat_interleave(torch.arange(len(rollouts)), lengths),
@@ -35,8 +34,10 @@ def collate(
         trained=_trained(rollouts, mask_truncated),
         advantages=torch.tensor(list(advantages), dtype=torch.float32),
         totals=totals or StepTotals(rows=float(len(rollouts)), tokens=0.0),
-        sampling_logprobs=_sampling_logprobs(rollouts) if has_logprobs else None,
+        sampling_logprobs=_reported([rollout.sampling_logprobs for rollout in rollouts], lengths.tolist()),
         row_index=torch.tensor([rollout.index for rollout in rollouts], dtype=torch.int64),
+        sampling_entropy=_reported([rollout.sampling_entropy for rollout in rollouts], lengths.tolist()),
+        policy_version=torch.tensor([rollout.policy_version for rollout in rollouts], dtype=torch.int64),
     )
 
 
@@ -58,8 +59,11 @@ def _trained(rollouts: Sequence[Rollout], mask_truncated: bool) -> torch.Tensor:
     return torch.tensor(flags, dtype=torch.bool)
 
 
-def _sampling_logprobs(rollouts: Sequence[Rollout]) -> torch.Tensor:
+def _reported(rows: Sequence[list[float] | None], lengths: Sequence[int]) -> torch.Tensor | None:
+    """(L,) what the engine said of the tokens, NaN in rows of which it said nothing; None if of all."""
+    if all(row is None for row in rows):
+        return None
     values: list[float] = []
-    for rollout in rollouts:
-        values += rollout.sampling_logprobs or [float("nan")] * len(rollout.completion_ids)
+    for row, length in zip(rows, lengths):
+        values += row or [float("nan")] * length
     return torch.tensor(values, dtype=torch.float32)

@@ -51,6 +51,7 @@ class RolloutMaker:
                 completion=[{"role": "assistant", "content": text}] if prompt.is_conversational else text,
                 text=text,
                 sampling_logprobs=sample.logprobs,
+                sampling_entropy=sample.entropies,
                 policy_version=policy_version,
             )
             for prompt, row, sample, text in zip(chosen, rows, samples, texts)
