@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -229,8 +229,8 @@ class Batch:
 
     def prompts(self) -> list[tuple[int, ...]]:
         """The token ids of the Q distinct prompts."""
-        ids: list[int] = self.prompt_ids.tolist()  # pyright: ignore[reportUnknownMemberType]
-        bounds: list[int] = self.prompt_offsets.tolist()  # pyright: ignore[reportUnknownMemberType]
+        ids = cast(list[int], self.prompt_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
+        bounds = cast(list[int], self.prompt_offsets.tolist())  # pyright: ignore[reportUnknownMemberType]
         return [tuple(ids[start:end]) for start, end in pairwise(bounds)]
 
 

@@ -10,7 +10,8 @@ from groupgrad.objectives.advantages import (
     reward_metrics,
 )
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
-from groupgrad.objectives.mismatch import mismatch_metrics
+from groupgrad.objectives.liveness import Freshness, fresh_rows, known_rows, live_rows, passes_needed
+from groupgrad.objectives.mismatch import logp_mismatch, mismatch_metrics
 from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import LOSSES, PolicyLoss, policy_loss
 
@@ -18,6 +19,7 @@ __all__ = [
     "LOSSES",
     "Advantages",
     "Aggregation",
+    "Freshness",
     "LossType",
     "MismatchMode",
     "MismatchOptions",
@@ -28,8 +30,13 @@ __all__ = [
     "applied_entropy_coef",
     "compute_advantages",
     "entropy_threshold",
+    "fresh_rows",
+    "known_rows",
+    "live_rows",
+    "logp_mismatch",
     "mismatch_metrics",
     "next_entropy_coef",
+    "passes_needed",
     "policy_loss",
     "reward_metrics",
 ]

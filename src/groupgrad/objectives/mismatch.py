@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from groupgrad.metrics import Metric
+from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
 from groupgrad.objectives.options import MismatchOptions
 from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, row_sum
@@ -72,3 +72,14 @@ def mismatch_metrics(batch: Batch, options: MismatchOptions, old_logprobs: torch
         "sampling/importance_sampling_ratio/mean": mean_where(ratio.values, counts),
         "sampling/importance_sampling_ratio/max": maximum_where(ratio.values, counts),
     }
+
+
+def logp_mismatch(logprobs: torch.Tensor, batch: Batch, rows: torch.Tensor) -> Metric:
+    """The largest distance (nats) between (L,) log-probs of the policy and those that the engine reported.
+
+    Over the loss tokens of `rows` (B,) bool that have a finite report; nothing measured if there are none.
+    """
+    if batch.sampling_logprobs is None:
+        return maximum(float("nan"))
+    gap = mismatch_gap(logprobs, batch.sampling_logprobs, layout_of(batch))
+    return maximum_where(gap.values.abs(), gap.measured & rows[batch.row_of_token])
