@@ -58,7 +58,8 @@ class AttentionPlan(Protocol):
         ...
 
 
-_active: AttentionPlan | None = None
+_in_use: list[AttentionPlan] = []
+"""The plans of the model calls under way, innermost last."""
 
 
 def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, **extra: Any) -> Any:
@@ -133,12 +134,11 @@ def _takes_positions(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _in_force(plan: AttentionPlan) -> Iterator[None]:
-    global _active
-    before, _active = _active, plan
+    _in_use.append(plan)
     try:
         yield
     finally:
-        _active = before
+        _in_use.pop()
 
 
 def _install(model: nn.Module) -> None:
@@ -167,8 +167,8 @@ def _wrapped(name: str) -> str:
         return _original(name, module)(module, query, key, value, attention_mask, **options)
 
     def mask(**arguments: Any) -> Any:
-        if _active is not None:
-            return _active
+        if _in_use:
+            return _in_use[-1]
         original = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(name)
         return original(**arguments) if original is not None else None
 

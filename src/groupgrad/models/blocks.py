@@ -116,7 +116,8 @@ def _make_masks(block: Block, window: int | None) -> _Masks:
     device, num_keys = block.rows.device, block.rows.shape[2]
     query = torch.arange(block.start, num_keys, device=device)[:, None]
     longest = num_keys + int(block.prompt_lengths.max()) if block.prompt_lengths.numel() else num_keys
-    windowed = window is not None and longest > window
+    limit = longest if window is None else window
+    windowed = longest > limit
     prompt = None
     if block.prompts is not None:
         key = torch.arange(block.prompts.shape[1], device=device)
@@ -124,13 +125,13 @@ def _make_masks(block: Block, window: int | None) -> _Masks:
             prompt = (key >= block.prompt_lengths[:, None])[:, None, None, None, None, :]
         if windowed:
             distance = block.prompt_lengths[:, None, None] + query - key
-            far = (distance >= window)[:, None, None, None]
+            far = (distance >= limit)[:, None, None, None]
             prompt = far if prompt is None else far | prompt
     own_from = 0 if windowed else block.start
     key = torch.arange(own_from, num_keys, device=device)
     own = key > query
     if windowed:
-        own = own | (query - key >= window)
+        own = own | (query - key >= limit)
     own_mask = own[None, None, None, None] if own.shape[0] > 1 or windowed else None
     return _Masks(prompt, own_mask, own_from)
 
@@ -181,7 +182,7 @@ class _BlockAttention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             for block in ctx.blocks:
                 _backward_block(block, ctx.call, (query, key, value, sinks), (output, grad), grads)
-        grad_sinks = None if grads.sinks is None else grads.sinks.to(sinks.dtype)
+        grad_sinks = None if sinks is None or grads.sinks is None else grads.sinks.to(sinks.dtype)
         return grads.query, grads.key, grads.value, grad_sinks, None, None
 
 
@@ -196,7 +197,7 @@ class _Gradients:
 def _backward_block(
     block: Block,
     call: AttentionCall,
-    inputs: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     outputs: tuple[torch.Tensor, torch.Tensor],
     grads: _Gradients,
 ) -> None:

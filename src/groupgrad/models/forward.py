@@ -39,7 +39,7 @@ class ForwardOptions:
     aux_loss: bool = False
     """Ask a mixture of experts for its load-balancing loss."""
     layout: Layout | None = None
-    """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model can run."""
+    """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
 
 
 def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -66,8 +67,8 @@ class FlatLayout:
 def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) -> FlatLayout:
     """The batch with each distinct prompt once (`share`) or once a row, on the batch's device.
 
-    `keep_last` computes the last tokens of completions and the prompts of empty ones too, which matters to sums over all
-    tokens (the load balancing of experts) and to nothing else.
+    `keep_last` computes the last tokens of completions and the prompts of empty ones too, which matters to sums over
+    all tokens (the load balancing of experts) and to nothing else.
     """
     prompts, completions = _split(batch.prompt_ids, batch.prompt_offsets), _split(batch.completion_ids, batch.offsets)
     ids: list[np.ndarray] = []
@@ -222,7 +223,7 @@ def _is_like(short: int, long: int) -> bool:
 
 def _split(flat: torch.Tensor, offsets: torch.Tensor) -> list[np.ndarray]:
     values, ends = flat.cpu().numpy(), offsets.tolist()
-    return [values[a:b] for a, b in zip(ends, ends[1:])]
+    return [values[a:b] for a, b in pairwise(ends)]
 
 
 def _tensor(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
