@@ -1,0 +1,72 @@
+"""A faster kernel for linear layers on CPUs while nothing is trained.
+
+For the few rows of a decode step the general matrix product behind `nn.functional.linear` packs the whole weight anew
+each time; oneDNN's reads it as it lies. It is the same sum over the same weights, in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+MAX_ROWS = 1024
+"""Beyond this many tokens both kernels are equally fast."""
+
+
+@contextmanager
+def fast_linears(model: nn.Module) -> Iterator[None]:
+    """Plain float32 linear layers of `model` that lie on a CPU run by oneDNN inside; gradients do not flow there."""
+    chosen = [module for module in model.modules() if _fits(module)] if _is_available() else []
+    for module in chosen:
+        module.forward = MethodType(_forward, module)
+    try:
+        yield
+    finally:
+        for module in chosen:
+            del module.forward
+
+
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    weight, bias = self.weight, self.bias
+    if input.dtype != torch.float32 or weight.dtype != torch.float32 or input.numel() > MAX_ROWS * input.shape[-1]:
+        return F.linear(input, weight, bias)
+    return _kernel(input, weight, bias, "none", [], "")
+
+
+def _fits(module: nn.Module) -> bool:
+    # Whoever replaced a layer's forward method (offloading hooks, quantisation) wants to be asked.
+    if (
+        type(module) is not nn.Linear
+        or "forward" in module.__dict__
+        or isinstance(module.weight, nn.UninitializedParameter)
+    ):
+        return False
+    return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32 and module.weight.numel() > 0
+
+
+def _is_available() -> bool:
+    return _kernel is not None and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
+
+
+def _find_kernel() -> Any:
+    """oneDNN's linear layer, if this build of torch has it and it computes what it should."""
+    try:
+        kernel = torch.ops.mkldnn._linear_pointwise.default
+        draw = torch.Generator().manual_seed(0)
+        inputs, weight, bias = (torch.rand(shape, generator=draw) for shape in ((1, 3, 8), (5, 8), (5,)))
+        for b in (bias, None):
+            found = kernel(inputs, weight, b, "none", [], "")
+            if not torch.allclose(found, F.linear(inputs, weight, b), rtol=1e-5, atol=1e-5):
+                return None
+    except Exception:  # whatever a build without oneDNN says to it
+        return None
+    return kernel
+
+
+_kernel = _find_kernel()

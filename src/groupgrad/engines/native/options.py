@@ -1,0 +1,136 @@
+"""What sampling options mean here, and which of them this engine does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from groupgrad.engines.base import SamplingOptions
+from groupgrad.errors import ConfigError
+
+_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+_KNOWN = frozenset(
+    {
+        *_FIELDS,
+        "do_sample",
+        "eos_token_id",
+        "max_new_tokens",  # of each request
+        "min_new_tokens",
+        "stop_strings",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "pad_token_id",  # nothing is padded
+        "bos_token_id",  # prompts come as they are
+        "use_cache",  # changes cost, never tokens
+        "disable_compile",
+        "return_dict_in_generate",
+    }
+)
+
+# Values with which an option of `generate` changes nothing.
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Choosing:
+    """How the next token is chosen and when a row ends."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    greedy: bool
+    min_new_tokens: int
+    eos_ids: tuple[int, ...]
+    suppressed: tuple[int, ...]
+    suppressed_first: tuple[int, ...]
+    """Not as a completion's first token."""
+    stop_strings: tuple[str, ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if tokens are drawn from something else than the temperature softmax."""
+        return bool(
+            self.top_k
+            or self.top_p < 1.0
+            or self.min_p
+            or self.repetition_penalty != 1.0
+            or self.suppressed
+            or self.suppressed_first
+            or (self.min_new_tokens and self.eos_ids)
+        )
+
+
+def unsupported(options: SamplingOptions) -> list[str]:
+    """Names of the options in force that this engine lacks, in order; empty if it has all of them."""
+    names = [
+        name
+        for name, value in options.extra.items()
+        if name not in _KNOWN and value is not None and not _is_neutral(name, value)
+    ]
+    return [*names, "cache_implementation"] if options.cache_implementation is not None else names
+
+
+def read_options(options: SamplingOptions, tokenizer: Any) -> Choosing:
+    """The options as this engine takes them; `options.extra` wins over the fields.
+
+    ConfigError if one of them is not there, ValueError if stop strings are asked for without a tokenizer.
+    """
+    missing = unsupported(options)
+    if missing:
+        values = {**options.extra, "cache_implementation": options.cache_implementation}
+        raise ConfigError(
+            [
+                f"{name}={values[name]!r} is not an option of rollout_engine='native'; "
+                "set rollout_engine='transformers', which has it, or leave it out"
+                for name in missing
+            ]
+        )
+    extra = options.extra
+    chosen = {name: extra.get(name, getattr(options, name)) for name in _FIELDS}
+    stop_strings = extra.get("stop_strings") or ()
+    if stop_strings and tokenizer is None:
+        raise ValueError(
+            f"stop_strings={stop_strings!r} need a tokenizer to compare texts; the engine was made without"
+        )
+    do_sample = extra.get("do_sample")
+    temperature = 1.0 if chosen["temperature"] is None else float(chosen["temperature"])
+    if temperature <= 0.0:
+        raise ValueError(f"temperature={temperature} divides the logits; set it above 0 (or do_sample=False)")
+    return Choosing(
+        temperature=temperature,
+        top_k=int(chosen["top_k"] or 0),
+        top_p=1.0 if chosen["top_p"] is None else float(chosen["top_p"]),
+        min_p=float(chosen["min_p"] or 0.0),
+        repetition_penalty=float(chosen["repetition_penalty"] or 1.0),
+        greedy=do_sample is not None and not do_sample,
+        min_new_tokens=int(extra.get("min_new_tokens") or 0),
+        eos_ids=_ids(extra.get("eos_token_id", options.eos_ids)),
+        suppressed=_ids(extra.get("suppress_tokens")),
+        suppressed_first=_ids(extra.get("begin_suppress_tokens")),
+        stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+    )
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return name in _NEUTRAL and value == _NEUTRAL[name]
+
+
+def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,118 @@
+"""Keys and values of the tokens computed so far.
+
+Two slabs of one kind: one holds prompts, each once however many rows continue it, the other the rows' own tokens. A
+slab is a rectangle of slots by places for every layer; slots in use are always the first ones, so that a layer's keys
+are one contiguous tensor that matrix products can read as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, frozen=True)
+class LayerShape:
+    """What a layer keeps of a token."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's key and value."""
+        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+class Slab:
+    """Keys and values of up to `slots` sequences of up to `places` tokens, for every layer."""
+
+    def __init__(self, layers: dict[int, LayerShape]):
+        self._layers = layers
+        self.slots, self.places = 0, 0
+        self.keys: dict[int, torch.Tensor] = {}
+        """By layer, (slots, Hkv, places, D)."""
+        self.values: dict[int, torch.Tensor] = {}
+        self.resize(0, 0)
+
+    @property
+    def area(self) -> int:
+        """Tokens there is room for."""
+        return self.slots * self.places
+
+    def resize(self, slots: int, places: int, keep_slots: int = 0, keep_places: int = 0) -> None:
+        """Room for `slots` times `places` tokens; the first `keep_slots` slots keep `keep_places` tokens."""
+        # What no token was written to is masked, not skipped, by the products that read it: it has to be finite.
+        for number, layer in self._layers.items():
+            for tensors, width in ((self.keys, layer.key_width), (self.values, layer.value_width)):
+                shape = (slots, layer.heads, places, width)
+                new = torch.zeros(shape, dtype=layer.dtype, device=layer.device)
+                if keep_slots and keep_places:
+                    new[:keep_slots, :, :keep_places] = tensors[number][:keep_slots, :, :keep_places]
+                tensors[number] = new
+        self.slots, self.places = slots, places
+
+    def move(self, source: int, target: int, used: int) -> None:
+        """Copy the first `used` tokens of one slot to another."""
+        for tensors in (self.keys, self.values):
+            for tensor in tensors.values():
+                tensor[target, :, :used] = tensor[source, :, :used]
+
+
+class Store:
+    """The slabs of prompts and of rows, and the bound that both together stay under."""
+
+    def __init__(self, layers: dict[int, LayerShape], max_bytes: int):
+        self.bytes_per_token = max(1, sum(layer.bytes_per_token for layer in layers.values()))
+        self.max_tokens = max_bytes // self.bytes_per_token
+        self.max_bytes = max_bytes
+        self.prompts, self.own = Slab(layers), Slab(layers)
+        self.peak_tokens = 0
+
+    def fits(self, rows: int, length: int, prompts: int, prompt_length: int) -> bool:
+        """True if so many rows and prompts of such lengths can be stored at once."""
+        return rows * length + prompts * prompt_length <= self.max_tokens
+
+    def reserve(self, need: Need, kept: Need) -> bool:
+        """Make room for `need`, keeping what `kept` says is in use; False, and nothing done, if the bound forbids it.
+
+        Rows get up to twice the places that they need at present, so that room is seldom made.
+        """
+        own, prompts = self.own, self.prompts
+        slots, places = max(need.rows, own.slots), own.places
+        if need.length > places:
+            slots, places = need.rows, min(need.longest, max(2 * places, need.length, 32))
+        prompt_slots, prompt_places = max(need.prompts, prompts.slots), max(need.prompt_length, prompts.places)
+        if slots * places + prompt_slots * prompt_places > self.max_tokens:
+            slots, prompt_slots, prompt_places = need.rows, need.prompts, need.prompt_length
+            left = self.max_tokens - prompt_slots * prompt_places
+            places = min(max(places, need.length), left // max(slots, 1))
+            if places < need.length:
+                return False
+        # The slab that shrinks goes first.
+        changes = [(own, slots, places, kept.rows, min(kept.length, places))]
+        changes.append((prompts, prompt_slots, prompt_places, kept.prompts, min(kept.prompt_length, prompt_places)))
+        changes.sort(key=lambda change: change[1] * change[2] - change[0].area)
+        for slab, new_slots, new_places, keep_slots, keep_places in changes:
+            if (new_slots, new_places) != (slab.slots, slab.places):
+                slab.resize(new_slots, new_places, keep_slots, keep_places)
+        self.peak_tokens = max(self.peak_tokens, own.area + prompts.area)
+        return True
+
+
+@dataclass(slots=True, frozen=True)
+class Need:
+    """Tokens to be stored."""
+
+    rows: int
+    length: int
+    """Of the longest row's own tokens."""
+    prompts: int
+    prompt_length: int
+    """Of the longest prompt."""
+    longest: int = 0
+    """Own tokens that the longest row may come to have."""
