@@ -1,7 +1,7 @@
 """The trainer: one optimizer step, in reading order.
 
-`_prepare_inputs` → `_make_step` → `_make_round` → `compute_loss`; the rest connects these to the training loop of
-`transformers.Trainer`. How a run is logged, saved and resumed is in `run.py`.
+`training_step` → `_make_step` → `_make_round` → `_forward_and_backward` → `compute_loss`; the rest joins these to the
+training loop of `transformers.Trainer`. What a micro-batch is made of is in `step/`, what of a run is kept in `run.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from groupgrad.data.evaluation import EvalLoader
 from groupgrad.data.rounds import Tick, make_round_loader, rows_of
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.metrics import Metric, average, latest
-from groupgrad.models.forward import score_tokens
+from groupgrad.models.forward import score_tokens, unwrap
 from groupgrad.objectives import policy_loss
 from groupgrad.rollout.round import RoundRequest, ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.run import TrainingRun
+from groupgrad.step.memory import MemoryGuard, Trained, obstacle_to_cutting
+from groupgrad.step.sampled import SampledNumbers
+from groupgrad.step.scores import needed_scores
+from groupgrad.step.work import has_gradient, share_out
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.store import MetricStore
@@ -177,6 +181,8 @@ class GRPOTrainer(TrainingRun):
         self.plan = self.setup.plan
         self.buffer, self.metric_store = RoundBuffer(self.plan), MetricStore()
         self.entropy_controller = assembly.entropy_controller(self.args)
+        self.sampled = SampledNumbers(self.engine, self.model, self.setup.frozen_scorer, self.accelerator)
+        self.memory = MemoryGuard(self.model.zero_grad, obstacle=obstacle_to_cutting(self.args))
         self.run_state = RunState(
             {
                 "buffer": self.buffer,
@@ -184,6 +190,7 @@ class GRPOTrainer(TrainingRun):
                 "completions": self.completion_log,
                 "entropy": self.entropy_controller,
                 "loss": self._loss_window,
+                "memory": self.memory,
             },
             shared={"reference": self.reference} if self.reference is not None and self.args.sync_ref_model else {},
         )
@@ -207,18 +214,22 @@ class GRPOTrainer(TrainingRun):
         """Forward and backward of one micro-batch; the first of a step samples what the step needs."""
         started = time.perf_counter()
         with self.timings.phase("training"):
-            loss = super().training_step(model, inputs, num_items_in_batch)  # pyright: ignore[reportArgumentType]
+            if inputs.index == 0:
+                model.train()
+                self.optimizer.train()  # pyright: ignore  # some train at other weights than they evaluate
+                self._micro_batches = self._make_step(inputs.ticks)
+                self.memory.begin_step()
+            batch = self._micro_batches[inputs.index]
+            trained = self.memory.train(batch, lambda part: self._forward_and_backward(model, part))
+        self.metric_store.add(trained.metrics)
+        self.entropy_controller.observe(trained.metrics["entropy"])
+        self.sampled.note(trained.metrics)
         self._step_seconds += time.perf_counter() - started
-        return loss
-
-    def _prepare_inputs(self, inputs: MicroStep) -> Batch:
-        """The micro-batch on its device."""
-        if inputs.index == 0:
-            self._micro_batches = self._make_step(inputs.ticks)
-        return self._micro_batches[inputs.index].to(self.args.device)
+        return trained.loss
 
     def _make_step(self, ticks: tuple[Tick, ...]) -> list[Batch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
+        self.sampled.begin_step(self.state.global_step)
         for tick in ticks:
             if tick.position == 0 or self.buffer.get(tick.round) is None:
                 self.buffer.put(tick.round, self._make_round(tick))
@@ -229,10 +240,14 @@ class GRPOTrainer(TrainingRun):
             assert micro_batches is not None
             batches.append(micro_batches[tick.position % self.plan.steps_per_generation])
         with self.timings.phase("scoring"):
-            totals = step_totals(
-                batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.setup.frozen_scorer.entropy
-            )
-        return [replace(batch, totals=totals) for batch in batches]
+            totals = step_totals(batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.sampled.entropy)
+        return share_out(
+            [replace(batch, totals=totals) for batch in batches],
+            self.setup.policy_options,
+            self.sampled.freshness,
+            entropy_coef=self.entropy_controller.applied,
+            aux_loss=self.setup.forward_options.aux_loss,
+        )
 
     def _make_round(self, tick: Tick) -> list[Batch]:
         """Collective. Sample and score the tick's round; its S micro-batches of this rank, kept on the CPU."""
@@ -255,7 +270,22 @@ class GRPOTrainer(TrainingRun):
             scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions) for rows in slices
         ]
         with self.timings.phase("scoring"), dist.together():
-            return [self.setup.frozen_scorer(batch, old=not self.plan.is_on_policy) for batch in micro_batches]
+            off_policy = not self.plan.is_on_policy
+            return [self.sampled.with_frozen_scores(batch, off_policy=off_policy) for batch in micro_batches]
+
+    def _forward_and_backward(self, model: nn.Module, batch: Batch) -> Trained:
+        """The gradient of a micro-batch or a part of one added to the model's; rows without one are only measured."""
+        self._measured = {}
+        if has_gradient(batch):
+            loss = super().training_step(model, batch)  # pyright: ignore[reportArgumentType]
+        else:
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(batch))
+        return Trained(loss.detach(), self._measured)
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """The batch on its device."""
+        return inputs.to(self.args.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -265,7 +295,13 @@ class GRPOTrainer(TrainingRun):
             raise ValueError(
                 "return_outputs=True is not supported: the loss is made of token scores, not model outputs"
             )
-        scores = score_tokens(model, inputs, self.setup.forward_options)
+        self.memory.gradients_are_whole = True
+        # Rows without a gradient go past the wrapper of several ranks, since each has its own number of such passes.
+        scores = needed_scores(
+            inputs,
+            policy=lambda rows: score_tokens(model, rows, self.setup.forward_options),
+            measure=lambda rows: score_tokens(unwrap(model), rows, self.setup.forward_options),
+        )
         result = policy_loss(
             scores,
             inputs,
@@ -273,8 +309,8 @@ class GRPOTrainer(TrainingRun):
             entropy_coef=self.entropy_controller.applied,
             aux_loss_coef=self._parts.aux_loss_coef,
         )
-        self.metric_store.add(result.metrics)
-        self.entropy_controller.observe(result.metrics["entropy"])
+        self._measured = {**result.metrics, **self.sampled.mismatch(scores, inputs)}
+        self.memory.gradients_are_whole = False
         return result.loss
 
     def _end_step(self, step: int) -> None:
@@ -285,6 +321,7 @@ class GRPOTrainer(TrainingRun):
         if lengths:
             speed = sum(lengths) * dist.world_size() / max(seconds.get("sampling", 0.0), 1e-9)
             self.progress.set_numbers(length=sum(lengths) / len(lengths), tokens_per_second=speed)
+        self.sampled.end_step(step)
         if self.entropy_controller.is_active:
             metrics |= self.entropy_controller.end_step()
         if self.reference is not None and self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:

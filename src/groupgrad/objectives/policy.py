@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from groupgrad.metrics import Metric, average, mean_of
+from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import surrogates
 from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics
 from groupgrad.objectives.kl import kl_to_reference
@@ -164,7 +164,8 @@ def policy_loss(
         metrics["policy_loss"] = mean_of(loss, 1 / batch.totals.micro_batches)
         loss = loss - entropy_coef * _entropy_share(scores.entropy, kept, layout, batch)
     if scores.aux_loss is not None:
-        metrics["aux_loss"] = average(scores.aux_loss)
+        part = 1 / batch.totals.micro_batches
+        metrics["aux_loss"] = mean_of(scores.aux_loss * part, part)
         if aux_loss_coef != 0:
             loss = loss + aux_loss_coef * even_share(scores.aux_loss, batch.totals)
     return PolicyLoss(loss, metrics)

@@ -1,0 +1,84 @@
+"""What the engine said of the tokens that it sampled, used wherever it is what training would compute again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.metrics import Metric
+from groupgrad.models.frozen import FrozenScorer
+from groupgrad.objectives import Freshness, fresh_rows, known_rows, logp_mismatch
+from groupgrad.step.mismatch import MismatchWatch, computing_types, has_dropout, tolerance
+from groupgrad.types import NO_PASS, Batch, TokenScores
+
+MISMATCH = "sampling/logp_mismatch"
+
+
+class SampledNumbers:
+    """Log-probs and entropies from sampling, or from a pass of the policy where the engine's do not do.
+
+    An engine whose attribute `exact` is true gives those of the very modules that train, in evaluation mode.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, scorer: FrozenScorer, accelerator: Any):
+        self._engine, self._model, self._scorer = engine, model, scorer
+        types = computing_types(model, accelerator.mixed_precision)
+        self._watch = MismatchWatch(tolerance(types, accelerator.device))
+        self._step = 0
+        self.freshness = Freshness(step=0, exact=False)
+        """How far they hold for the training passes of the present step; dropout sets these apart."""
+
+    def begin_step(self, step: int) -> None:
+        """The optimizer step that the next ones are asked for."""
+        self._step = step
+        self.freshness = Freshness(step, self._is_exact and not has_dropout(self._model))
+
+    def with_frozen_scores(self, batch: Batch, *, off_policy: bool) -> Batch:
+        """The batch with the log-probs that stay while its round is trained on: the reference's and, `off_policy`, the
+        old ones. Its round must just have been sampled."""
+        old = known_logprobs(batch) if off_policy and self._is_exact else None
+        scored = self._scorer(batch, old=off_policy and old is None)
+        return scored if old is None else replace(scored, old_logprobs=old)
+
+    def entropy(self, batch: Batch) -> torch.Tensor:
+        """(L,) entropies (nats) of the policy in evaluation mode as it is in this step."""
+        freshness = Freshness(self._step, self._is_exact)
+        if batch.sampling_entropy is not None and bool(known_rows(batch, freshness).all()):
+            return batch.sampling_entropy
+        return self._scorer.entropy(batch)
+
+    def mismatch(self, scores: TokenScores, batch: Batch) -> dict[str, Metric]:
+        """The largest gap between sampling and training, over rows that the model has seen with the weights that
+        sampled them. Empty for engines that are not exact, and with dropout, under which a gap is no fault."""
+        if not self.freshness.exact:
+            return {}
+        rows = fresh_rows(batch, self.freshness)
+        if batch.passes is not None:
+            rows = rows & (batch.passes != NO_PASS)
+        return {MISMATCH: logp_mismatch(scores.logprobs, batch, rows)}
+
+    def note(self, metrics: dict[str, Metric]) -> None:
+        """Take a micro-batch's mismatch, if there is one among its metrics."""
+        if MISMATCH in metrics:
+            self._watch.observe(metrics[MISMATCH])
+
+    def end_step(self, step: int) -> None:
+        """Warn if the step's mismatch is more than rounding."""
+        self._watch.end_step(step)
+
+    @property
+    def _is_exact(self) -> bool:
+        return bool(getattr(self._engine, "exact", False))
+
+
+def known_logprobs(batch: Batch) -> torch.Tensor | None:
+    """(L,) the sampler's log-probs, if it gave one for each sampled token; 0 where it gave none for the others."""
+    if batch.sampling_logprobs is None:
+        return None
+    known = batch.sampling_logprobs.isfinite()
+    if bool((batch.trained & ~known).any()):
+        return None
+    return torch.where(known, batch.sampling_logprobs, torch.zeros_like(batch.sampling_logprobs))
