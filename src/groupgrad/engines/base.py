@@ -50,7 +50,12 @@ class Sample:
 
 
 class Engine(Protocol):
-    """Samples completions from the policy's present weights."""
+    """Samples completions from the policy's present weights.
+
+    An engine may have an attribute `exact: bool`: true if its log-probs and entropies are, but for rounding, those that
+    training's modules assign in evaluation mode. Training then takes them as they are instead of computing them again.
+    Read it with `getattr(engine, "exact", False)`.
+    """
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
