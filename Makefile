@@ -5,11 +5,12 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all check format clean help
+.PHONY: bench demo test test-all check format clean help
 
 help:
 	@echo "make demo    make a small model, train it with GRPO, show before and after"
 	@echo "make test    run the test suite"
+	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
 	@echo "make check   lint, format, types, import floors"
 
 demo: $(VENV)/.groupgrad
@@ -20,6 +21,9 @@ test: $(VENV)/.groupgrad-dev
 
 test-all: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) $(TEST_ARGS)
+
+bench: $(VENV)/.groupgrad
+	$(VENV)/bin/python bench/run.py $(BENCH_ARGS)
 
 check: $(VENV)/.groupgrad-dev
 	$(VENV)/bin/ruff check .

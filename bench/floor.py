@@ -1,0 +1,138 @@
+"""What the machine allows: its matrix-product rate and memory bandwidth, and the least seconds that a step can take.
+
+    python bench/floor.py
+
+A floor counts what exact GRPO needs when prompts are computed once per group and nothing is padded: multiplications at
+the measured rate, or bytes at the measured bandwidth, whichever takes longer. Norms, softmax, sampling and all Python
+count as nothing, so 100 % cannot be reached.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from workloads import BASE, GroupWork, ModelShape
+
+BYTES = 4
+"""Of a float32."""
+
+
+@dataclass(slots=True, frozen=True)
+class Machine:
+    """What this machine was measured to do, with the threads that training uses."""
+
+    gflops: float
+    """Large float32 matrix products, 10^9 operations a second."""
+    decode_gflops: float
+    """Matrix products of a decode step (32 rows, all layers' and the head's weights of the base model in turn)."""
+    gigabytes_per_second: float
+    """Reading memory that no cache holds."""
+
+    @property
+    def rate(self) -> float:
+        """Operations a second."""
+        return self.gflops * 1e9
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.gigabytes_per_second * 1e9
+
+    def describe(self) -> str:
+        """The three numbers in a sentence."""
+        return (
+            f"Matrix products: {self.gflops:.0f} GFLOP/s (2048 x 2048), {self.decode_gflops:.0f} GFLOP/s (32 rows "
+            f"times the base model's weights, as in decoding). Memory: {self.gigabytes_per_second:.1f} GB/s read."
+        )
+
+
+def fastest(function: Callable[[], object], seconds: float) -> float:
+    """Seconds of the fastest of as many calls as fit into `seconds` (at least two)."""
+    best, end, calls = float("inf"), time.perf_counter() + seconds, 0
+    while calls < 2 or time.perf_counter() < end:
+        started = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - started)
+        calls += 1
+    return best
+
+
+@torch.inference_mode()
+def measure_machine(seconds: float = 1.5, *, square: int = 2048, megabytes: int = 512) -> Machine:
+    """Measure for about four times `seconds`."""
+    a, b, out = torch.randn(square, square), torch.randn(square, square), torch.empty(square, square)
+    product = fastest(lambda: torch.mm(a, b, out=out), seconds)
+    weights = decode_weights(BASE)
+    inputs = {weight.shape[1]: torch.randn(32, weight.shape[1]) for weight in weights}
+
+    def decode() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    decoding = fastest(decode, seconds)
+    memory = torch.ones(megabytes * 2**20 // BYTES // 4096, 4096)
+    vector = torch.ones(4096)
+    reading = min(fastest(memory.sum, seconds / 2), fastest(lambda: torch.mv(memory, vector), seconds / 2))
+    return Machine(
+        gflops=2 * square**3 / product / 1e9,
+        decode_gflops=2 * 32 * sum(weight.numel() for weight in weights) / decoding / 1e9,
+        gigabytes_per_second=memory.numel() * BYTES / reading / 1e9,
+    )
+
+
+def decode_weights(shape: ModelShape) -> list[torch.Tensor]:
+    """Random matrices, (out, in), of the sizes that one token is multiplied with."""
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    layer = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    layer += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    return [torch.randn(size) for size in layer * shape.num_layers + [(shape.vocab_size, hidden)]]
+
+
+def attention_operations(shape: ModelShape, pairs: float) -> float:
+    """Operations of scores and weighted values in all layers, for this many (query, key) pairs."""
+    return 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+
+
+def sampling_floor(shape: ModelShape, machine: Machine, groups: Sequence[GroupWork]) -> float:
+    """Seconds to sample these completions: prompts once, then each step at the cost of the rows still running."""
+    weights = shape.layer_parameters + shape.head_parameters
+    key_values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+    def seconds(operations: float, floats: float) -> float:
+        return max(operations / machine.rate, floats * BYTES / machine.bandwidth)
+
+    prompts = [group.prompt_tokens for group in groups]
+    operations = 2.0 * shape.layer_parameters * sum(prompts) + 2.0 * shape.head_parameters * len(groups)
+    operations += attention_operations(shape, sum(p * p / 2 for p in prompts))
+    total = seconds(operations, weights + key_values * sum(prompts))
+    # The prompt gives the first token; token t+1 of a row comes from feeding its token t.
+    for t in range(1, max(max(group.lengths) for group in groups)):
+        running = [sum(length > t for length in group.lengths) for group in groups]
+        rows = sum(running)
+        pairs = sum(n * (p + t) for n, p in zip(running, prompts))
+        kept = sum(p for n, p in zip(running, prompts) if n) + rows * t
+        total += seconds(2.0 * weights * rows + attention_operations(shape, pairs), weights + key_values * kept)
+    return total
+
+
+def training_floor(shape: ModelShape, machine: Machine, groups: Sequence[GroupWork]) -> float:
+    """Seconds of forward and backward (twice the forward) over the groups whose rewards differ."""
+    prompts = sum(group.prompt_tokens for group in groups if group.live)
+    completions = sum(sum(group.lengths) for group in groups if group.live)
+    pairs = sum(
+        group.prompt_tokens**2 / 2 + sum(n * group.prompt_tokens + n * n / 2 for n in group.lengths)
+        for group in groups
+        if group.live
+    )
+    operations = 2.0 * shape.layer_parameters * (prompts + completions) + 2.0 * shape.head_parameters * completions
+    return 3.0 * (operations + attention_operations(shape, pairs)) / machine.rate
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    print(measure_machine().describe())

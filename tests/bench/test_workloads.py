@@ -1,0 +1,103 @@
+"""The workloads are those that the issue names; their rewards, prompts and lengths are what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def small():
+    from workloads import ModelShape
+
+    return ModelShape(
+        vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64
+    )
+
+
+def test_targets():
+    from workloads import WORKLOADS
+
+    assert {name: workload.target for name, workload in WORKLOADS.items()} == {
+        "uniform": 1.7,
+        "ragged": 5,
+        "long_prompt": 5,
+        "large_vocab": 3,
+        "reasoning": 10,
+        "gsm8k": None,
+        "demo": None,
+    }
+
+
+def test_micro_batches_hold_whole_groups():
+    from workloads import WORKLOADS
+
+    for workload in WORKLOADS.values():
+        assert workload.batch_rows % (workload.micro_batches * workload.num_generations) == 0
+        assert workload.num_groups * workload.num_generations == workload.batch_rows
+
+
+def test_large_vocabulary_is_said():
+    from workloads import WORKLOADS
+
+    assert "151,936" in WORKLOADS["large_vocab"].model.describe()
+    assert WORKLOADS["reasoning"].describe().endswith("half of the groups without reward variance")
+
+
+def test_groups_of_a_measured_step():
+    from workloads import GroupWork, groups_of
+
+    step = {"prompt_tokens": [3, 3, 5, 5], "lengths": [1, 2, 3, 4], "rewards": [0.5, 0.5, 0.0, 1.0]}
+    assert groups_of(step, 2) == [GroupWork(3, (1, 2), live=False), GroupWork(5, (3, 4), live=True)]
+
+
+def test_scattered_rewards_follow_the_ids_and_differ():
+    from workloads import scattered_reward
+
+    assert scattered_reward([]) == 2166136261 / 2**32
+    assert scattered_reward([97]) == 0xE40C292C / 2**32  # FNV-1a of "a"
+    rewards = {scattered_reward([i, j]) for i in range(20) for j in range(20)}
+    assert len(rewards) == 400
+    assert 0 <= min(rewards) < 0.05 and 0.95 < max(rewards) < 1
+
+
+def test_half_of_the_prompts_are_flat_and_all_have_the_length_they_say():
+    from materials import make_words, random_rows
+    from workloads import WORKLOADS
+
+    workload = WORKLOADS["reasoning"]
+    rows, tokenizer = random_rows(workload), make_words(workload.model.vocab_size)
+    assert [row["flat"] for row in rows[:4]] == [False, True, False, True]
+    for row in rows[:4]:
+        ids = tokenizer(row["prompt"])["input_ids"]
+        assert len(ids) == row["prompt_tokens"] == 256
+        assert min(ids) >= 2 and tokenizer.decode(ids).split() == row["prompt"].split()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_completions_end_with_the_probability_asked_for(small, tied):
+    from dataclasses import replace
+
+    from materials import make_model, make_words, set_ending
+
+    tokenizer = make_words(small.vocab_size)
+    model = make_model(replace(small, tied=tied), tokenizer).eval()
+    set_ending(model, tokenizer.eos_token_id, 1 / 20)
+    prompts = torch.randint(2, small.vocab_size, (400, 4), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    ids = model.generate(prompts, max_new_tokens=200, do_sample=True, top_k=0, attention_mask=torch.ones_like(prompts))
+    lengths = (ids[:, 4:] != tokenizer.pad_token_id).sum(1).double()
+    assert lengths.mean().item() == pytest.approx(20, abs=3)  # standard error 1
+    assert lengths.std().item() == pytest.approx(19.5, abs=4)
+
+
+def test_completions_that_never_end(small):
+    from materials import NEVER, make_model, make_words, set_ending
+
+    tokenizer = make_words(small.vocab_size)
+    model = make_model(small, tokenizer).eval()
+    set_ending(model, tokenizer.eos_token_id, NEVER)
+    ids = torch.randint(2, small.vocab_size, (4, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        probabilities = model(ids).logits.softmax(-1)[..., tokenizer.eos_token_id]
+    assert probabilities.max().item() < 1e-9
