@@ -18,13 +18,15 @@ from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker, check_dataset
-from groupgrad.engines.base import Engine
+from groupgrad.engines.choice import EngineChoice, choose_engine
 from groupgrad.errors import UnavailableError
 from groupgrad.models import load
 from groupgrad.models.adapters import add_adapter, is_adapted
-from groupgrad.models.forward import ForwardOptions
+from groupgrad.models.forward import ForwardOptions, unwrap
 from groupgrad.models.frozen import FrozenScorer
+from groupgrad.models.memory import CheckpointingByNeed
 from groupgrad.models.reference import Reference
+from groupgrad.models.startup import LayoutReport, check_layout
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.evaluation import Evaluator
@@ -250,6 +252,43 @@ class Setup:
     evaluator: Evaluator
 
 
+@dataclass(slots=True, frozen=True)
+class Paths:
+    """How the model at hand is sampled from and scored."""
+
+    engine: EngineChoice
+    layout: LayoutReport
+
+
+def choose_paths(config: GRPOConfig, model: nn.Module, parts: Parts, precision: Any) -> Paths:
+    """The engine and the layout that the model can run in, tried on random tokens. ConfigError if what is asked for
+    cannot be had. `precision` makes the context that training's mixed precision computes in."""
+    pad_id = int(parts.tokenizer.pad_token_id)
+    layout = check_layout(model, options.forward_options(config, pad_id=pad_id, aux_loss=False), precision)
+    if layout.reason is not None:
+        name = type(unwrap(model)).__name__
+        logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
+    engine = choose_engine(
+        model,
+        options.engine_options(config),
+        options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id),
+        tokenizer=parts.tokenizer,
+        precision=precision,
+    )
+    return Paths(engine, layout)
+
+
+def checkpointing_by_need(
+    config: GRPOConfig, model: nn.Module, forward_options: ForwardOptions, precision: Any
+) -> CheckpointingByNeed | None:
+    """What turns gradient checkpointing on where memory needs it; None if the configuration has decided."""
+    if config.gradient_checkpointing is not None or not getattr(
+        unwrap(model), "supports_gradient_checkpointing", False
+    ):
+        return None
+    return CheckpointingByNeed(model, forward_options, config.gradient_checkpointing_kwargs, precision)
+
+
 def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:
     """What turns rows into prompts."""
     return PromptMaker(parts.tokenizer, options.mapping(config.chat_template_kwargs), parts.max_context)
@@ -273,7 +312,7 @@ def build_setup(
     config: GRPOConfig,
     parts: Parts,
     prompt_maker: PromptMaker,
-    engine: Engine,
+    paths: Paths,
     rewards: RewardRunner,
     timings: Timings,
 ) -> Setup:
@@ -281,9 +320,12 @@ def build_setup(
     pad_id = int(parts.tokenizer.pad_token_id)
     policy_options = options.policy_options(config)
     forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
+    forward_options = paths.layout.options(forward_options)
     frozen_scorer = FrozenScorer(parts.model, parts.reference, forward_options, config.device)
     sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
-    rollouts = RolloutMaker(engine, parts.tokenizer, sampling, seed=config.seed, max_context=parts.max_context)
+    rollouts = RolloutMaker(
+        paths.engine.engine, parts.tokenizer, sampling, seed=config.seed, max_context=parts.max_context
+    )
     scoring = options.scoring_options(config, len(rewards.names))
     round_maker = RoundMaker(prompt_maker, rollouts, rewards, scoring, timings)
     evaluator = Evaluator(

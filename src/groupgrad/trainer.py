@@ -25,7 +25,6 @@ from groupgrad.config import GRPOConfig, options
 from groupgrad.data.buffer import RoundBuffer
 from groupgrad.data.evaluation import EvalLoader
 from groupgrad.data.rounds import Tick, make_round_loader, rows_of
-from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.metrics import Metric, average, latest
 from groupgrad.models.forward import score_tokens, unwrap
 from groupgrad.objectives import policy_loss
@@ -164,23 +163,22 @@ class GRPOTrainer(TrainingRun):
             log_multimodal=config.log_multimodal,
             report_to=config.report_to or (),  # pyright: ignore[reportArgumentType]
         )
-        self.engine = TransformersEngine(
-            self.model,
-            tokenizer=parts.tokenizer,
-            max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
-            precision=self.accelerator.autocast,  # pyright: ignore[reportArgumentType]
-        )
+        self.paths = assembly.choose_paths(config, self.model, parts, self.accelerator.autocast)
+        self.engine = self.paths.engine.engine
         self._micro_batches: list[Batch] = []
         self._start_anew()
 
     def _start_anew(self) -> None:
         """Cut the configuration into the options of each floor, and drop what a training before this one left."""
         self.setup = assembly.build_setup(
-            self.args, self._parts, self.prompt_maker, self.engine, self.rewards, self.timings
+            self.args, self._parts, self.prompt_maker, self.paths, self.rewards, self.timings
         )
         self.plan = self.setup.plan
         self.buffer, self.metric_store = RoundBuffer(self.plan), MetricStore()
         self.entropy_controller = assembly.entropy_controller(self.args)
+        self.checkpointing = assembly.checkpointing_by_need(
+            self.args, self.model, self.setup.forward_options, self.accelerator.autocast
+        )
         self.sampled = SampledNumbers(self.engine, self.model, self.setup.frozen_scorer, self.accelerator)
         self.memory = MemoryGuard(self.model.zero_grad, obstacle=obstacle_to_cutting(self.args))
         self.run_state = RunState(
@@ -277,6 +275,8 @@ class GRPOTrainer(TrainingRun):
         """The gradient of a micro-batch or a part of one added to the model's; rows without one are only measured."""
         self._measured = {}
         if has_gradient(batch):
+            if self.checkpointing is not None:
+                self.checkpointing.prepare(batch)
             loss = super().training_step(model, batch)  # pyright: ignore[reportArgumentType]
         else:
             with self.compute_loss_context_manager():

@@ -128,7 +128,7 @@ def test_tokens_are_hidden_and_copied():
 
 
 def test_checkpointing_has_two_names_and_one_value():
-    assert make().gradient_checkpointing is True
+    assert make(gradient_checkpointing=True).activation_checkpointing is True
     assert make(gradient_checkpointing=False).gradient_checkpointing is False
     off = dataclasses.replace(make(), gradient_checkpointing=False)
     assert (off.gradient_checkpointing, off.activation_checkpointing) == (False, False)
@@ -139,6 +139,15 @@ def test_checkpointing_has_two_names_and_one_value():
     on = dataclasses.replace(off, gradient_checkpointing=True, activation_checkpointing=True)
     assert on.activation_checkpointing is True
     assert make(gradient_checkpointing_kwargs={"a": 1}).activation_checkpointing_kwargs == {"a": 1}
+
+
+def test_checkpointing_is_by_need_on_a_cpu_and_on_elsewhere(monkeypatch):
+    unset = make(use_cpu=True)
+    assert (unset.gradient_checkpointing, unset.activation_checkpointing) == (None, None)
+    assert dataclasses.replace(unset, beta=0.1).gradient_checkpointing is None
+    monkeypatch.setattr(GRPOConfig, "device", torch.device("meta"))
+    on = make()
+    assert (on.gradient_checkpointing, on.activation_checkpointing) == (True, True)
 
 
 def test_the_default_of_checkpointing_does_not_warn():

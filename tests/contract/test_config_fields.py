@@ -217,6 +217,7 @@ DOCUMENTED: dict[str, Any] = {
 # Defaults that differ from that signature, and why.
 DIFFERENT: dict[str, tuple[Any, str]] = {
     "vllm_mode": ("colocate", "the later main page says so, and it has precedence"),
+    "gradient_checkpointing": (None, "on wherever it was, but on a CPU only where memory needs it"),
     "report_to": ("none", "default of the TrainingArguments that the main page refers to"),
     "trackio_space_id": (None, "default of the installed TrainingArguments"),
     "include_num_input_tokens_seen": ("no", "another spelling of False in the installed TrainingArguments"),
@@ -227,6 +228,7 @@ LATER: dict[str, Any] = {
     "trust_remote_code": False,
     "router_aux_loss_coef": None,
     "pad_to_multiple_of": None,
+    "engine_kv_memory": None,
     "use_transformers_continuous_batching": False,
     "transformers_continuous_batching_config": None,
     "max_tool_calling_iterations": None,
@@ -364,6 +366,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "ds3_gather_for_generation": Warns(False, "DeepSpeed ZeRO-3"),
     # generation
     "rollout_engine": Changes("tests/trainer/test_options.py::test_rollout_engine"),
+    "engine_kv_memory": Changes("tests/trainer/test_engines.py::test_engine_kv_memory_bounds_the_sampler"),
     "generation_batch_size": ROUNDS,
     "steps_per_generation": ROUNDS,
     "temperature": Changes("tests/trainer/test_options.py::test_the_temperature_divides_the_scores"),

@@ -131,8 +131,15 @@ def test_logits_are_made_for_completion_tokens_alone(rows: Any, build, make_batc
     model, seen = build("qwen3"), []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
     batch = make_batch(rows)
-    score_tokens(model, batch, ForwardOptions())
+    score_tokens(model, batch, ForwardOptions(tiled_head=False))
     assert seen == [(1, batch.num_tokens, 48)]
+
+
+def test_the_tiled_head_gives_the_models_own_head_one_token(build, batch):
+    model, seen = build("qwen3"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    score_tokens(model, batch, ForwardOptions())
+    assert seen == [(1, 1, 48)]
 
 
 def test_the_model_is_left_without_hooks_even_after_an_error(build, batch):

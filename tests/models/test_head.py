@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupgrad.models.head import HeadRecipe, Tiles, _slices, tiled_scores
+from groupgrad.models.head import HeadRecipe, Tiles, tiled_scores
+from groupgrad.models.tiles import slices
 from groupgrad.types import TokenScores
 
 
@@ -31,12 +32,24 @@ class Case:
     recipe: HeadRecipe = field(default_factory=HeadRecipe)
     temperature: float = 1.0
     tiles: Tiles | None = None
+    foreseen: Foreseen | None = None
 
     def inputs(self) -> list[torch.Tensor]:
         """Those that gradients flow into."""
         return [x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad]
 
     def scores(self) -> TokenScores:
+        if self.foreseen is not None:
+            return foreseen_scores(
+                self.hidden,
+                self.weight,
+                self.bias,
+                self.tokens,
+                self.foreseen,
+                recipe=self.recipe,
+                temperature=self.temperature,
+                tiles=self.tiles,
+            )
         return tiled_scores(
             self.hidden,
             self.weight,
@@ -227,9 +240,11 @@ def test_tokens_without_gradient_change_nothing():
     case.of_logprobs[[0, 4, 5, 12]] = 0.0
     case.of_entropy[[0, 5, 7]] = 0.0
     assert_as_reference(case)
-    case.of_logprobs.zero_()
-    case.of_entropy.zero_()
-    assert all(torch.equal(g, torch.zeros_like(g)) for g in case.gradients())
+    for dtype in (torch.float32, torch.bfloat16):
+        case = make_case(entropy=True, bias=True, dtype=dtype)
+        case.of_logprobs.zero_()
+        case.of_entropy = torch.zeros(13)
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in case.gradients())
 
 
 def test_without_gradients_it_is_the_same(build):
@@ -244,8 +259,9 @@ def test_without_gradients_it_is_the_same(build):
 
 
 @pytest.mark.parametrize("frozen_head", [False, True])
-def test_no_tokens(frozen_head):
-    case = make_case(0, frozen_head=frozen_head, bias=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tokens(dtype, frozen_head):
+    case = make_case(0, dtype=dtype, frozen_head=frozen_head, bias=True)
     scores = case.scores()
     assert scores.logprobs.shape == scores.entropy.shape == (0,)
     gradients = case.gradients()
@@ -288,6 +304,93 @@ def test_only_what_trains_gets_a_gradient():
     case.hidden.requires_grad_(False)
     assert_as_reference(case)
     assert len(case.gradients()) == 1
+
+
+def foresee(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
+    """The case with its log-probs, nearly, and its gradient but for a factor known beforehand."""
+    torch.manual_seed(seed)
+    logprobs = reference(case)[0].logprobs.detach().float()
+    case.foreseen = Foreseen(logprobs + noise * torch.randn_like(logprobs), case.of_logprobs * 2.5)
+    return case
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.integers(1, 20),
+    vocab=st.integers(2, 50),
+    tiles=st.builds(Tiles, st.integers(1, 25), st.integers(1, 60)),
+    recipe=st.builds(HeadRecipe, st.sampled_from([1.0, 0.25]), st.sampled_from([None, 3.0])),
+    temperature=st.sampled_from([1.0, 0.6]),
+    bias=st.booleans(),
+    spoiled=st.sets(st.tuples(st.integers(0, 19), st.sampled_from(["nan", "logprob", "gradient", "zero"]))),
+    seed=st.integers(0, 99),
+)
+def test_what_was_foreseen_changes_no_number(num_tokens, vocab, tiles, recipe, temperature, bias, spoiled, seed):
+    case = make_case(num_tokens, vocab, seed=seed, bias=bias, recipe=recipe, temperature=temperature, tiles=tiles)
+    foresee(case, seed=seed)
+    assert case.foreseen is not None
+    for token, how in spoiled:
+        if token >= num_tokens:
+            continue
+        if how == "nan":
+            case.foreseen.logprobs[token] = math.nan
+        elif how == "logprob":
+            case.foreseen.logprobs[token] += 0.1
+        elif how == "gradient":
+            case.foreseen.gradient[token] += 1.0
+        else:
+            case.foreseen.gradient[token] = 0.0
+    if min(float(g.abs().max()) for g in reference(case)[1]) > 1e-2:
+        assert_as_reference(case)
+
+
+@pytest.mark.parametrize("error", [-200.0, 200.0])
+def test_a_foreseen_log_prob_far_off_changes_no_number(error):
+    case = foresee(make_case(bias=True, tiles=Tiles(5, 16)))
+    assert case.foreseen is not None
+    case.foreseen.logprobs[4] += error
+    assert_as_reference(case)
+
+
+def test_with_foresight_tiles_are_computed_once(monkeypatch):
+    from groupgrad.models import tiles
+
+    passes: list[int] = []
+    compute = tiles._Grid.logits
+    monkeypatch.setattr(
+        tiles._Grid, "logits", lambda self, h, w, b: (passes.append(len(h) * len(w)), compute(self, h, w, b))[1]
+    )
+    case = make_case(12, 36, tiles=Tiles(5, 16))
+    case.gradients()
+    assert sum(passes) == 2 * 12 * 36
+    for spoiled, extra in ((0, 0), (3, 3 * 36)):
+        foresee(case)
+        assert case.foreseen is not None
+        case.foreseen.logprobs[:spoiled] += 0.01
+        passes.clear()
+        case.gradients()
+        assert sum(passes) == 12 * 36 + extra
+    passes.clear()
+    frozen = make_case(12, 36, frozen_head=True)
+    frozen.gradients()
+    assert sum(passes) == 12 * 36
+
+
+def test_a_kept_graph_with_foresight_gives_its_gradient_twice():
+    case = foresee(make_case(bias=True))
+    loss = case.loss(case.scores())
+    first = torch.autograd.grad(loss, case.inputs(), retain_graph=True)
+    second = torch.autograd.grad(loss, case.inputs())
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_foresight_is_not_for_half_precision_or_frozen_heads():
+    for options in ({"dtype": torch.bfloat16}, {"frozen_head": True}):
+        case = make_case(**options)
+        expected = case.gradients()
+        foresee(case)
+        assert all(torch.equal(a, b) for a, b in zip(case.gradients(), expected, strict=True))
 
 
 def test_ids_outside_the_vocabulary_are_seen():
@@ -335,10 +438,10 @@ def test_nothing_of_the_size_of_the_logits_is_ever_made(dtype, frozen_head):
 
 
 def test_tiles_are_of_about_equal_size():
-    assert [(s.start, s.stop) for s in _slices(1100, 1024)] == [(0, 576), (576, 1100)]
-    assert [(s.start, s.stop) for s in _slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
-    assert list(_slices(0, 4)) == []
-    assert max(s.stop - s.start for s in _slices(151_936, 2048)) <= 2048
+    assert [(s.start, s.stop) for s in slices(1100, 1024)] == [(0, 576), (576, 1100)]
+    assert [(s.start, s.stop) for s in slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
+    assert list(slices(0, 4)) == []
+    assert max(s.stop - s.start for s in slices(151_936, 2048)) <= 2048
 
 
 @pytest.mark.gpu

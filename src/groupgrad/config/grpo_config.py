@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from groupgrad import compat
-from groupgrad.config import legacy, rules
+from groupgrad.config import legacy, rules, values
 from groupgrad.errors import ConfigError
 
 CISPO_CEILING = 5.0
@@ -34,8 +34,8 @@ class GRPOConfig(legacy.LegacyArguments):
     """All settings of a GRPO run: those of `transformers.TrainingArguments` and the ones below.
 
     Defaults that differ from `TrainingArguments`: `learning_rate` 1e-6, `logging_steps` 10, `gradient_checkpointing`
-    True, `remove_unused_columns` False, and `bf16`, which is on unless `fp16` is, wherever an accelerator computes in
-    it; on a CPU it stays off unless asked for. Raises ConfigError, a ValueError, that lists every setting that cannot
+    (on, but on a CPU only where memory needs it), `remove_unused_columns` False, and `bf16`, which is on unless `fp16`
+    is, wherever an accelerator computes in it; on a CPU it stays off unless asked for. Raises ConfigError, a ValueError, that lists every setting that cannot
     work. Settings that have no effect beside the others are named in one UserWarning.
     """
 
@@ -43,8 +43,9 @@ class GRPOConfig(legacy.LegacyArguments):
     learning_rate: float = _option(1e-6, "Peak learning rate of the optimizer.")
     logging_steps: float = _option(10, "Optimizer steps between two logs; a value below 1 is a share of all steps.")
     gradient_checkpointing: bool | None = _option(
-        True,
-        "Recompute activations in the backward pass instead of keeping them: less memory, a third slower.",
+        None,
+        "Recompute activations in the backward pass instead of keeping them: less memory, a third slower. Unset: yes "
+        "on accelerators; on a CPU for micro-batches whose activations would not fit.",
     )
     bf16: bool | None = _option(
         None, "Compute in bfloat16 mixed precision. Unset: yes, unless fp16 is set or no accelerator computes in it."
@@ -85,7 +86,14 @@ class GRPOConfig(legacy.LegacyArguments):
     ds3_gather_for_generation: bool = _option(True, "DeepSpeed ZeRO-3: gather the weights to sample.")
 
     # --- Generation ---
-    rollout_engine: str = _option("auto", "What samples completions: 'auto' or 'transformers'.")
+    rollout_engine: str = _option(
+        "auto", "What samples completions: 'native', 'transformers' (generate), or 'auto': native where it can."
+    )
+    engine_kv_memory: str | None = _option(
+        None,
+        "Memory for keys and values of the native engine, such as '4GiB'; rows wait when it is full. Unset: by what is "
+        "free.",
+    )
     generation_batch_size: int | None = _option(
         None, "Completions sampled in one round, over all processes; excludes steps_per_generation."
     )
@@ -185,11 +193,14 @@ class GRPOConfig(legacy.LegacyArguments):
         self._normalise()
         # The base class overwrites one of the two, so this rule comes before it.
         early = rules.checkpointing_options(self)
+        by_need = self.gradient_checkpointing is None
         try:
             super().__post_init__()
             failure = None
         except (ValueError, TypeError, ImportError, NotImplementedError) as error:
             failure = error
+        if failure is None and by_need:
+            self._set_checkpointing(None if self.device.type == "cpu" else True)
         problems = ([early] if early else []) + rules.problems(self)
         if problems or isinstance(failure, ValueError):
             raise ConfigError(problems + ([str(failure)] if failure else [])) from failure
@@ -234,6 +245,8 @@ class GRPOConfig(legacy.LegacyArguments):
         """
         if not hasattr(self, "activation_checkpointing"):
             return
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         old, new = self.gradient_checkpointing, self.activation_checkpointing
         if old is not None and new is not None and old != new:
             warnings.warn(
@@ -241,10 +254,13 @@ class GRPOConfig(legacy.LegacyArguments):
                 f"it is off, because one of them says so. Set both to True to turn it on",
                 stacklevel=5,
             )
-        value = all(x for x in (old, new) if x is not None) and not (old is None and new is None)
-        self.gradient_checkpointing = self.activation_checkpointing = value
-        if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        given = [x for x in (old, new) if x is not None]
+        self._set_checkpointing(all(given) if given else None)
+
+    def _set_checkpointing(self, value: bool | None) -> None:
+        self.gradient_checkpointing = value
+        if hasattr(self, "activation_checkpointing"):
+            self.activation_checkpointing = value
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle holds: all but the token, because every saved model has its settings beside it."""
@@ -309,9 +325,14 @@ class GRPOConfig(legacy.LegacyArguments):
         """`temperature`, `top_p`, `top_k` (None: off), `min_p` and `repetition_penalty` as `generation_kwargs` leaves
         them."""
         given = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
-        values = {name: given.get(name, getattr(self, name)) for name in rules.SAMPLING_FIELDS}
-        values["top_k"] = values["top_k"] or None
-        return values
+        chosen = {name: given.get(name, getattr(self, name)) for name in rules.SAMPLING_FIELDS}
+        chosen["top_k"] = chosen["top_k"] or None
+        return chosen
+
+    @property
+    def engine_kv_memory_resolved(self) -> int | None:
+        """Bytes of keys and values that sampling may keep; None: by what is free."""
+        return None if self.engine_kv_memory is None else values.parse_bytes(self.engine_kv_memory)
 
     @property
     def temperature_resolved(self) -> float:

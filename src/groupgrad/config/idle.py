@@ -52,6 +52,11 @@ IDLE: tuple[Idle, ...] = (
         lambda c: not c.use_transformers_continuous_batching,
         "use_transformers_continuous_batching is False",
     ),
+    Idle(
+        ("engine_kv_memory",),
+        lambda c: c.rollout_engine == "transformers",
+        "rollout_engine is 'transformers', whose cache has no bound",
+    ),
     Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
     Idle(("log_multimodal",), lambda c: True, "there are no images in this version"),
     Idle(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.rounds import LoaderOptions
 from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.choice import EngineOptions
 from groupgrad.models.forward import ForwardOptions
 from groupgrad.objectives import LossType, PolicyOptions, RatioLevel
 from groupgrad.rollout.round import ScoringOptions
@@ -65,6 +66,15 @@ def sampling_options(config: GRPOConfig, *, eos_ids: list[int], pad_id: int) -> 
         pad_id=pad_id,
         cache_implementation=config.cache_implementation,
         extra=extra,
+    )
+
+
+def engine_options(config: GRPOConfig) -> EngineOptions:
+    """Which engine samples, and its own settings."""
+    return EngineOptions(
+        engine=config.rollout_engine,
+        kv_memory=config.engine_kv_memory_resolved,
+        max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
     )
 
 

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from groupgrad.config.idle import idle_settings
 from groupgrad.config.launch import env_on, zero_stage
-from groupgrad.config.values import CHOICES, DTYPES, RANGES, choice_problem, is_count, is_number, range_problem
+from groupgrad.config.values import (
+    CHOICES,
+    DTYPES,
+    RANGES,
+    choice_problem,
+    is_count,
+    is_number,
+    parse_bytes,
+    range_problem,
+)
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -99,6 +108,15 @@ def divisors_near(total: int, wanted: int, least: int, most: int = 3) -> list[in
 
 
 # --- Rules that look at several settings ---
+
+
+def _engine_memory(c: GRPOConfig) -> str | None:
+    if c.engine_kv_memory is None or parse_bytes(c.engine_kv_memory) is not None:
+        return None
+    return (
+        f"engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' or "
+        "'512MB', or leave it unset"
+    )
 
 
 def _json_dicts(c: GRPOConfig) -> str | None:
@@ -327,6 +345,7 @@ def checkpointing_options(c: GRPOConfig) -> str | None:
 
 
 RULES: tuple[Check, ...] = (
+    _engine_memory,
     _json_dicts,
     _dtype,
     _owned_generation_keys,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "rollout_engine": ("auto", "transformers"),
+    "rollout_engine": ("auto", "native", "transformers"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -144,6 +145,19 @@ def is_number(value: object) -> bool:
 def is_count(value: object) -> bool:
     """True for an int of at least 1; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def parse_bytes(value: object) -> int | None:
+    """Bytes in a number of them or a text such as '512MiB', '4 GB' or '1.5e9'; None if it is neither or not above 0."""
+    found = re.fullmatch(r"\s*([0-9.eE+]+)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
+    if found is None or isinstance(value, bool):
+        return None
+    number, prefix, binary = found.groups()
+    try:
+        size = float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
+    except ValueError:
+        return None
+    return int(size) if 1 <= size < math.inf else None
 
 
 def range_problem(name: str, value: object) -> str | None:

@@ -129,7 +129,7 @@ def _pretrained(model: nn.Module) -> PreTrainedModel | None:
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
+    return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 @contextmanager

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from groupgrad.models.attention import attention_dropout, plannable, run_planned
+from groupgrad.models.head import HeadRecipe, tiled_scores
 from groupgrad.models.layout import flat_layout
+from groupgrad.models.recipe import head_recipe
 from groupgrad.types import Batch, TokenScores
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
@@ -40,6 +42,8 @@ class ForwardOptions:
     """Ask a mixture of experts for its load-balancing loss."""
     layout: Layout | None = None
     """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
+    tiled_head: bool = True
+    """Never keep the logits of all tokens, where it is known what the model makes of its head's output."""
 
 
 def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
@@ -58,27 +62,25 @@ def score_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> Tok
     scales, caps and biases are the model's business and so are kept.
     """
     layout = layout_for(model, options) if batch.num_tokens else "dense"
-    if layout == "dense":
-        return _score_dense(model, batch, options)
-    flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
-    with _head_on(model, torch.zeros_like(flat.predictors), flat.predictors, torch.Size((1, len(flat.ids)))) as seen:
-        output = run_planned(model, flat.ids, flat.positions, flat.plan, **extra)
-    logits = output.logits[0] if seen["narrowed"] else output.logits[0, flat.predictors]
-    return _scores(logits, batch.completion_ids, options, getattr(output, "aux_loss", None) if extra else None)
-
-
-def _score_dense(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
-    ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
-    extra: dict[str, Any] = {"use_cache": False}
-    if options.aux_loss:
-        extra |= {"attention_mask": mask, "output_router_logits": True}
-    with _head_on(model, rows, positions, ids.shape) as seen:
-        output = model(input_ids=ids, **extra)
-    logits = output.logits
-    # The head's input was narrowed to the completion tokens unless this model computes its logits in another way.
-    logits = logits[0] if seen["narrowed"] else logits[rows, positions + logits.shape[1] - ids.shape[1]]
+    if layout == "dense":
+        ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
+        if options.aux_loss:
+            extra["attention_mask"] = mask
+        with _head_on(model, (rows, positions), ids.shape, batch, options) as seen:
+            output = model(input_ids=ids, use_cache=False, **extra)
+    else:
+        flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
+        rows, positions, shape = torch.zeros_like(flat.predictors), flat.predictors, torch.Size((1, len(flat.ids)))
+        with _head_on(model, (rows, positions), shape, batch, options) as seen:
+            output = run_planned(model, flat.ids, flat.positions, flat.plan, **extra)
+        ids = flat.ids[None]
     aux_loss = getattr(output, "aux_loss", None) if options.aux_loss else None
+    if seen.scores is not None:
+        return replace(seen.scores, aux_loss=aux_loss)
+    # The head's input was narrowed to the completion tokens unless this model computes its logits in another way.
+    logits = output.logits
+    logits = logits[0] if seen.narrowed else logits[rows, positions + logits.shape[1] - ids.shape[1]]
     return _scores(logits, batch.completion_ids, options, aux_loss)
 
 
@@ -120,24 +122,46 @@ def _dense_layout(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor
     return ids, mask.long(), rows, prompt_lengths[rows] + place_in_row - 1
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What was found at the output head during a forward pass."""
+
+    narrowed: bool = False
+    """The head was given the hidden states asked for alone."""
+    scores: TokenScores | None = None
+    """The scores, if they were computed there."""
+
+
 @contextmanager
 def _head_on(
-    model: nn.Module, rows: torch.Tensor, positions: torch.Tensor, shape: torch.Size
-) -> Iterator[dict[str, bool]]:
-    """Feed the model's output head the hidden states at (rows, positions) alone, as (1, L, H); `shape` is (B, T)."""
-    seen = {"narrowed": False}
-    num_rows, width = shape
+    model: nn.Module,
+    places: tuple[torch.Tensor, torch.Tensor],
+    shape: torch.Size,
+    batch: Batch,
+    options: ForwardOptions,
+) -> Iterator[_Seen]:
+    """Let the model's output head see the hidden states at `places` (rows, positions) of the (B, T) `shape` alone.
 
-    def narrow(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    With the tiled head the scores are computed there, and the module itself gets one token for form's sake; otherwise
+    it gets all of them, as (1, L, H).
+    """
+    seen, (rows, positions) = _Seen(), places
+    num_rows, width = shape
+    head = output_head(model)
+    recipe = head_recipe(unwrap(model)) if options.tiled_head else None
+
+    def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         hidden = inputs[0]
         if hidden.dim() != 3 or hidden.shape[0] != num_rows or hidden.shape[1] < width:
             return None
-        seen["narrowed"] = True
+        seen.narrowed = True
         # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
-        where = (rows.to(hidden.device), (positions + hidden.shape[1] - width).to(hidden.device))
-        return (hidden[where].unsqueeze(0), *inputs[1:])
+        hidden = hidden[rows.to(hidden.device), (positions + hidden.shape[1] - width).to(hidden.device)]
+        if recipe is None:
+            return (hidden.unsqueeze(0), *inputs[1:])
+        seen.scores = _tiled(module, hidden, batch.completion_ids, recipe, options)
+        return (hidden[None, :1], *inputs[1:])
 
-    head = output_head(model)
     if head is None or not rows.numel():
         yield seen
         return
@@ -147,6 +171,22 @@ def _head_on(
         yield seen
     finally:
         handle.remove()
+
+
+def _tiled(
+    head: Any, hidden: torch.Tensor, tokens: torch.Tensor, recipe: HeadRecipe, options: ForwardOptions
+) -> TokenScores:
+    scores = tiled_scores(
+        hidden,
+        head.weight,
+        head.bias,
+        tokens,
+        recipe=recipe,
+        temperature=options.temperature,
+        entropy_gradient=options.entropy_gradient,
+    )
+    device = tokens.device
+    return TokenScores(scores.logprobs.to(device).float(), scores.entropy.to(device).float())
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native.attention import DecodePlan, Place, PrefillPlan, ProbePlan, Segment
-from groupgrad.engines.native.forward import planned_logits
+from groupgrad.engines.native.forward import last_logits, step_logits
 from groupgrad.engines.native.linear import fast_linears
 from groupgrad.engines.native.options import Choosing, read_options
 from groupgrad.engines.native.sampling import Sampler
@@ -98,7 +98,7 @@ class NativeEngine:
     def _make_store(self, model: nn.Module, requests: Sequence[Request]) -> Store:
         plan = ProbePlan()
         token = torch.zeros(1, dtype=torch.int64, device=input_device(model))
-        planned_logits(model, token, token, plan)
+        last_logits(model, token, token, plan, token)
         bound = self._kv_memory
         if bound is None:
             bound = int(MEMORY_SHARE * _free_memory({layer.device for layer in plan.layers.values()}))
@@ -212,7 +212,7 @@ class _Sampling:
         last = torch.tensor([segment.start + segment.length - 1 for segment in segments], device=self._device)
         self._statistics.num_prefilled += len(flat)
         plan = PrefillPlan(segments, self._store)
-        return planned_logits(self._model, self._tensor(flat), self._tensor(positions), plan, last=last)
+        return last_logits(self._model, self._tensor(flat), self._tensor(positions), plan, last)
 
     def _begin(self, rows: list[Row]) -> None:
         """First tokens; those of one prompt are drawn from the same logits."""
@@ -231,7 +231,7 @@ class _Sampling:
         rows = self._schedule.active
         active = self._active = self._active or self._make_active(rows)
         positions = active.prompt_lengths + active.counts - 1
-        logits = planned_logits(self._model, active.tokens, positions, active.plan).to(self._device)
+        logits = step_logits(self._model, active.tokens, positions, active.plan).to(self._device)
         active.plan.advance()
         active.tokens = self._sampler.choose(logits, active.indices, active.counts)
         active.counts += 1

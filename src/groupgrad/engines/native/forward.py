@@ -9,30 +9,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.models import attention
 from groupgrad.models.attention import AttentionPlan, run_planned
 from groupgrad.models.forward import output_head
 
 
-def planned_logits(
-    model: nn.Module,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    last: torch.Tensor | None = None,
+def last_logits(
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, last: torch.Tensor
 ) -> torch.Tensor:
-    """(T, V) logits of the flat tokens `ids` (T,) at `positions` (T,), or only of those at the places `last`."""
+    """(N, V) logits at the places `last` (N,) of the flat tokens `ids` (T,) at `positions` (T,).
+
+    ValueError if the model cannot run plans.
+    """
     with _head_on(model, last, ids.shape[0]) as seen:
         logits = run_planned(model, ids, positions, plan).logits[0]
     # The head's input was narrowed unless this model computes its logits in another way.
-    return logits if last is None or seen["narrowed"] else logits[last.to(logits.device)]
+    return logits if seen["narrowed"] else logits[last.to(logits.device)]
+
+
+def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """(n, V) logits of one token each of n rows, for a model that has run a plan before.
+
+    Whether it can is not looked at again: for a small model that takes as long as some of its layers.
+    """
+    with attention._in_force(plan):
+        return model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
 
 
 @contextmanager
-def _head_on(model: nn.Module, places: torch.Tensor | None, num_tokens: int) -> Iterator[dict[str, bool]]:
+def _head_on(model: nn.Module, places: torch.Tensor, num_tokens: int) -> Iterator[dict[str, bool]]:
     seen = {"narrowed": False}
     head = output_head(model)
-    if places is None or head is None:
+    if head is None:
         yield seen
         return
 

@@ -88,7 +88,7 @@ class Schedule:
             else:
                 beside = groups
             longest_here = max(longest, row.num_stored)
-            if not self._fits(beside, len(self.active) + len(entering) + 1, longest_here, row):
+            if not self._fits(beside, [*self.active, *entering, row], longest_here):
                 break
             longest, groups = longest_here, beside
             entering.append(self.waiting.popleft())
@@ -96,15 +96,12 @@ class Schedule:
         self.num_waited += bool(self.waiting)
         return entering
 
-    def _fits(self, groups: list[Group], num_rows: int, longest: int, row: Row) -> bool:
+    def _fits(self, groups: list[Group], rows: list[Row], longest: int) -> bool:
         lengths = [len(group.ids) for group in groups]
         if len(groups) * max(lengths) > 2 * sum(lengths) + PADDING:
             return False
-        room = min(longest + max(HEADROOM, longest // 2), max(longest, self._longest_ever(row)))
-        return self.store.fits(num_rows, max(room, 1), len(groups), max(lengths)) or num_rows == 1
-
-    def _longest_ever(self, row: Row) -> int:
-        return max([row.budget, *(other.budget for other in self.active)])
+        room = min(longest + max(HEADROOM, longest // 2), max(row.budget for row in rows))
+        return self.store.fits(len(rows), room, len(groups), max(lengths)) or len(rows) == 1
 
     def enter(self, rows: Sequence[Row], groups: Sequence[Group]) -> None:
         """The rows are active from now on, in the next slots, and `groups` are those stored."""

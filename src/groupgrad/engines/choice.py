@@ -1,0 +1,159 @@
+"""Which engine samples from a model, and why."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+
+from groupgrad.engines.base import Engine, Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native.options import unsupported
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.errors import ConfigError
+from groupgrad.models.attention import plannable
+from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
+from groupgrad.models.startup import measured_difference, tolerance
+from groupgrad.types import Batch, StepTotals
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class EngineOptions:
+    """What decides between the engines, and their own settings."""
+
+    engine: str = "auto"
+    """`auto`, `native` or `transformers`."""
+    kv_memory: int | None = None
+    """Bytes of keys and values that the native engine may keep; None: by what is free."""
+    max_rows: int = 64
+    """Rows of one call of `generate`."""
+
+
+@dataclass(slots=True, frozen=True)
+class EngineChoice:
+    """The engine chosen."""
+
+    engine: Engine
+    name: str
+    """`native` or `transformers`."""
+    reason: str
+    """Why, in words."""
+
+
+def choose_engine(
+    model: nn.Module,
+    options: EngineOptions,
+    sampling: SamplingOptions,
+    *,
+    tokenizer: Any = None,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> EngineChoice:
+    """The native engine if `model` and the sampling options allow it, otherwise `generate`.
+
+    The native engine is tried on random tokens first; if its log-probs are not those of a plain forward pass, it is not
+    used, and one warning names the model and the difference. With `engine="native"` what it cannot do is an error.
+
+    Raises ConfigError for sampling options that the engine asked for lacks, ValueError for a model that it cannot run.
+    """
+    fallback = TransformersEngine(model, tokenizer=tokenizer, max_rows=options.max_rows, precision=precision)
+    if options.engine == "transformers":
+        return EngineChoice(fallback, "transformers", "rollout_engine='transformers' asks for it")
+    reason = _obstacle(model, sampling)
+    native = None
+    if reason is None:
+        native = NativeEngine(model, tokenizer=tokenizer, kv_memory=options.kv_memory, precision=precision)
+        reason = _disagreement(model, native, precision)
+        if reason is not None and options.engine == "auto":
+            logger.warning("%s is sampled by generate: %s", _name(model), reason)
+    if reason is None and native is not None:
+        return EngineChoice(native, "native", "it samples from the modules that train, and its log-probs agree")
+    if options.engine == "native":
+        raise ConfigError(
+            [f"rollout_engine='native' cannot be used for {_name(model)}: {reason}. Set rollout_engine='transformers'"]
+        )
+    logger.info("%s is sampled by generate: %s", _name(model), reason)
+    return EngineChoice(fallback, "transformers", reason or "")
+
+
+def brings_own_generate(model: nn.Module) -> bool:
+    """True if the model under its wrappers has a `generate` that is not transformers' own, as accelerated models do."""
+    inner: Any = unwrap(model)
+    if "generate" in vars(inner):
+        return True
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if "generate" in vars(inner):
+        return True
+    generate = inspect.getattr_static(type(inner), "generate", None)
+    return generate is not None and generate is not inspect.getattr_static(GenerationMixin, "generate")
+
+
+def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
+    """Why the native engine is not even tried, or None."""
+    if brings_own_generate(model):
+        return "the model brings its own generate"
+    reason = plannable(model)
+    if reason is not None:
+        return reason
+    missing = unsupported(sampling)
+    if missing:
+        return f"the native engine has no {', '.join(missing)}"
+    return None
+
+
+def _disagreement(
+    model: nn.Module, engine: NativeEngine, precision: Callable[[], AbstractContextManager[Any]]
+) -> str | None:
+    """How sampling differs from a plain forward pass on random prompts; None if it does not."""
+    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    stream = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, config.vocab_size, (length,), generator=stream).tolist() for length in (6, 11)]
+    rows = (0, 0, 1, 0, 1)
+    requests = [Request(prompts[p], seed=i, max_new_tokens=3 + i % 3) for i, p in enumerate(rows)]
+    try:
+        samples = engine.sample(requests, SamplingOptions(max_new_tokens=5))
+    except Exception as error:  # whatever a model's own code raises, generate is there
+        return f"sampling random tokens failed: {type(error).__name__}: {error}"
+    batch = _as_batch(prompts, rows, [sample.ids for sample in samples]).to(next(model.parameters()).device)
+    with torch.no_grad(), evaluation_mode(model), precision():
+        expected = score_tokens(model, batch, ForwardOptions(layout="dense")).logprobs.cpu()
+        found = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
+        difference = measured_difference(found, expected, model)
+        if difference > tolerance(model):
+            return f"its log-probs differ by {difference:.2g} nats from a plain forward pass on random tokens"
+    return None
+
+
+def _as_batch(prompts: list[list[int]], rows: tuple[int, ...], completions: list[list[int]]) -> Batch:
+    lengths = torch.tensor([len(ids) for ids in completions])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    prompt_lengths = torch.tensor([len(ids) for ids in prompts])
+    num_tokens = int(lengths.sum())
+    return Batch(
+        completion_ids=torch.tensor([token for ids in completions for token in ids]),
+        row_of_token=torch.arange(len(rows)).repeat_interleave(lengths),
+        offsets=offsets,
+        prompt_ids=torch.tensor([token for ids in prompts for token in ids]),
+        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompt_lengths.cumsum(0)]),
+        prompt_of_row=torch.tensor(rows),
+        trained=torch.ones(num_tokens, dtype=torch.bool),
+        advantages=torch.ones(len(rows)),
+        totals=StepTotals(rows=len(rows), tokens=num_tokens),
+    )
+
+
+def _name(model: nn.Module) -> str:
+    inner: Any = unwrap(model)
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    path = getattr(getattr(inner, "config", None), "_name_or_path", "")
+    return f"{type(inner).__name__} ({path})" if path else type(inner).__name__

@@ -1,0 +1,118 @@
+"""A look at the user's own model before a run: does the flat layout give its numbers, and what does a token cost?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.models.attention import plannable
+from groupgrad.models.forward import ForwardOptions, Layout, evaluation_mode, score_tokens, unwrap
+from groupgrad.models.recipe import head_recipe
+from groupgrad.types import Batch, StepTotals
+
+# Rounding alone makes about 1e-5 (float32) and some 0.05 (half precision) between two orders of the same additions; a
+# wrong mask or position makes several nats on a trained model and 0.01 or more on a random one.
+TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
+"""Nats that a log-prob may differ by: the largest of all tokens in float32, their mean in half precision."""
+
+_PROMPTS, _ROWS = (7, 12), ((0, 5), (1, 8), (0, 11), (1, 3), (0, 1))
+"""Prompt lengths, and (prompt, completion length) of the rows that are tried."""
+
+
+@dataclass(slots=True, frozen=True)
+class LayoutReport:
+    """How a model will be run, and why."""
+
+    layout: Layout
+    """What the model is run in."""
+    tiled_head: bool
+    """Its output head is computed in tiles."""
+    reason: str | None
+    """Why it is not the flat layout with a tiled head; None if it is."""
+    difference: float | None
+    """Nats between that and the plain dense computation on random tokens; None if they were not compared."""
+
+    def options(self, options: ForwardOptions) -> ForwardOptions:
+        """`options` for a model with this report."""
+        return replace(options, layout="dense" if self.layout == "dense" else None, tiled_head=self.tiled_head)
+
+
+def check_layout(
+    model: nn.Module,
+    options: ForwardOptions,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> LayoutReport:
+    """How `model` can be run: in the best way whose numbers are those of the plain dense one on random tokens.
+
+    No state is touched: no random stream, no mode, no gradient.
+    """
+    reason = plannable(model)
+    batch, reasons, difference = random_batch(model), [] if reason is None else [reason], None
+    tiled = head_recipe(unwrap(model)) is not None
+    if not tiled:
+        reasons.append("it is not known what the model makes of its output head")
+    ways: list[tuple[Layout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
+    ways = [way for way in ways if (way[0] == "dense" or reason is None) and (tiled or not way[1])]
+    with torch.no_grad(), evaluation_mode(model), precision():
+        expected = score_tokens(model, batch, replace(options, layout="dense", tiled_head=False, aux_loss=False))
+        for layout, tiled_head in ways:
+            words = f"{layout} layout with the {'tiled' if tiled_head else 'plain'} head"
+            try:
+                way = replace(options, layout=layout, tiled_head=tiled_head, aux_loss=False)
+                difference = measured_difference(score_tokens(model, batch, way).logprobs, expected.logprobs, model)
+            except Exception as error:  # whatever a model's own code raises, the dense layout is there
+                reasons.append(f"the {words} failed: {type(error).__name__}: {error}")
+                continue
+            if difference <= tolerance(model):
+                return LayoutReport(layout, tiled_head, "; ".join(reasons) or None, difference)
+            reasons.append(f"log-probs of the {words} differ by {difference:.2g} nats on random tokens")
+    return LayoutReport("dense", False, "; ".join(reasons), difference)
+
+
+def random_batch(model: nn.Module) -> Batch:
+    """Random tokens of the model's vocabulary as a small ragged batch on its device."""
+    device = next(model.parameters()).device
+    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    stream = torch.Generator().manual_seed(0)
+    pad = getattr(config, "pad_token_id", None)
+    lengths = torch.tensor([length for _, length in _ROWS])
+    prompts = torch.tensor(_PROMPTS)
+    ids = torch.randint(0, config.vocab_size, (int(lengths.sum() + prompts.sum()),), generator=stream)
+    # Some models take the padding token for a hint that a mask is missing.
+    ids = torch.where(ids == (-1 if pad is None else pad), (ids + 1) % config.vocab_size, ids)
+    completion_ids, prompt_ids = ids[: int(lengths.sum())], ids[int(lengths.sum()) :]
+    num_rows, num_tokens = len(_ROWS), len(completion_ids)
+    return Batch(
+        completion_ids=completion_ids,
+        row_of_token=torch.arange(num_rows).repeat_interleave(lengths),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        prompt_ids=prompt_ids,
+        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompts.cumsum(0)]),
+        prompt_of_row=torch.tensor([prompt for prompt, _ in _ROWS]),
+        trained=torch.ones(num_tokens, dtype=torch.bool),
+        advantages=torch.ones(num_rows),
+        totals=StepTotals(rows=num_rows, tokens=num_tokens),
+    ).to(device)
+
+
+def measured_difference(found: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:
+    """Nats between two sets of log-probs, as `tolerance` bounds them; inf if one of them is not finite."""
+    gaps = (found.float() - expected.float()).abs()
+    gap = float(gaps.mean() if _is_half(model) else gaps.max())
+    return gap if math.isfinite(gap) else math.inf
+
+
+def tolerance(model: nn.Module) -> float:
+    """Nats that rounding may come to on `model`."""
+    return TOLERANCE_HALF if _is_half(model) else TOLERANCE_FLOAT32
+
+
+def _is_half(model: nn.Module) -> bool:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return bool(dtypes - {torch.float32, torch.float64}) or torch.is_autocast_enabled()
