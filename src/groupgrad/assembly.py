@@ -282,11 +282,11 @@ def checkpointing_by_need(
     config: GRPOConfig, model: nn.Module, forward_options: ForwardOptions, precision: Any
 ) -> CheckpointingByNeed | None:
     """What turns gradient checkpointing on where memory needs it; None if the configuration has decided."""
-    if config.gradient_checkpointing is not None or not getattr(
-        unwrap(model), "supports_gradient_checkpointing", False
-    ):
+    can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
+    if config.gradient_checkpointing is not None or not can:
         return None
-    return CheckpointingByNeed(model, forward_options, config.gradient_checkpointing_kwargs, precision)
+    chosen = options.mapping(config.gradient_checkpointing_kwargs)
+    return CheckpointingByNeed(model, forward_options, chosen, precision)
 
 
 def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:

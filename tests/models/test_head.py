@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupgrad.models.head import HeadRecipe, Tiles, tiled_scores
+from groupgrad.models.head import Foreseen, HeadRecipe, Tiles, foreseen_scores, tiled_scores
 from groupgrad.models.tiles import slices
 from groupgrad.types import TokenScores
 

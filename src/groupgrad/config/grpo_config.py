@@ -35,8 +35,9 @@ class GRPOConfig(legacy.LegacyArguments):
 
     Defaults that differ from `TrainingArguments`: `learning_rate` 1e-6, `logging_steps` 10, `gradient_checkpointing`
     (on, but on a CPU only where memory needs it), `remove_unused_columns` False, and `bf16`, which is on unless `fp16`
-    is, wherever an accelerator computes in it; on a CPU it stays off unless asked for. Raises ConfigError, a ValueError, that lists every setting that cannot
-    work. Settings that have no effect beside the others are named in one UserWarning.
+    is, wherever an accelerator computes in it; on a CPU it stays off unless asked for. Raises ConfigError, a
+    ValueError, that lists every setting that cannot work. Settings that have no effect beside the others are named in
+    one UserWarning.
     """
 
     # --- Defaults that differ from TrainingArguments ---

@@ -114,8 +114,8 @@ def _engine_memory(c: GRPOConfig) -> str | None:
     if c.engine_kv_memory is None or parse_bytes(c.engine_kv_memory) is not None:
         return None
     return (
-        f"engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' or "
-        "'512MB', or leave it unset"
+        f"engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' "
+        "or '512MB', or leave it unset"
     )
 
 

@@ -46,7 +46,7 @@ class Sample:
     logprobs: list[float] | None = None
     """Log-probability (nats) of each token under the temperature softmax, before any cut; None if not measured."""
     entropies: list[float] | None = None
-    """Entropy (nats) of the temperature softmax that each token was drawn from, before any cut; None if not measured."""
+    """Entropy (nats) of the temperature softmax that each token came from, before any cut; None if not measured."""
 
 
 class Engine(Protocol):

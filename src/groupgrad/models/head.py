@@ -188,7 +188,7 @@ class _Ahead:
     gradient: torch.Tensor
     """(L,) the foreseen d loss / d log-prob, 0 for tokens left out."""
     excess: torch.Tensor
-    """(L,) what the probabilities in use summed up to."""
+    """(L,) what the probabilities in use summed up to; but for the token's own, they are too large by this factor."""
 
 
 def _look_ahead(
@@ -214,6 +214,7 @@ def _look_ahead(
     if not bool(((sums.total - 1).abs() < 0.5).all()):
         return None
     scores = sums.scores(normaliser[rows])
+    _correct_own(found, hidden[rows], weight, tokens[rows], of, sums, scores, job)
     if not len(others):
         return _Ahead(scores, found, of, sums.total)
     rest = score_pass(hidden[others], weight, bias, tokens[others], job)
@@ -226,6 +227,33 @@ def _look_ahead(
     )
     excess = torch.cat([sums.total, torch.ones_like(rest.entropy)])[back]
     return _Ahead(whole, found, foreseen.gradient.masked_fill(~fit, 0.0), excess)
+
+
+def _correct_own(
+    found: Gradients,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    of: torch.Tensor,
+    sums: Sums,
+    scores: Scores,
+    job: Job,
+) -> None:
+    """Make each token's own share of the gradients exact.
+
+    It is 1 - p, where for a sure token even a tiny error of p weighs; the shares of the others have that error
+    relatively.
+    """
+    lacking = of * (sums.chosen.exp2() - scores.logprobs.exp()) * job.slope
+    if job.cap is not None:
+        logits = scores.normaliser + scores.logprobs / NATS
+        lacking *= 1 - (logits / job.cap) ** 2
+    if found.hidden is not None:
+        found.hidden.addcmul_(weight[tokens], lacking[:, None])
+    if found.weight is not None:
+        found.weight.index_add_(0, tokens, hidden * lacking[:, None])
+    if found.bias is not None:
+        found.bias.index_add_(0, tokens, lacking)
 
 
 def _gradients(
@@ -267,8 +295,10 @@ def _settle(ahead: _Ahead, pull: Pull) -> Gradients:
         if x is not None and factor != 1.0:
             x *= factor
     done = ahead.gradient * factor
-    of_token, of_chances = true - done, true - done * ahead.excess
-    close = torch.maximum(of_token.abs(), of_chances.abs()) <= _CLOSE * true.abs()
+    lacking, of_chances = true - done, true - done * ahead.excess
+    close = torch.maximum(lacking.abs(), of_chances.abs()) <= _CLOSE * true.abs()
+    chance = ahead.scores.logprobs.exp()
+    of_token = lacking * (1 - chance) + of_chances * chance
     pull.of_token, pull.of_chances = of_token.masked_fill(close, 0.0), of_chances.masked_fill(close, 0.0)
     return found
 

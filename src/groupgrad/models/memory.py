@@ -93,8 +93,8 @@ class CheckpointingByNeed:
         self.is_on = needed > free
         if self.is_on:
             logger.warning(
-                "activations of %d tokens would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing is "
-                "on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
+                "activations of %d tokens would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
+                "is on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
                 num_tokens,
                 needed / 2**30,
                 free / 2**30,

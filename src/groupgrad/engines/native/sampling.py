@@ -35,6 +35,7 @@ class Sampler:
         self._seen: torch.Tensor | None = None
         self._warpers = _warpers(choosing)
         self._scratch: dict[str, torch.Tensor] = {}
+        self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n,) tokens that follow, from logits (n, V), for the requests `rows` (n,) that have `counts` (n,) tokens."""
@@ -114,12 +115,17 @@ class Sampler:
             scores = warper(None, scores)  # pyright: ignore[reportArgumentType]
         return scores
 
-    @staticmethod
-    def _forbid(scores: torch.Tensor, ids: tuple[int, ...], where: torch.Tensor | None) -> None:
+    def _forbid(self, scores: torch.Tensor, ids: tuple[int, ...], where: torch.Tensor | None) -> None:
         """Minus infinity for the tokens `ids` in the rows `where` (n,) bool, or in all."""
-        for token in ids:
-            column = scores[:, token]
-            column.masked_fill_(torch.ones_like(column, dtype=torch.bool) if where is None else where, float("-inf"))
+        if not ids:
+            return
+        if ids not in self._id_masks:
+            # Ids past the vocabulary can't come anyway.
+            mask = torch.zeros(scores.shape[1], dtype=torch.bool)
+            mask[[token for token in ids if token < len(mask)]] = True
+            self._id_masks[ids] = mask.to(scores.device)
+        mask = self._id_masks[ids]
+        scores.masked_fill_(mask if where is None else where[:, None] & mask, float("-inf"))
 
     def _seen_on(self, logits: torch.Tensor) -> torch.Tensor:
         """(requests, V) bool, the tokens that are in a request's prompt or completion."""
