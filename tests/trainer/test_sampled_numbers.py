@@ -1,0 +1,271 @@
+"""What sampling knows is not computed again, rows without a gradient cost nothing, and no number changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad import trainer as trainer_module
+from groupgrad.models.forward import score_without_gradient
+from groupgrad.types import Batch, StepTotals
+
+# Where a gradient is 0 but for rounding, AdamW with its usual epsilon would take a full step in a random direction.
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-5}
+SPLIT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
+
+
+def some_groups_flat(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Every other group of four gets equal rewards."""
+    return [float(len(ids) + ids[0] % 3) if i // 4 % 2 else 1.0 for i, ids in enumerate(completion_ids)]
+
+
+class ExactEngine:
+    """Another engine's samples with the log-probs and entropies that the policy's modules give them."""
+
+    exact = True
+
+    def __init__(self, trainer: Any):
+        self.inner, self.trainer, self.shift = trainer.engine, trainer, 0.0
+
+    def sample(self, requests, options):
+        samples = self.inner.sample(requests, options)
+        forward_options = self.trainer.setup.forward_options
+        found = []
+        for request, sample in zip(requests, samples):
+            batch = one_row(request.prompt_ids, sample.ids)
+            scores = score_without_gradient(self.trainer.model, batch, forward_options)
+            logprobs = [value + self.shift for value in scores.logprobs.tolist()]
+            found.append(replace(sample, logprobs=logprobs, entropies=scores.entropy.tolist()))
+        return found
+
+
+class OtherEngine:
+    """The same samples from an engine that promises nothing and gives no entropies."""
+
+    def __init__(self, trainer: Any):
+        self.inner = trainer.engine
+
+    def sample(self, requests, options):
+        return [replace(sample, entropies=None) for sample in self.inner.sample(requests, options)]
+
+
+def one_row(prompt: list[int], completion: list[int]) -> Batch:
+    return Batch(
+        completion_ids=torch.tensor(completion),
+        row_of_token=torch.zeros(len(completion), dtype=torch.int64),
+        offsets=torch.tensor([0, len(completion)]),
+        prompt_ids=torch.tensor(prompt),
+        prompt_offsets=torch.tensor([0, len(prompt)]),
+        prompt_of_row=torch.tensor([0]),
+        trained=torch.ones(len(completion), dtype=torch.bool),
+        advantages=torch.zeros(1),
+        totals=StepTotals(1.0, 1.0),
+    )
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[tuple[int, bool]]:
+    """(completion tokens, with gradient) of each pass of the policy in training."""
+    seen: list[tuple[int, bool]] = []
+    plain = trainer_module.score_tokens
+
+    def note(model, batch, options):
+        seen.append((batch.num_tokens, torch.is_grad_enabled()))
+        return plain(model, batch, options)
+
+    monkeypatch.setattr(trainer_module, "score_tokens", note)
+    return seen
+
+
+@pytest.fixture
+def train(make_trainer, make_policy, tools, monkeypatch):
+    """`train(exact=..., share=..., **settings)`: trainer and final weights. Not `share`: all rows train as planned."""
+
+    def run(*, exact: bool, share: bool = True, prepare: Callable[[Any], None] | None = None, **settings: Any):
+        policy = make_policy(attention_dropout=settings.pop("dropout", 0.0))
+        trainer = make_trainer(
+            model=policy, **{"reward_funcs": some_groups_flat, **SPLIT, **ADAMW, "disable_dropout": False, **settings}
+        )
+        use_engine(trainer, ExactEngine if exact else OtherEngine)
+        if prepare is not None:
+            prepare(trainer)
+        with monkeypatch.context() as patch:
+            if not share:
+                patch.setattr(trainer_module, "share_out", lambda batches, *args, **terms: list(batches))
+            trainer.train()
+        return trainer, tools.weights(policy)
+
+    return run
+
+
+def use_engine(trainer: Any, kind: type) -> None:
+    trainer.engine = kind(trainer)
+    trainer.paths = replace(trainer.paths, engine=replace(trainer.paths.engine, engine=trainer.engine))
+    trainer._start_anew()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "on_policy": {},
+    "two_steps": TWO_STEPS,
+    "num_iterations": {"num_iterations": 2, "max_steps": 4},
+    "round_ends_within_a_step": {"generation_batch_size": 24, "max_steps": 4},
+    "step_of_several_rounds": {"generation_batch_size": 8, "num_iterations": 2, "max_steps": 2},
+    "top_entropy": {"top_entropy_quantile": 0.4, **TWO_STEPS},
+    "adaptive_entropy": {"use_adaptive_entropy": True, "entropy_target": 1.0, "entropy_coef_delta": 0.05, **TWO_STEPS},
+    "mask_truncated": {"mask_truncated_completions": True, "max_completion_length": 3, **TWO_STEPS},
+    "beta": {"beta": 0.1, **TWO_STEPS},
+    "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence", **TWO_STEPS},
+    "bnpo": {"loss_type": "bnpo", **TWO_STEPS},
+    "off_policy_mask": {"off_policy_mask_threshold": 0.01, **TWO_STEPS},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_of_sampling_change_nothing(train, tools, case):
+    plain, weights = train(exact=False, share=False, **CASES[case])
+    exact, exact_weights = train(exact=True, **CASES[case])
+    assert tools.relative(exact_weights, weights) < 1e-5
+    expected = tools.without_times(plain.state.log_history)[:-1]
+    gaps = []
+    for entry, other in zip(tools.without_times(exact.state.log_history)[:-1], expected, strict=True):
+        gaps.append(entry.pop("sampling/logp_mismatch", None))
+        assert entry == pytest.approx(other, abs=1e-4, rel=1e-4)
+    fresh = {"two_steps": [0, 2], "on_policy": [0, 1, 2], "num_iterations": [0, 2]}.get(case, [0])
+    assert all(gaps[step] is not None and gaps[step] < 1e-5 for step in fresh)
+    if case in ("two_steps", "num_iterations"):
+        assert gaps[1] is gaps[3] is None
+
+
+def test_only_live_rows_are_forwarded_on_policy(train, passes):
+    trainer, _ = train(exact=True, max_steps=1)
+    live = [int((b.advantages != 0)[b.row_of_token].sum()) for b in trainer.buffer.get(0)]
+    whole = sum(b.num_tokens for b in trainer.buffer.get(0))
+    assert [grad for _, grad in passes] == [True] * len(passes)
+    assert sum(tokens for tokens, _ in passes) == sum(live) < whole
+    # The two live groups are the work of the step: each micro-batch gets a share of them.
+    assert len(passes) == 4
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_later_steps_of_a_round_measure_dead_rows_without_gradient(train, passes, exact):
+    """The first of two steps over one round needs no pass for them with an exact engine, and a forward without."""
+    trainer, _ = train(exact=exact, num_iterations=2, max_steps=2)
+    dead = sum(int((b.advantages == 0)[b.row_of_token].sum()) for b in trainer.buffer.get(0))
+    live = sum(int((b.advantages != 0)[b.row_of_token].sum()) for b in trainer.buffer.get(0))
+    assert sum(tokens for tokens, grad in passes if grad) == 2 * live
+    assert sum(tokens for tokens, grad in passes if not grad) == (1 if exact else 2) * dead > 0
+
+
+def test_old_logprobs_are_those_of_sampling(train, monkeypatch):
+    asked: list[bool] = []
+    frozen = trainer_module.assembly.FrozenScorer
+    plain = frozen.__call__
+    monkeypatch.setattr(
+        frozen, "__call__", lambda self, batch, *, old: asked.append(old) or plain(self, batch, old=old)
+    )
+    trainer, _ = train(exact=True, **TWO_STEPS)
+    assert asked and not any(asked)
+    for batch in trainer.buffer.get(1):
+        assert torch.equal(batch.old_logprobs, batch.sampling_logprobs)
+    asked.clear()
+    train(exact=False, **TWO_STEPS)
+    assert asked and all(asked)
+
+
+def test_a_missing_logprob_brings_the_pass_back(train):
+    def lame(trainer: Any) -> None:
+        sample = trainer.engine.sample
+        trainer.engine.sample = lambda requests, options: [
+            replace(found, logprobs=None) if i == 5 else found for i, found in enumerate(sample(requests, options))
+        ]
+
+    trainer, _ = train(exact=True, prepare=lame, learning_rate=0.0, **{**TWO_STEPS, "max_steps": 1})
+    batches = trainer.buffer.get(0)
+    assert bool(batches[1].sampling_logprobs.isnan().any())
+    for batch in batches:
+        assert bool(batch.old_logprobs.isfinite().all())
+        known = batch.sampling_logprobs.isfinite()
+        torch.testing.assert_close(batch.old_logprobs[known], batch.sampling_logprobs[known], rtol=0, atol=1e-5)
+
+
+def test_a_step_without_signal_still_decays(train, tools):
+    """AdamW moves by its momenta and by weight decay although no gradient comes."""
+
+    def flat_in_the_end(completion_ids, trainer_state, **kwargs):
+        return some_groups_flat(completion_ids) if trainer_state.global_step == 0 else [1.0] * len(completion_ids)
+
+    (_, plain), (_, exact) = (
+        train(exact=share, share=share, reward_funcs=flat_in_the_end, max_steps=3) for share in (False, True)
+    )
+    assert tools.relative(exact, plain) < 1e-5
+
+
+def test_a_wrong_engine_is_warned_of_once(train, caplog):
+    def wrong(trainer: Any) -> None:
+        trainer.engine.shift = 0.25
+
+    with caplog.at_level(logging.WARNING, logger="groupgrad"):
+        trainer, _ = train(exact=True, prepare=wrong)
+    gaps = [entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]]
+    assert gaps == [pytest.approx(0.25, abs=1e-5)] * 3
+    assert caplog.text.count("sampling/logp_mismatch") == 1
+
+
+def test_with_dropout_training_is_apart_from_sampling(train, passes):
+    trainer, _ = train(exact=True, dropout=0.3, max_steps=1)
+    assert "sampling/logp_mismatch" not in trainer.state.log_history[0]
+    assert sum(tokens for tokens, _ in passes) == sum(b.num_tokens for b in trainer.buffer.get(0))
+    assert any(not grad for _, grad in passes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 8, "top_entropy_quantile": 0.5}])
+def test_a_resumed_run_is_the_same(train, make_trainer, make_policy, tools, tmp_path, settings):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **settings}
+    _, weights = train(exact=True, output_dir=str(tmp_path / "whole"), **settings)
+    policy = make_policy()
+    trainer = make_trainer(
+        model=policy, output_dir=str(tmp_path / "rest"), reward_funcs=some_groups_flat, **SPLIT, **ADAMW, **settings
+    )
+    use_engine(trainer, ExactEngine)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert torch.equal(tools.weights(policy), weights)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where, caplog):
+    settings = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_steps": 2}
+    whole, weights = train(exact=False, **settings)
+    hooks: list[Any] = []
+    plain, failures = trainer_module.score_tokens, []
+
+    def short(model, batch, options):
+        def fail(*_):
+            failures.append(batch.num_tokens)
+            while hooks:
+                hooks.pop().remove()
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        too_large = torch.is_grad_enabled() and batch.num_tokens > 12
+        if too_large and where == "forward":
+            fail()
+        scores = plain(model, batch, options)
+        if too_large:
+            # The upper layers have their gradients by then.
+            hooks.append(model.model.layers[0].mlp.down_proj.weight.register_hook(fail))
+        return scores
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "score_tokens", short)
+        cut, cut_weights = train(exact=False, **settings)
+    assert failures
+    assert tools.relative(cut_weights, weights) < 1e-5
+    for entry, other in zip(
+        tools.without_times(cut.state.log_history)[:-1], tools.without_times(whole.state.log_history)[:-1], strict=True
+    ):
+        assert entry == pytest.approx(other, abs=1e-4, rel=1e-4)
