@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 NUM_PROMPTS = 64
 CONSTANT = 0.5
-"""Value of the constant channel of the residual stream. With a tied head it is added to all logits, so it is small: large
-logits are coarse in bfloat16."""
+"""Value of the constant channel of the residual stream. With a tied head it raises all logits alike, so it is small:
+large logits are coarse in bfloat16."""
 NEVER = 1e-12
 
 
 def prepare(workload: Workload, root: Path, *, warm_up_steps: int = 800) -> Path:
-    """The folder with the workload's model, tokenizer and `rows.jsonl`; made if it is not there yet.
+    """The folder with the workload's model, tokenizer and `rows.jsonl`; made if it is not there, or made otherwise.
 
     Raises FileNotFoundError if the workload needs the shared data folder and it is absent.
     """
     folder = root / workload.name
-    if (folder / "rows.jsonl").exists():
+    recipe = f"{workload} {CONSTANT} {warm_up_steps}"
+    if (folder / "recipe.txt").exists() and (folder / "recipe.txt").read_text() == recipe:
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     if workload.source == "demo":
         tokenizer, model, rows = make_demo(warm_up_steps)
     else:
@@ -48,6 +51,7 @@ def prepare(workload: Workload, root: Path, *, warm_up_steps: int = 800) -> Path
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.txt").write_text(recipe)
     return folder
 
 

@@ -101,3 +101,18 @@ def test_completions_that_never_end(small):
     with torch.no_grad():
         probabilities = model(ids).logits.softmax(-1)[..., tokenizer.eos_token_id]
     assert probabilities.max().item() < 1e-9
+
+
+def test_prepared_folders_are_kept_until_the_recipe_changes(tmp_path, small):
+    from dataclasses import replace
+
+    from materials import prepare, read_rows
+    from workloads import Workload
+
+    workload = Workload("little", small, prompt_tokens=5, limit=4, num_generations=2, batch_rows=4)
+    folder = prepare(workload, tmp_path)
+    written = (folder / "rows.jsonl").stat().st_mtime_ns
+    assert len(read_rows(prepare(workload, tmp_path))[0]["prompt"].split()) == 5
+    assert (folder / "rows.jsonl").stat().st_mtime_ns == written
+    prepare(replace(workload, prompt_tokens=6), tmp_path)
+    assert read_rows(folder)[0]["prompt_tokens"] == 6
