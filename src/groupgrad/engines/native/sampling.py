@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -15,6 +16,8 @@ TILE = 1 << 19
 
 BLOCK = 128
 """Neighbouring tokens whose probabilities are summed before a choice is looked for among the sums."""
+
+_BELOW_ONE = 1.0 - 2**-52
 
 
 class Sampler:
@@ -56,34 +59,32 @@ class Sampler:
         self, logits: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, log-probs and entropies, each (n,)."""
-        logits = logits.float()
-        shifted, weights, sums, total = self._exponentials(logits, self._choosing.temperature)
+        choosing, logits = self._choosing, logits.float()
+        spread = self._spread(logits, choosing.temperature)
+        total = spread.sums.sum(dim=-1)
         log_total = total.log()
-        mean = torch.bmm(weights[:, None], shifted[..., None]).flatten().double() / total
-        entropies = log_total - mean
-        if self._choosing.greedy:
-            tokens = self._cut(logits, rows, counts).argmax(dim=-1)
-            return tokens, _take(shifted, tokens).double().sub(log_total).float(), entropies.float()
-        if not self._choosing.is_cut:
-            tokens = _invert(weights, sums, draws)
-            return tokens, _take(shifted, tokens).double().sub(log_total).float(), entropies.float()
-        kept = shifted.clone()
-        _, weights, sums, _ = self._exponentials(self._cut(logits, rows, counts), 1.0)
-        tokens = _invert(weights, sums, draws)
-        return tokens, _take(kept, tokens).double().sub(log_total).float(), entropies.float()
+        entropies = log_total - spread.weighted_sum().div_(total)
+        if choosing.greedy:
+            tokens = (self._cut(logits, rows, counts) if choosing.is_cut else logits).argmax(dim=-1)
+        elif choosing.is_cut:
+            peak = spread.peak
+            spread = self._spread(self._cut(logits, rows, counts), 1.0)
+            tokens = _invert(spread, draws)
+            spread.peak = peak
+        else:
+            tokens = _invert(spread, draws)
+        chosen = logits.gather(-1, tokens[:, None]).sub_(spread.peak).div_(choosing.temperature).squeeze(-1)
+        return tokens, chosen.double().sub_(log_total).float(), entropies.float()
 
-    def _exponentials(
-        self, logits: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scaled logits less their peak (n, V), their exponentials (n, V), sums of these (n, blocks), totals (n,)."""
+    def _spread(self, logits: torch.Tensor, temperature: float) -> _Spread:
         num_rows, size = logits.shape
-        shifted = torch.sub(logits, logits.amax(dim=-1, keepdim=True), out=self._buffer("shifted", logits)[:, :size])
+        peak = logits.amax(dim=-1, keepdim=True)
+        padded = self._buffer("shifted", logits), self._buffer("weights", logits)
+        shifted = torch.sub(logits, peak, out=padded[0][:, :size])
         if temperature != 1.0:
             shifted.div_(temperature)
-        padded = self._buffer("weights", logits)
-        weights = torch.exp(shifted, out=padded[:, :size])
-        sums = padded.view(num_rows, -1, BLOCK).sum(dim=-1).double()
-        return shifted, weights, sums, sums.sum(dim=-1)
+        torch.exp(shifted, out=padded[1][:, :size])
+        return _Spread(peak, *padded, padded[1].view(num_rows, -1, BLOCK).sum(dim=-1).double())
 
     def _buffer(self, name: str, logits: torch.Tensor) -> torch.Tensor:
         """(n, V rounded up to whole blocks) of scratch that starts as zeros; the same memory for every tile."""
@@ -148,24 +149,38 @@ def _warpers(choosing: Choosing) -> list[LogitsProcessor]:
     return warpers
 
 
-def _take(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return values.gather(-1, tokens[:, None]).squeeze(-1)
+@dataclass(slots=True)
+class _Spread:
+    """A distribution over tokens, up to a factor. Blocks are `BLOCK` neighbouring tokens; the last one may be padded.
 
-
-def _invert(weights: torch.Tensor, sums: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """(n,) the first tokens whose cumulative share exceeds the uniform `draws` (n,).
-
-    `weights` (n, V) are the probabilities up to a factor and `sums` (n, blocks) those of whole blocks of tokens. Sums
-    are float64: in float32 the cumulative sum over a large vocabulary would shift probabilities.
+    Sums over blocks are taken in float32 and those over the vocabulary in float64: a float32 sum over a large
+    vocabulary would be wrong in the sixth digit.
     """
-    cumulative = sums.cumsum(dim=-1)
-    target = (draws * cumulative[:, -1])[:, None]
-    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[1] - 1)
-    mass = sums.gather(-1, block)
-    share = ((target - cumulative.gather(-1, block) + mass) / mass).clamp_(0.0, 1.0 - 2**-53)
-    offsets = block * BLOCK + torch.arange(BLOCK, device=weights.device)
-    inside = weights.gather(-1, offsets.clamp_(max=weights.shape[1] - 1)).double()
-    inside = inside * (block * BLOCK + torch.arange(BLOCK, device=weights.device) < weights.shape[1])
-    within = inside.cumsum(dim=-1)
-    found = torch.searchsorted(within, share * within[:, -1:], right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + found).squeeze(-1).clamp_(max=weights.shape[1] - 1)
+
+    peak: torch.Tensor
+    """(n, 1) of the logits."""
+    shifted: torch.Tensor
+    """(n, padded V) scaled logits less their peak, 0 in the padding; spoilt by `weighted_sum`."""
+    weights: torch.Tensor
+    """(n, padded V) their exponentials, 0 in the padding."""
+    sums: torch.Tensor
+    """(n, blocks) float64, of the weights."""
+
+    def weighted_sum(self) -> torch.Tensor:
+        """(n,) float64, the sum of weights times shifted logits."""
+        products = self.shifted.mul_(self.weights)
+        return products.view(len(products), -1, BLOCK).sum(dim=-1).sum(dim=-1, dtype=torch.float64)
+
+
+def _invert(spread: _Spread, draws: torch.Tensor) -> torch.Tensor:
+    """(n,) the first tokens whose cumulative share exceeds the uniform `draws` (n,): first the block, then in it."""
+    cumulative = spread.sums.cumsum(dim=-1)
+    # A product may round up to the sum, which no token exceeds.
+    target = (draws.clamp(max=_BELOW_ONE) * cumulative[:, -1])[:, None]
+    block = torch.searchsorted(cumulative, target, right=True)
+    mass = spread.sums.gather(-1, block)
+    share = ((target - cumulative.gather(-1, block) + mass) / mass).clamp_(0.0, _BELOW_ONE)
+    blocks = spread.weights.view(len(draws), -1, BLOCK)
+    within = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
+    found = torch.searchsorted(within, share * within[:, -1:], right=True)
+    return (block * BLOCK + found).squeeze(-1)
