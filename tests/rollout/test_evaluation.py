@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.reference import Reference
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout import evaluation
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker, ScoringOptions
 from groupgrad.rollout.sampling import RolloutMaker
@@ -78,3 +80,29 @@ def test_another_batch_number_gives_other_texts(model, tokenizer):
     evaluate = evaluator(model, tokenizer)
     first, other = run(evaluate)[0], run(evaluate, EvalBatch(4, BATCH.rows))[0]
     assert [r.completion_ids for r in first.rollouts] != [r.completion_ids for r in other.rollouts]
+
+
+class Reporting:
+    """The same samples from an engine whose numbers are training's; what it says of a token tells that it was asked."""
+
+    exact = True
+
+    def __init__(self, engine: Any):
+        self.inner = engine
+
+    def sample(self, requests: Any, options: Any) -> Any:
+        samples = self.inner.sample(requests, options)
+        return [replace(s, entropies=[1.25 + 0.5 * (i % 2) for i in range(len(s.ids))]) for s in samples]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_entropy_quantile": 0.5}, {"beta": 0.5}])
+def test_what_sampling_knows_is_not_computed_again(model, tokenizer, monkeypatch, options):
+    evaluate = evaluator(model, tokenizer, **options)
+    plain = run(evaluate)[1]
+    evaluate.round_maker.rollouts.engine = Reporting(evaluate.round_maker.rollouts.engine)
+    monkeypatch.setattr(evaluation, "score_tokens", lambda *args: pytest.fail("the policy was run"))
+    scored, metrics = run(evaluate)
+    numbers = [1.25 + 0.5 * (i % 2) for rollout in scored.rollouts for i in range(len(rollout.completion_ids))]
+    assert metrics["entropy"].read() == pytest.approx(sum(numbers) / len(numbers))
+    if not options.get("top_entropy_quantile"):
+        assert metrics["loss"].read() == pytest.approx(plain["loss"].read(), abs=1e-6)

@@ -49,10 +49,17 @@ CASES: dict[str, dict[str, Any]] = {
         "entropy_target": 5.0,
         "entropy_coef_delta": 0.05,
     },
+    # Few groups have a signal, so that often one rank alone has work, and in some steps none.
+    "flat_groups": {**TWO_STEPS, "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row)},
     "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
     "lora": {"peft": True, "beta": 0.1, "max_steps": 2},
     "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
 }
+
+
+def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:
+    """Equal rewards but for every fifth prompt."""
+    return [float(len(ids) + ids[0] % 3) if number % 5 == 0 else 0.5 for ids, number in zip(completion_ids, row)]
 
 
 def module_from(path: Path) -> Any:

@@ -24,6 +24,7 @@ CASES = [
     "sapo",
     "vespo",
     "entropy",
+    "flat_groups",
     "cut_groups",
     "lora",
     "resumed",

@@ -13,10 +13,10 @@ from groupgrad.data.evaluation import EvalBatch
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.models.frozen import FrozenScorer
-from groupgrad.objectives import PolicyOptions, policy_loss
+from groupgrad.objectives import Freshness, PolicyOptions, known_rows, policy_loss
 from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoredRound
 from groupgrad.rollout.totals import step_totals
-from groupgrad.types import Batch
+from groupgrad.types import Batch, TokenScores
 
 # Losses whose denominator counts tokens; the others count rows.
 _TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})
@@ -57,22 +57,38 @@ class Evaluator:
             trainer_state=trainer_state,
         )
         micro_batch = scored.micro_batch(rows, mask_truncated=self.mask_truncated)
+        known = self._known_scores(micro_batch, step)
         totals = step_totals(
-            [micro_batch], keep_entropy=self.policy_options.top_entropy_quantile, entropy_of=self.frozen.entropy
+            [micro_batch],
+            keep_entropy=self.policy_options.top_entropy_quantile,
+            entropy_of=self.frozen.entropy if known is None else lambda batch: known.entropy,
         )
         micro_batch = replace(micro_batch, totals=totals)
-        return scored, {**scored.metrics, **self._loss(micro_batch)}
+        return scored, {**scored.metrics, **self._loss(micro_batch, known)}
+
+    def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
+        """What sampling said of the tokens, if that is what a forward pass would say of them again."""
+        is_exact = bool(getattr(self.round_maker.rollouts.engine, "exact", False)) and not self.forward_options.aux_loss
+        if batch.sampling_logprobs is None or batch.sampling_entropy is None:
+            return None
+        if not bool(known_rows(batch, Freshness(step, is_exact)).all()):
+            return None
+        return TokenScores(batch.sampling_logprobs.nan_to_num(), batch.sampling_entropy.nan_to_num())
 
     @torch.no_grad()
-    def _loss(self, batch: Batch) -> dict[str, Metric]:
+    def _loss(self, batch: Batch, known: TokenScores | None) -> dict[str, Metric]:
         """Loss and objective metrics; the loss weighs as much as its denominator counts, on ranks without rows too."""
         totals = batch.totals
         weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
         part = weight / totals.world_size
         if not batch.num_rows:
             return {"loss": mean_of(0.0, part)}
-        batch = self.frozen(batch, old=False).to(self.device)
-        with evaluation_mode(self.model):
-            scores = score_tokens(self.model, batch, self.forward_options)
+        batch = self.frozen(batch, old=False)
+        if known is None:
+            batch = batch.to(self.device)
+            with evaluation_mode(self.model):
+                scores = score_tokens(self.model, batch, self.forward_options)
+        else:
+            scores = known
         result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self.aux_loss_coef)
         return {"loss": mean_of(result.loss * part, part), **result.metrics}
