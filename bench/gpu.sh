@@ -14,18 +14,19 @@ cd "$(dirname "$0")/.."
 what=${1:-all}
 [ $# -gt 0 ] && shift
 output=${OUT:-bench}
+python=${PYTHON:-python3}
 wheels=${WHEELS:-.whl}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 if compgen -G "$wheels/*.whl" >/dev/null; then
     unpacked=$(mktemp -d)
     trap 'rm -rf "$unpacked"' EXIT
-    python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$unpacked" "$wheels"/*.whl ||
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$unpacked" "$wheels"/*.whl ||
         exit 1
     export PYTHONPATH="$unpacked:$PYTHONPATH"
 fi
 
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || echo "no nvidia-smi here"
-python3 - <<'PYTHON' || exit 1
+"$python" - <<'PYTHON' || exit 1
 import importlib.util
 import sys
 
@@ -40,9 +41,9 @@ PYTHON
 
 status=0
 if [ "$what" != bench ]; then
-    if python3 -c "import pytest" 2>/dev/null; then
+    if "$python" -c "import pytest" 2>/dev/null; then
         # --timeout belongs to a plugin that may be missing; unknown ini options only warn.
-        python3 -m pytest -m gpu -rs tests 2>&1 | tee "$output/gpu-tests.log"
+        "$python" -m pytest -m gpu -rs tests 2>&1 | tee "$output/gpu-tests.log"
         status=$?
         [ $status -eq 5 ] && echo "no test is marked gpu" && status=0
     else
@@ -50,6 +51,6 @@ if [ "$what" != bench ]; then
     fi
 fi
 if [ "$what" != tests ]; then
-    python3 bench/gpu_bench.py --output "$output" "$@" || status=1
+    "$python" bench/gpu_bench.py --output "$output" "$@" || status=1
 fi
 exit $status

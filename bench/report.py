@@ -208,7 +208,8 @@ _HOW = (
 )
 _MEMORY = (
     "The most resident memory during a step above what stays in use between steps (weights, optimizer state, the "
-    "libraries). Gradients, which both need, are counted; their size is given beside it. "
+    "libraries: the last column, measured after the warm-up, so that nothing kept for later steps hides there). "
+    "Gradients, which both need, are counted; their size is given beside it. "
     f"Target: at most {MEMORY_TARGET:.0%} of TRL's."
 )
 _FLOOR = (
@@ -265,7 +266,7 @@ def _parts(series: Series) -> str:
 
 def _memory_table(results: Sequence[Result]) -> str:
     return table(
-        ["workload", "groupgrad, MiB", "TRL, MiB", "share", "gradients, MiB"],
+        ["workload", "groupgrad, MiB", "TRL, MiB", "share", "gradients, MiB", "between steps, ours / TRL, MiB"],
         [
             [
                 result.workload.name,
@@ -273,6 +274,7 @@ def _memory_table(results: Sequence[Result]) -> str:
                 f"{result.theirs.peak_bytes / MIB:,.0f}" if result.theirs else "-",
                 judged(result.memory_share, MEMORY_TARGET, at_least=False, show=lambda x: f"{x:.0%}"),
                 f"{4 * result.workload.model.num_parameters / MIB:,.0f}",
+                _both(result, lambda series: series.steps[-1]["held_bytes"] / MIB, ",.0f"),
             ]
             for result in results
         ],
@@ -317,8 +319,8 @@ def _work_table(results: Sequence[Result]) -> str:
     )
 
 
-def _both(result: Result, number: Callable[[Series], float]) -> str:
-    return f"{number(result.ours):.1f} / " + (f"{number(result.theirs):.1f}" if result.theirs else "-")
+def _both(result: Result, number: Callable[[Series], float], form: str = ".1f") -> str:
+    return " / ".join(shown(number(series) if series else None, form) for series in (result.ours, result.theirs))
 
 
 def _vllm(speeds: EngineSpeeds) -> str:

@@ -117,7 +117,8 @@ class Lockstep(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         seconds = time.perf_counter() - self.started
-        self.measured = {"seconds": seconds, "peak_bytes": self.memory.peak() - self.baseline}
+        peak = self.memory.peak() - self.baseline
+        self.measured = {"seconds": seconds, "peak_bytes": peak, "held_bytes": self.baseline}
 
 
 def random_reward(completion_ids: list[list[int]], flat: list[bool], **_: Any) -> list[float]:
