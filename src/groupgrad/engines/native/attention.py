@@ -6,8 +6,10 @@ own keys are read in a second product, and one softmax goes over the scores of b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +118,33 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: 
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1].to(dtype)
 
 
+@dataclass(slots=True, frozen=True)
+class Standing:
+    """Where the n rows of a decode step stand, each a list of n."""
+
+    groups: list[int]
+    """Slots of their prompts."""
+    prompt_lengths: list[int]
+    lengths: list[int]
+    """Own tokens stored before the step."""
+
+    @property
+    def rows_of_group(self) -> int:
+        """Of the group with the most rows."""
+        return max(Counter(self.groups).values())
+
+
+@dataclass(slots=True, frozen=True)
+class StepShape:
+    """Sizes that a step keeps whatever the rows are. What is beyond the rows is computed and never looked at."""
+
+    rows: int
+    groups: int
+    rows_of_group: int
+    prompt_places: int
+    own_places: int
+
+
 @dataclass(slots=True)
 class _Places:
     """Where rows and heads stand among the groups, for the row-major and the group-major order of (row, head) pairs."""
@@ -123,7 +152,7 @@ class _Places:
     of_group: torch.Tensor
     """(groups * Hkv * R,) which row-major pair each group-major place holds; pair 0 where there is none."""
     of_row: torch.Tensor
-    """(n * Hkv,) the group-major place of each row-major pair."""
+    """(n * Hkv,) the group-major place of each row-major pair; place 0 for rows that are none."""
 
 
 @dataclass(slots=True)
@@ -139,102 +168,133 @@ class _Masks:
 class DecodePlan:
     """One new token for each of n rows, over a store whose first n own slots are theirs.
 
-    Made anew when the set of rows changes; `advance` between steps. `group_of_row` gives the prompt slots.
+    Made anew when the rows change; `advance` between steps. With a `shape` all sizes are fixed and every tensor made
+    here stays where it is, so that the operations of a step can be recorded and repeated; `change` then tells of other
+    rows.
     """
 
-    def __init__(
-        self, store: Store, group_of_row: Sequence[int], prompt_lengths: Sequence[int], lengths: Sequence[int]
-    ):
-        self._store = store
-        self._num_rows, self._num_groups = len(group_of_row), max(group_of_row) + 1
-        self._group_of_row, self._prompt_lengths = group_of_row, prompt_lengths
-        self._longest_prompt = max(prompt_lengths)
-        self._lengths = list(lengths)
+    def __init__(self, store: Store, standing: Standing, shape: StepShape | None = None):
+        self._store, self._standing, self._shape = store, standing, shape
         self._places: dict[tuple[int, torch.device], _Places] = {}
         self._masks: dict[tuple[int | None, int, torch.device], _Masks] = {}
-        self._length_tensors: dict[torch.device, torch.Tensor] = {}
-        self._own_longest, self._equal = max(lengths), min(lengths) == max(lengths)
-        self._all_prompts_long = min(prompt_lengths) == self._longest_prompt
+        self._row_tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        longest, prompt = max(standing.lengths), max(standing.prompt_lengths)
+        self._num_steps = 0
+        self._is_even = shape is None and min(standing.lengths) == longest
+        self._prompts_are_even = shape is None and min(standing.prompt_lengths) == prompt
+        self._num_rows = shape.rows if shape else len(standing.groups)
+        self._num_groups = shape.groups if shape else max(standing.groups) + 1
+        self._rows_of_group = shape.rows_of_group if shape else standing.rows_of_group
+        self._num_prompt = shape.prompt_places if shape else prompt
+        self._num_own = shape.own_places if shape else longest + 1
 
     def advance(self) -> None:
         """The rows have one more token each."""
-        self._own_longest += 1
-        for tensor in self._length_tensors.values():
-            tensor.add_(1)
+        self._num_steps += 1
+        if self._shape is None:
+            self._num_own += 1
+        for (name, _), tensor in self._row_tensors.items():
+            if name == "lengths":
+                tensor.add_(1)
         # Masks of prompts outlive a step unless a window moves over them.
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks.own is None}
+
+    def change(self, standing: Standing) -> None:
+        """Other rows, of sizes that the shape covers; tensors are overwritten where they lie."""
+        self._standing, self._num_steps = standing, 0
+        for (name, _), tensor in self._row_tensors.items():
+            tensor.copy_(self._row_numbers(name))
+        for (heads, _), places in self._places.items():
+            new = self._make_places(heads)
+            places.of_group.copy_(new.of_group)
+            places.of_row.copy_(new.of_row)
+
+    def forget_masks(self) -> None:
+        """The next step makes its masks itself."""
+        self._masks = {}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(n, Hq, D) outputs from query (Hq, n, D), key and value (Hkv, n, D)."""
         store, rows, heads = self._store, self._num_rows, key.shape[0]
-        num_own, num_prompt = self._own_longest + 1, self._longest_prompt
+        pairs, num_prompt = self._num_groups * heads, self._num_prompt
         own_keys, own_values = store.own.keys[call.layer][:rows], store.own.values[call.layer][:rows]
         self._write(own_keys, own_values, key, value)
-        prompt_keys = store.prompts.keys[call.layer][: self._num_groups, :, :num_prompt].flatten(0, 1)
-        prompt_values = store.prompts.values[call.layer][: self._num_groups, :, :num_prompt].flatten(0, 1)
-        own_keys, own_values = own_keys.flatten(0, 1)[:, :num_own], own_values.flatten(0, 1)[:, :num_own]
-        places = self._places_of(heads, query.device)
+        own_keys = own_keys.flatten(0, 1)[:, : self._num_own]
+        own_values = own_values.flatten(0, 1)[:, : self._num_own]
+        prompt_keys = store.prompts.keys[call.layer].flatten(0, 1)[:pairs, :num_prompt]
+        prompt_values = store.prompts.values[call.layer].flatten(0, 1)[:pairs, :num_prompt]
+        places = self._places_on(heads, query.device)
         queries = (query.transpose(0, 1) * call.scale).reshape(rows * heads, -1, query.shape[2]).to(own_keys.dtype)
-        grouped = queries.index_select(0, places.of_group).view(self._num_groups * heads, -1, query.shape[2])
-        prompt_scores = torch.bmm(grouped, prompt_keys.transpose(1, 2))
-        prompt_scores = prompt_scores.view(len(places.of_group), -1, num_prompt).index_select(0, places.of_row)
-        scores = torch.cat([prompt_scores, torch.bmm(queries, own_keys.transpose(1, 2))], dim=-1)
+        grouped = queries.index_select(0, places.of_group).view(pairs, -1, query.shape[2])
+        scores = torch.bmm(grouped, prompt_keys.transpose(1, 2)).view(len(places.of_group), -1, num_prompt)
+        own_scores = torch.bmm(queries, own_keys.transpose(1, 2))
+        scores = torch.cat([scores.index_select(0, places.of_row), own_scores], dim=-1)
         weights = self._weights(scores, call, heads).to(own_values.dtype)
-        prompt_weights = weights[..., :num_prompt].index_select(0, places.of_group)
-        mixed = torch.bmm(prompt_weights.view(self._num_groups * heads, -1, num_prompt), prompt_values)
-        mixed = mixed.view(len(places.of_group), -1, mixed.shape[-1]).index_select(0, places.of_row)
-        own_weights = weights[..., num_prompt : num_prompt + num_own]
-        mixed = torch.baddbmm(mixed, own_weights, own_values)
-        return mixed.view(rows, -1, mixed.shape[-1]).to(query.dtype)
+        grouped = weights[..., :num_prompt].index_select(0, places.of_group).view(pairs, -1, num_prompt)
+        mixed = torch.bmm(grouped, prompt_values).view(len(places.of_group), -1, own_values.shape[2])
+        own_weights = weights[..., num_prompt : num_prompt + self._num_own]
+        mixed = torch.baddbmm(mixed.index_select(0, places.of_row), own_weights, own_values)
+        return mixed.view(rows, -1, own_values.shape[2]).to(query.dtype)
 
     def _weights(self, scores: torch.Tensor, call: AttentionCall, heads: int) -> torch.Tensor:
         scores = finish_scores(scores, call)
         masks = self._masks_for(call.window, heads, scores.device)
         if masks.prompt is not None:
-            scores[..., : self._longest_prompt].masked_fill_(masks.prompt, float("-inf"))
+            scores[..., : self._num_prompt].masked_fill_(masks.prompt, float("-inf"))
         if masks.own is not None:
-            scores[..., self._longest_prompt :].masked_fill_(masks.own, float("-inf"))
+            scores[..., self._num_prompt :].masked_fill_(masks.own, float("-inf"))
         if call.sinks is None:
             return torch.softmax(scores, dim=-1)
         column = call.sinks.float().view(1, heads, -1, 1).expand(self._num_rows, -1, -1, 1).flatten(0, 1)
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if self._equal:
-            keys[:, :, self._own_longest] = key.transpose(0, 1)
-            values[:, :, self._own_longest] = value.transpose(0, 1)
+        if self._is_even:
+            keys[:, :, self._num_own - 1] = key.transpose(0, 1)
+            values[:, :, self._num_own - 1] = value.transpose(0, 1)
             return
-        at = self._lengths_on(keys.device)
-        rows = torch.arange(len(at), device=keys.device)
-        keys[rows, :, at] = key.transpose(0, 1).to(keys.dtype)
-        values[rows, :, at] = value.transpose(0, 1).to(values.dtype)
+        at = (self._row_tensor("rows", keys.device), slice(None), self._row_tensor("lengths", keys.device))
+        keys[at] = key.transpose(0, 1).to(keys.dtype)
+        values[at] = value.transpose(0, 1).to(values.dtype)
 
-    def _lengths_on(self, device: torch.device) -> torch.Tensor:
-        """(n,) own tokens stored before this step."""
-        if device not in self._length_tensors:
-            behind = self._own_longest - max(self._lengths)
-            self._length_tensors[device] = torch.tensor(self._lengths, device=device) + behind
-        return self._length_tensors[device]
+    def _row_tensor(self, name: Literal["rows", "lengths", "prompt_lengths"], device: torch.device) -> torch.Tensor:
+        """(n,) numbers of the rows, their own tokens stored before this step, or the lengths of their prompts."""
+        if (name, device) not in self._row_tensors:
+            self._row_tensors[name, device] = self._row_numbers(name).to(device)
+        return self._row_tensors[name, device]
 
-    def _places_of(self, heads: int, device: torch.device) -> _Places:
+    def _row_numbers(self, name: str) -> torch.Tensor:
+        if name == "rows":
+            return torch.arange(self._num_rows)
+        numbers = torch.zeros(self._num_rows, dtype=torch.int64)
+        source = self._standing.lengths if name == "lengths" else self._standing.prompt_lengths
+        numbers[: len(source)] = torch.tensor(source)
+        return numbers + self._num_steps if name == "lengths" else numbers
+
+    def _places_on(self, heads: int, device: torch.device) -> _Places:
         """The same for all layers that have as many heads."""
         if (heads, device) not in self._places:
-            taken = [0] * self._num_groups
-            place_of_row = []
-            for group in self._group_of_row:
-                place_of_row.append(taken[group])
-                taken[group] += 1
-            group, place = torch.tensor(self._group_of_row)[:, None], torch.tensor(place_of_row)[:, None]
-            head = torch.arange(heads)
-            of_row = ((group * heads + head) * max(taken) + place).flatten()
-            of_group = torch.zeros(self._num_groups * heads * max(taken), dtype=torch.int64)
-            of_group[of_row] = torch.arange(len(of_row))
-            self._places[heads, device] = _Places(of_group.to(device), of_row.to(device))
+            places = self._make_places(heads)
+            self._places[heads, device] = _Places(places.of_group.to(device), places.of_row.to(device))
         return self._places[heads, device]
+
+    def _make_places(self, heads: int) -> _Places:
+        taken = [0] * self._num_groups
+        place_of_row = []
+        for group in self._standing.groups:
+            place_of_row.append(taken[group])
+            taken[group] += 1
+        group, place = torch.tensor(self._standing.groups)[:, None], torch.tensor(place_of_row)[:, None]
+        pairs = ((group * heads + torch.arange(heads)) * self._rows_of_group + place).flatten()
+        of_row = torch.zeros(self._num_rows * heads, dtype=torch.int64)
+        of_row[: len(pairs)] = pairs
+        of_group = torch.zeros(self._num_groups * heads * self._rows_of_group, dtype=torch.int64)
+        of_group[pairs] = torch.arange(len(pairs))
+        return _Places(of_group, of_row)
 
     def _masks_for(self, window: int | None, heads: int, device: torch.device) -> _Masks:
         """The same for all layers of a step that ask for the same window."""
-        if window is not None and self._longest_prompt + self._own_longest < window:
+        if window is not None and self._num_prompt + self._num_own <= window:
             window = None
         if (window, heads, device) not in self._masks:
             self._masks[window, heads, device] = self._make_masks(window, heads, device)
@@ -242,15 +302,15 @@ class DecodePlan:
 
     def _make_masks(self, window: int | None, heads: int, device: torch.device) -> _Masks:
         prompt = own = None
-        if not self._all_prompts_long or window is not None:
-            lengths = torch.tensor(self._prompt_lengths, device=device)[:, None]
-            place = torch.arange(self._longest_prompt, device=device)
+        if not self._prompts_are_even or window is not None:
+            lengths = self._row_tensor("prompt_lengths", device)[:, None]
+            place = torch.arange(self._num_prompt, device=device)
             prompt = place >= lengths
             if window is not None:
-                prompt = prompt | (lengths + self._lengths_on(device)[:, None] - place >= window)
-        if not self._equal or window is not None:
-            newest = self._lengths_on(device)[:, None]
-            place = torch.arange(self._own_longest + 1, device=device)
+                prompt = prompt | (lengths + self._row_tensor("lengths", device)[:, None] - place >= window)
+        if not self._is_even or window is not None:
+            newest = self._row_tensor("lengths", device)[:, None]
+            place = torch.arange(self._num_own, device=device)
             own = place > newest
             if window is not None:
                 own = own | (newest - place >= window)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.engines.native.attention import DecodePlan, Place, PrefillPlan, ProbePlan, Segment
-from groupgrad.engines.native.forward import last_logits, step_logits
+from groupgrad.engines.native.attention import Place, PrefillPlan, ProbePlan, Segment, Standing
+from groupgrad.engines.native.forward import last_logits
+from groupgrad.engines.native.graphs import EagerStep, RecordedStep, Steps, cuda_recorder
 from groupgrad.engines.native.linear import fast_linears
 from groupgrad.engines.native.options import Choosing, read_options
 from groupgrad.engines.native.sampling import Sampler
@@ -58,6 +59,7 @@ class NativeEngine:
     precision computes in. The model has to be one that `models.attention.plannable` accepts.
     """
 
+    _recorder = staticmethod(cuda_recorder)
     exact = True
     """Its log-probs are those that training assigns."""
 
@@ -93,7 +95,8 @@ class NativeEngine:
             store = self._make_store(model, requests)
             stops = StopStrings(choosing.stop_strings, self._tokenizer)
             schedule = Schedule(requests, store, self._max_rows)
-            return _Sampling(model, requests, choosing, stops, schedule, self.statistics).run()
+            steps = Steps(model, store, input_device(model), self._recorder(store.devices))
+            return _Sampling(model, requests, choosing, stops, schedule, steps, self.statistics).run()
 
     def _make_store(self, model: nn.Module, requests: Sequence[Request]) -> Store:
         plan = ProbePlan()
@@ -146,9 +149,10 @@ class _Sampling:
         choosing: Choosing,
         stops: StopStrings,
         schedule: Schedule,
+        steps: Steps,
         statistics: Statistics,
     ):
-        self._model, self._requests = model, requests
+        self._model = model
         self._schedule, self._store = schedule, schedule.store
         self._stops, self._end_ids = stops, frozenset(choosing.eos_ids)
         self._statistics = statistics
@@ -156,6 +160,7 @@ class _Sampling:
         self._sampler = Sampler(requests, choosing, self._device)
         self._reasons: dict[int, Literal["eos", "length"]] = {}
         self._ids: dict[int, list[int]] = {}
+        self._steps = steps
         self._active: _Active | None = None
 
     def run(self) -> list[Sample]:
@@ -231,8 +236,7 @@ class _Sampling:
         rows = self._schedule.active
         active = self._active = self._active or self._make_active(rows)
         positions = active.prompt_lengths + active.counts - 1
-        logits = step_logits(self._model, active.tokens, positions, active.plan).to(self._device)
-        active.plan.advance()
+        logits = active.step.logits(active.tokens, positions).to(self._device)
         active.tokens = self._sampler.choose(logits, active.indices, active.counts)
         active.counts += 1
         self._statistics.num_steps += 1
@@ -242,13 +246,13 @@ class _Sampling:
 
     def _make_active(self, rows: list[Row]) -> _Active:
         prompt_lengths = [len(row.group.ids) for row in rows]
-        plan = DecodePlan(self._store, [r.group.slot for r in rows], prompt_lengths, [r.num_stored for r in rows])
+        standing = Standing([row.group.slot for row in rows], prompt_lengths, [row.num_stored for row in rows])
         return _Active(
             tokens=self._tensor([row.ids[-1] for row in rows]),
             counts=self._tensor([len(row.ids) for row in rows]),
             indices=self._tensor([row.index for row in rows]),
             prompt_lengths=self._tensor(prompt_lengths),
-            plan=plan,
+            step=self._steps.make(standing),
         )
 
     def _take(self, rows: Sequence[Row], tokens: list[int]) -> None:
@@ -275,10 +279,13 @@ class _Sampling:
     def _make_room(self) -> None:
         """Places for one more token of each row; if the bound forbids it, the youngest rows give way."""
         schedule, store = self._schedule, self._store
+        version = store.own.version
         while not store.reserve(schedule.need(1), schedule.need()):
             row = schedule.youngest()
             self._release([row])
             schedule.wait(row)
+        if store.own.version != version:
+            self._active = None
 
     def _collect(self) -> list[Sample]:
         logprobs, entropies = self._sampler.logprobs.tolist(), self._sampler.entropies.tolist()
@@ -302,7 +309,7 @@ class _Active:
     indices: torch.Tensor
     """Of the requests."""
     prompt_lengths: torch.Tensor
-    plan: DecodePlan
+    step: EagerStep | RecordedStep
 
 
 def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:

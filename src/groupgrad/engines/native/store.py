@@ -34,6 +34,8 @@ class Slab:
     def __init__(self, layers: dict[int, LayerShape]):
         self._layers = layers
         self.slots, self.places = 0, 0
+        self.version = 0
+        """Changes when the tensors do."""
         self.keys: dict[int, torch.Tensor] = {}
         """By layer, (slots, Hkv, places, D)."""
         self.values: dict[int, torch.Tensor] = {}
@@ -55,6 +57,7 @@ class Slab:
                     new[:keep_slots, :, :keep_places] = tensors[number][:keep_slots, :, :keep_places]
                 tensors[number] = new
         self.slots, self.places = slots, places
+        self.version += 1
 
     def move(self, source: int, target: int, used: int) -> None:
         """Copy the first `used` tokens of one slot to another."""
@@ -69,8 +72,10 @@ class Store:
     def __init__(self, layers: dict[int, LayerShape], max_bytes: int):
         self.bytes_per_token = max(1, sum(layer.bytes_per_token for layer in layers.values()))
         self.max_tokens = max_bytes // self.bytes_per_token
-        self.max_bytes = max_bytes
+        self.devices = {layer.device for layer in layers.values()}
         self.prompts, self.own = Slab(layers), Slab(layers)
+        # Rows that lie close together are read faster; but on a GPU a change of size costs a recording (see `graphs`).
+        self._spare = 1.0 if any(device.type == "cuda" for device in self.devices) else 0.125
         self.peak_tokens = 0
 
     def fits(self, rows: int, length: int, prompts: int, prompt_length: int) -> bool:
@@ -80,13 +85,12 @@ class Store:
     def reserve(self, need: Need, kept: Need) -> bool:
         """Make room for `need`, keeping what `kept` says is in use; False, and nothing done, if the bound forbids it.
 
-        Rows get an eighth more places than they need at present, so that room is seldom made and little is left unused:
-        rows that lie close together are read faster.
+        Rows get some more places than they need at present, so that room is seldom made.
         """
         own, prompts = self.own, self.prompts
         slots, places = max(need.rows, own.slots), own.places
         if need.length > places:
-            slots, places = need.rows, min(need.longest, max(need.length + need.length // 8, need.length + 31))
+            slots, places = need.rows, min(need.longest, need.length + max(31, int(self._spare * need.length)))
         prompt_slots, prompt_places = prompts.slots, prompts.places
         if need.prompts > prompt_slots or need.prompt_length > prompt_places:
             prompt_slots, prompt_places = need.prompts, need.prompt_length

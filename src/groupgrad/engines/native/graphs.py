@@ -1,0 +1,137 @@
+"""Decode steps recorded once and repeated: on a GPU the launches of a small step take longer than the work itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
+from groupgrad.engines.native.forward import step_logits
+from groupgrad.engines.native.store import Store
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], torch.Tensor]
+
+
+class EagerStep:
+    """A step as the model's modules compute it."""
+
+    def __init__(self, model: nn.Module, store: Store, standing: Standing):
+        self._model, self._plan = model, DecodePlan(store, standing)
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(n, V) logits that follow the rows' newest `tokens` (n,) at `positions` (n,), which are stored."""
+        logits = step_logits(self._model, tokens, positions, self._plan)
+        self._plan.advance()
+        return logits
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """A step of fixed sizes, repeated on the tensors that it was recorded with."""
+
+    plan: DecodePlan
+    ids: torch.Tensor
+    """(padded n,)."""
+    positions: torch.Tensor
+    replay: Work
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(n, V) logits; overwritten by the next step."""
+        self.ids[: len(tokens)] = tokens
+        self.positions[: len(tokens)] = positions
+        logits = self.replay()[: len(tokens)]
+        self.plan.advance()
+        return logits
+
+
+class Steps:
+    """Makes the steps of a model: recorded ones if `record` can, eager ones otherwise."""
+
+    def __init__(self, model: nn.Module, store: Store, device: torch.device, record: Callable[[Work], Work] | None):
+        self._model, self._store, self._device, self._record = model, store, device, record
+        self._recorded: dict[StepShape, RecordedStep] = {}
+        self._versions = (0, 0)
+
+    def make(self, standing: Standing) -> EagerStep | RecordedStep:
+        """A step for these rows."""
+        if self._record is not None:
+            try:
+                return self._make_recorded(standing, self._record)
+            except Exception as error:
+                self._record, self._recorded = None, {}
+                logger.warning(
+                    "the decode step of %s cannot be recorded as a CUDA graph (%s: %s); sampling is slower",
+                    type(self._model).__name__,
+                    type(error).__name__,
+                    error,
+                )
+        return EagerStep(self._model, self._store, standing)
+
+    def _make_recorded(self, standing: Standing, record: Callable[[Work], Work]) -> RecordedStep:
+        own, prompts = self._store.own, self._store.prompts
+        if self._versions != (own.version, prompts.version):
+            # The tensors that these were recorded with are gone.
+            self._recorded, self._versions = {}, (own.version, prompts.version)
+        shape = StepShape(
+            rows=min(_rounded(len(standing.groups)), own.slots),
+            groups=min(_rounded(max(standing.groups) + 1), prompts.slots),
+            rows_of_group=_rounded(standing.rows_of_group),
+            prompt_places=prompts.places,
+            own_places=own.places,
+        )
+        if shape in self._recorded:
+            self._recorded[shape].plan.change(standing)
+            return self._recorded[shape]
+        plan = DecodePlan(self._store, standing, shape)
+        ids, positions = (torch.zeros(shape.rows, dtype=torch.int64, device=self._device) for _ in range(2))
+
+        def work() -> torch.Tensor:
+            # Made within, masks are part of what is recorded.
+            plan.forget_masks()
+            return step_logits(self._model, ids, positions, plan)
+
+        self._recorded[shape] = RecordedStep(plan, ids, positions, record(work))
+        return self._recorded[shape]
+
+
+def cuda_recorder(devices: set[torch.device]) -> Callable[[Work], Work] | None:
+    """Records work as CUDA graphs that share their memory; None if the model does not lie on one CUDA device.
+
+    Of graphs that share memory only the one replayed last has a valid result.
+    """
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return None
+    device = next(iter(devices))
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(work: Work) -> Work:
+        # Libraries set themselves up in a first run, which a graph must not contain. What it writes to the store, the
+        # first replay writes again.
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    return record
+
+
+def _rounded(number: int) -> int:
+    """The next power of two up to 16, then the next multiple of 16: few sizes, little padding."""
+    return 1 << (number - 1).bit_length() if number <= 16 else -(-number // 16) * 16
