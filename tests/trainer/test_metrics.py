@@ -173,7 +173,10 @@ def test_every_number_over_a_window_of_steps(make_trainer, watch):
         assert {key: entry[key] for key in expected} == pytest.approx(expected, abs=2e-5)
         assert entry["num_tokens"] == tokens
         assert expected["clip_ratio/region_mean"] > 0.05
+        # The default engine's log-probs are those of training: measured in the first step of each round.
+        assert entry["sampling/logp_mismatch"] < 1e-5
     loop_keys = {"loss", "grad_norm", "learning_rate", "epoch", "step", "step_time", "num_tokens"}
+    loop_keys.add("sampling/logp_mismatch")
     own = {key for key in logs[0] if not key.startswith("time/")}
     assert own == loop_keys | set(expected_of(*windows[0]))
 
