@@ -40,6 +40,7 @@ def test_names_of_the_metrics(make_trainer: Any, beta: float) -> None:
     trained, evaluated, ended = trainer.state.log_history
     kl = {"kl"} if beta else set()
     own = {key for entry in trainer.state.log_history for key in entry if key.startswith("time/")}  # ours, by phase
+    own.add("sampling/logp_mismatch")  # ours, of engines whose log-probs are training's
     assert set(trained) - own == {*ROUND, *TRAINING_ONLY} | kl
     assert set(evaluated) == {*(f"eval_{name}" for name in ROUND), *EVALUATION_ONLY} | {f"eval_{name}" for name in kl}
     assert {"train_runtime", "train_loss", "total_flos"} <= set(ended)
