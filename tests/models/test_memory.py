@@ -1,0 +1,77 @@
+"""What a forward pass keeps, and checkpointing where that does not fit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupgrad.models import memory
+from groupgrad.models.forward import ForwardOptions, score_tokens
+from groupgrad.models.memory import CheckpointingByNeed, activation_bytes_per_token, free_bytes
+
+
+def test_activations_are_measured_on_the_model(make_model):
+    """A layer keeps at least its inputs and the MLP's four intermediate values; twice the layers keep twice as much."""
+    two, four = (activation_bytes_per_token(make_model(num_hidden_layers=n), ForwardOptions()) for n in (2, 4))
+    per_layer = (four - two) / 2
+    assert per_layer > 4 * (2 * 32 + 4 * 48)
+    assert per_layer < 4 * 40 * (32 + 48)
+    assert two > 2 * per_layer
+
+
+def test_free_memory_is_that_of_the_device():
+    assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
+
+
+def test_a_control_group_bounds_it(monkeypatch, tmp_path):
+    texts = {"memory.max": "5000\n", "memory.current": "2000\n"}
+
+    def read(self: Path) -> str:
+        if self.name not in texts:
+            raise FileNotFoundError(self.name)
+        return texts[self.name]
+
+    monkeypatch.setattr(memory.Path, "read_text", read)
+    assert free_bytes(torch.device("cpu")) == 3000
+    texts["memory.max"] = "max\n"
+    assert free_bytes(torch.device("cpu")) > 2**20
+
+
+def test_checkpointing_goes_on_and_off_by_need(make_model, batch, monkeypatch, caplog):
+    model = make_model().train()
+    by_need = CheckpointingByNeed(model, ForwardOptions())
+    by_need.prepare(batch)
+    assert not model.is_gradient_checkpointing
+    tokens = len(batch.prompt_ids) + batch.num_tokens
+    need = tokens * activation_bytes_per_token(model, ForwardOptions())
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(0.9 * need / memory.FREE_SHARE))
+    with caplog.at_level(logging.WARNING):
+        by_need.prepare(batch)
+    assert by_need.is_on
+    assert model.is_gradient_checkpointing
+    assert "gradient checkpointing is on" in caplog.text
+    score_tokens(model, batch, ForwardOptions()).logprobs.sum().backward()
+    recomputed = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(1.1 * need / memory.FREE_SHARE))
+    by_need.prepare(batch)
+    assert not by_need.is_on
+    assert not model.is_gradient_checkpointing
+    model.zero_grad()
+    score_tokens(model, batch, ForwardOptions()).logprobs.sum().backward()
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), recomputed)
+
+
+@pytest.mark.parametrize("layout", ["shared", "dense"])
+def test_padding_counts_where_there_is_some(make_model, batch, monkeypatch, layout):
+    by_need = CheckpointingByNeed(make_model(), ForwardOptions(layout=layout))
+    asked = []
+    monkeypatch.setattr(memory, "free_bytes", lambda device: asked.append(1) or 1 << 40)
+    by_need._bytes_per_token = 2**40 * memory.FREE_SHARE / (len(batch.prompt_ids) + batch.num_tokens + 1)
+    by_need.prepare(batch)
+    assert by_need.is_on == (layout == "dense")  # 5 rows of 8 tokens instead of 9 + 14
+    assert asked == [1]
