@@ -234,8 +234,7 @@ class GRPOTrainer(TrainingRun):
         self.buffer.keep_only({tick.round for tick in ticks})
         batches = []
         for tick in ticks:
-            micro_batches = self.buffer.get(tick.round)
-            assert micro_batches is not None
+            micro_batches = self.buffer.get(tick.round) or []
             batches.append(micro_batches[tick.position % self.plan.steps_per_generation])
         with self.timings.phase("scoring"):
             totals = step_totals(batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.sampled.entropy)
@@ -245,6 +244,7 @@ class GRPOTrainer(TrainingRun):
             self.sampled.freshness,
             entropy_coef=self.entropy_controller.applied,
             aux_loss=self.setup.forward_options.aux_loss,
+            backward_everywhere=self.is_deepspeed_enabled,  # it counts backward passes
         )
 
     def _make_round(self, tick: Tick) -> list[Batch]:

@@ -89,13 +89,15 @@ def test_rows_without_gradient_are_measured_without(policy, sample):
     assert modes and set(modes) == {(False, True)}
 
 
-def test_micro_batches_keep_their_number_and_cost_alike(policy, sample):
-    batches = prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False)
+def test_micro_batches_keep_their_number_and_join_groups(policy, sample):
+    whole = Batch.concat(prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False))
+    batches = [whole.select(rows) for rows in ([0, 1, 8, 9], [2, 3, 10, 11, 12], [4, 5, 6, 7, 13, 14, 15])]
     shared = share_out(batches, PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
     assert len(shared) == len(batches)
     assert sorted(row for b in shared for row in b.row_index.tolist()) == list(range(16))
-    in_order = [replace(b, passes=whole.passes) for b, whole in zip(batches, unmoved(batches))]
-    assert max(load(row_costs(b)) for b in shared) < max(load(row_costs(b)) for b in in_order)
+    found, planned = ([load(row_costs(batch)) for batch in each] for each in (shared, unmoved(batches)))
+    assert max(found) <= max(planned)
+    assert sum(found) < sum(planned)
 
 
 def unmoved(batches: list[Batch]) -> list[Batch]:
@@ -111,18 +113,20 @@ def test_local_losses_keep_the_plans_rows(policy, sample, loss_type, aux_loss):
     assert [b.row_index.tolist() for b in shared] == [b.row_index.tolist() for b in batches]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_without_signal_keeps_its_shortest_row_alive(policy, sample, world_size):
+@pytest.mark.parametrize(("world_size", "everywhere"), [(1, False), (1, True), (2, False)])
+def test_a_step_without_signal_keeps_its_shortest_row_alive(policy, sample, world_size, everywhere):
     """On several ranks each micro-batch keeps one, since all ranks go through the model together."""
     batches = prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False)
     dead = [
         replace(b, advantages=torch.zeros_like(b.advantages), totals=replace(b.totals, world_size=world_size))
         for b in batches
     ]
-    shared = share_out(dead, PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
+    terms = {"entropy_coef": 0.0, "aux_loss": False, "backward_everywhere": everywhere}
+    shared = share_out(dead, PolicyOptions(), FRESH, **terms)
+    each = everywhere or world_size > 1
     live = [int((b.passes == FORWARD_AND_BACKWARD).sum()) for b in shared]
-    assert live == ([1, 1, 1] if world_size == 2 else [1, 0, 0])
-    for batch in shared[: 3 if world_size == 2 else 1]:
+    assert live == ([1, 1, 1] if each else [1, 0, 0])
+    for batch in shared[: 3 if each else 1]:
         lengths = batch.offsets.diff()
         kept = lengths[batch.passes == FORWARD_AND_BACKWARD]
         prompts = batch.prompt_offsets.diff()[batch.prompt_of_row]

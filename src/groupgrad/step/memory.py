@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from groupgrad.metrics import Metric, merge_all
-from groupgrad.step.packing import halves, load, row_costs
+from groupgrad.step.packing import load, parted, row_costs
 from groupgrad.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class MemoryGuard:
 def cut(batch: Batch, parts: int) -> list[Batch]:
     """The batch in `parts` of like cost, whose losses sum to its loss and whose metrics merge to its metrics."""
     count = int(batch.trained.sum())
-    pieces = [batch.select(rows) for rows in halves(row_costs(batch), parts)]
+    pieces = [batch.select(rows) for rows in parted(row_costs(batch), parts)]
     shares = [int(piece.trained.sum()) / count if count else 1 / parts for piece in pieces]
     counts = [batch.totals.micro_batches / share if share else float("inf") for share in shares]
     return [replace(p, totals=replace(p.totals, micro_batches=n)) for p, n in zip(pieces, counts)]

@@ -12,8 +12,8 @@ from groupgrad.types import FORWARD, FORWARD_AND_BACKWARD, Batch
 
 # A backward pass costs about two forward passes (arXiv:2001.08361, sec. 2.1).
 _WEIGHTS = {FORWARD_AND_BACKWARD: 3, FORWARD: 1}
-# A group above a fair share is cut into pieces of a fair share, of half of it, and so on; the best result is taken.
-_FINENESS = (1, 2, 4, 1 << 30)
+# A group above a fair share stays whole or is cut into pieces of a fair share, of half of it, and so on; the best wins.
+_FINENESS = (0, 1, 2, 4, 1 << 30)
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,36 +50,40 @@ def load(costs: Iterable[RowCost]) -> int:
 def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[int]]:
     """The rows (places in `costs`) of each of as many micro-batches as `plan` has; every row once, ascending.
 
-    The largest load is never above that of `plan`, a valid sharing out which is kept where nothing better is found. A
-    group is cut only if it costs more than a fair share. No micro-batch is empty if there are rows enough. The result
-    is a function of the arguments alone.
+    The sum of loads, which is time, is as small as was found, and then the largest load, which is memory; neither is
+    above that of `plan`, a valid sharing out. So prompts are computed as seldom as memory allows, and what is left is
+    balanced. A group is cut only if it costs more than a fair share, and no micro-batch is empty if there are rows
+    enough, unless `plan` is kept. The result is a function of the arguments alone.
     """
-    bound = max((load(costs[row] for row in rows) for rows in plan), default=0)
-    best, best_score = [list(rows) for rows in plan], _score(costs, plan)
-    for fineness in _FINENESS:
-        bins = _longest_first(costs, _pieces(costs, len(plan), fineness), len(plan))
-        score = _score(costs, bins)
-        if score < best_score and max(load(costs[row] for row in rows) for rows in bins) <= bound:
+    loads = _loads(costs, plan)
+    best, best_score = [list(rows) for rows in plan], (sum(loads), max(loads, default=0))
+    for bins in _candidates(costs, len(plan)):
+        found = _loads(costs, bins)
+        score = (sum(found), max(found))
+        if score < best_score and score[1] <= max(loads):
             best, best_score = bins, score
     return best
 
 
-def halves(costs: Sequence[RowCost], parts: int = 2) -> list[list[int]]:
-    """All rows in `parts` (at least 1, at most the rows there are) non-empty parts of like cost."""
-    order, step = range(len(costs)), -(-len(costs) // parts)
-    in_order = [list(order[start : start + step]) for start in range(0, len(costs), step)]
-    plan = in_order + [[] for _ in range(parts - len(in_order))]
-    return pack(costs, _filled(costs, plan))
+def parted(costs: Sequence[RowCost], parts: int) -> list[list[int]]:
+    """All rows in `parts` non-empty parts (from 1 to the number of rows), the largest load as small as was found."""
+    candidates = _candidates(costs, parts)
+    return min(candidates, key=lambda bins: (max(_loads(costs, bins)), sum(_loads(costs, bins))))
 
 
-def _score(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> int:
-    """Small is good: memory follows the largest load, time the sum of all."""
-    loads = [load(costs[row] for row in rows) for rows in bins]
-    return max(loads, default=0) * len(loads) + sum(loads)
+def _loads(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> list[int]:
+    return [load(costs[row] for row in rows) for rows in bins]
+
+
+def _candidates(costs: Sequence[RowCost], num_bins: int) -> list[list[list[int]]]:
+    """Ways to share the rows out; none without bins."""
+    if not num_bins:
+        return []
+    return [_longest_first(costs, _pieces(costs, num_bins, fineness), num_bins) for fineness in _FINENESS]
 
 
 def _pieces(costs: Sequence[RowCost], num_bins: int, fineness: int) -> list[list[int]]:
-    """The groups, those above a fair share cut into pieces of about a `fineness`-th of it."""
+    """The groups, those above a fair share cut into pieces of about a `fineness`-th of it; 0 cuts none."""
     groups: dict[int, list[int]] = {}
     for row, cost in enumerate(costs):
         groups.setdefault(cost.group, []).append(row)
@@ -87,7 +91,7 @@ def _pieces(costs: Sequence[RowCost], num_bins: int, fineness: int) -> list[list
     pieces: list[list[int]] = []
     for rows in groups.values():
         size = load(costs[row] for row in rows)
-        if size * num_bins <= whole:
+        if size * num_bins <= whole or not fineness:
             pieces.append(rows)
         else:
             count = min(len(rows), -(-size * num_bins * fineness // max(whole, 1)))
