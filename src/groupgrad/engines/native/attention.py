@@ -26,9 +26,11 @@ class ProbePlan:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self.calls: dict[int, AttentionCall] = {}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """A token alone sees its own value, whatever the scores."""
+        self.calls[call.layer] = call
         self.layers[call.layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2], key.dtype, key.device)
         return value.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(0, 1)
 

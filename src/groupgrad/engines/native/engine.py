@@ -14,6 +14,7 @@ from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native.attention import Place, PrefillPlan, ProbePlan, Segment, Standing
+from groupgrad.engines.native.direct import direct_model
 from groupgrad.engines.native.forward import last_logits
 from groupgrad.engines.native.graphs import EagerStep, RecordedStep, Steps, cuda_recorder
 from groupgrad.engines.native.linear import fast_linears
@@ -92,16 +93,17 @@ class NativeEngine:
             return []
         model = unwrap(self._model)
         with evaluation_mode(self._model), self._precision(), fast_linears(model):
-            store = self._make_store(model, requests)
+            plan = ProbePlan()
+            token = torch.zeros(1, dtype=torch.int64, device=input_device(model))
+            last_logits(model, token, token, plan, token)
+            store = self._make_store(plan, requests)
             stops = StopStrings(choosing.stop_strings, self._tokenizer)
             schedule = Schedule(requests, store, self._max_rows)
-            steps = Steps(model, store, input_device(model), self._recorder(store.devices))
+            record, direct = self._recorder(store.devices), direct_model(model, plan.calls)
+            steps = Steps(model, store, token.device, record=record, direct=direct)
             return _Sampling(model, requests, choosing, stops, schedule, steps, self.statistics).run()
 
-    def _make_store(self, model: nn.Module, requests: Sequence[Request]) -> Store:
-        plan = ProbePlan()
-        token = torch.zeros(1, dtype=torch.int64, device=input_device(model))
-        last_logits(model, token, token, plan, token)
+    def _make_store(self, plan: ProbePlan, requests: Sequence[Request]) -> Store:
         bound = self._kv_memory
         if bound is None:
             bound = int(MEMORY_SHARE * _free_memory({layer.device for layer in plan.layers.values()}))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
+from groupgrad.engines.native.direct import DirectModel
 from groupgrad.engines.native.forward import step_logits
 from groupgrad.engines.native.store import Store
 
@@ -17,18 +18,45 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], torch.Tensor]
 
+DIRECT_TOLERANCE = 1e-5
+"""Of the largest logit, by which the direct form of a model may differ from the model."""
+
 
 class EagerStep:
-    """A step as the model's modules compute it."""
+    """A step as the model's modules compute it, or `direct` in their place."""
 
-    def __init__(self, model: nn.Module, store: Store, standing: Standing):
-        self._model, self._plan = model, DecodePlan(store, standing)
+    def __init__(self, model: nn.Module, store: Store, standing: Standing, direct: _Direct):
+        self._model, self._plan, self._direct = model, DecodePlan(store, standing), direct
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits that follow the rows' newest `tokens` (n,) at `positions` (n,), which are stored."""
-        logits = step_logits(self._model, tokens, positions, self._plan)
+        direct = self._direct.model
+        if direct is not None and self._direct.is_checked:
+            logits = direct(tokens, positions, self._plan)
+        else:
+            found = None if direct is None else direct(tokens, positions, self._plan)
+            logits = step_logits(self._model, tokens, positions, self._plan)
+            self._direct.check(found, logits)
         self._plan.advance()
         return logits
+
+
+@dataclass(slots=True)
+class _Direct:
+    """A model's direct form, in use once it has been seen to agree."""
+
+    model: DirectModel | None
+    is_checked: bool = False
+
+    def check(self, found: torch.Tensor | None, expected: torch.Tensor) -> None:
+        """Compare logits (n, V) of both ways; the direct one is given up if they differ by more than rounding."""
+        if found is None:
+            return
+        difference = float((found - expected).abs().max())
+        if difference > DIRECT_TOLERANCE * max(1.0, float(expected.abs().max())):
+            self.model = None
+            logger.warning("the direct decode step differs by %.1e in its logits: the model's own is used", difference)
+        self.is_checked = True
 
 
 @dataclass(slots=True)
@@ -53,8 +81,17 @@ class RecordedStep:
 class Steps:
     """Makes the steps of a model: recorded ones if `record` can, eager ones otherwise."""
 
-    def __init__(self, model: nn.Module, store: Store, device: torch.device, record: Callable[[Work], Work] | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        device: torch.device,
+        *,
+        record: Callable[[Work], Work] | None,
+        direct: DirectModel | None,
+    ):
         self._model, self._store, self._device, self._record = model, store, device, record
+        self._direct = _Direct(direct)
         self._recorded: dict[StepShape, RecordedStep] = {}
         self._versions = (0, 0)
 
@@ -71,7 +108,7 @@ class Steps:
                     type(error).__name__,
                     error,
                 )
-        return EagerStep(self._model, self._store, standing)
+        return EagerStep(self._model, self._store, standing, self._direct)
 
     def _make_recorded(self, standing: Standing, record: Callable[[Work], Work]) -> RecordedStep:
         own, prompts = self._store.own, self._store.prompts
