@@ -11,6 +11,7 @@ only, so that RESULTS.md always shows whole runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -77,14 +78,16 @@ class Worker:
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command and wait for its answer."""
         assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # the missing answer tells
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
         return self.read(command)
 
     def stop(self) -> None:
         """Let the process end."""
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
         try:
             self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
