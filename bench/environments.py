@@ -14,7 +14,7 @@ a CUDA build of several gigabytes."""
 
 def make_trl_environment(folder: Path) -> Path:
     """The interpreter of an environment with the newest TRL; installed if it is not there, else brought up to date."""
-    return _install(folder, ["--upgrade", "trl", "psutil"])
+    return _install(folder, ["--upgrade", "trl"])
 
 
 def make_vllm_environment(folder: Path) -> Path:

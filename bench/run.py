@@ -30,7 +30,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 from environments import make_trl_environment, make_vllm_environment
 from floor import measure_machine, sampling_floor, training_floor
 from materials import prepare
-from report import Result, Results, Series, describe_machine, write_report
+from report import Result, Results, Series, describe_machine, render, write_report
 from vllm_sampling import compare_with_vllm
 from workloads import WORKLOADS, Workload, groups_of
 
@@ -128,6 +128,7 @@ def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse
     finally:
         for worker in workers.values():
             worker.stop()
+    (BENCH / ".logs" / f"{workload.name}-steps.json").write_text(json.dumps(steps))
     machine = measure_machine(options.floor_seconds)
     ours = [groups_of(step, workload.num_generations) for step in steps["groupgrad"]]
     return Result(
@@ -169,20 +170,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what was asked for and report; 1 if a workload could not be run."""
+    """Run what was asked for and report; 1 if a workload failed."""
     options = parse(arguments)
     pythons = {"groupgrad": Path(sys.executable)}
     if not options.without_trl:
         pythons["trl"] = make_trl_environment(BENCH / ".venv-trl")
-    results = Results(machine=describe_machine(), repetitions=options.repetitions)
+    results, failed = Results(describe_machine(), options.repetitions), False
     for name in options.names:
         workload = WORKLOADS[name]
         print(f"{name}: {workload.describe()}; {workload.model.describe()}", flush=True)
         try:
             results.add(run_workload(workload, pythons, options))
-        except (RuntimeError, FileNotFoundError) as error:
+        except FileNotFoundError as error:
+            print(f"  skipped: {error}", flush=True)
+            results.failures[name] = str(error)
+        except RuntimeError as error:
             print(f"  failed: {error}", flush=True)
-            results.failures[name] = str(error).splitlines()[0]
+            results.failures[name], failed = str(error).splitlines()[0], True
+        if options.output is not None:
+            options.output.write_text(render(results))  # in case the rest never ends
     if options.with_vllm:
         print("sampling beside vLLM", flush=True)
         try:
@@ -190,9 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
             results.vllm = compare_with_vllm(python, BENCH / ".models", repetitions=options.repetitions)
         except (RuntimeError, subprocess.CalledProcessError) as error:
             print(f"  failed: {error}", flush=True)
-            results.failures["vLLM"] = str(error).splitlines()[0]
+            results.failures["vLLM"], failed = str(error).splitlines()[0], True
     write_report(results, options.output, notes=BENCH / "NOTES.md")
-    return 1 if results.failures else 0
+    return int(failed)
 
 
 if __name__ == "__main__":
