@@ -31,7 +31,8 @@ from groupgrad.objectives import policy_loss
 from groupgrad.rollout.round import RoundRequest, ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.run import TrainingRun
-from groupgrad.step.memory import MemoryGuard, Trained, obstacle_to_cutting
+from groupgrad.step.foresight import foresee
+from groupgrad.step.memory import Trained, memory_guard
 from groupgrad.step.sampled import SampledNumbers
 from groupgrad.step.scores import needed_scores
 from groupgrad.step.work import has_gradient, share_out
@@ -180,7 +181,7 @@ class GRPOTrainer(TrainingRun):
             self.args, self.model, self.setup.forward_options, self.accelerator.autocast
         )
         self.sampled = SampledNumbers(self.engine, self.model, self.setup.frozen_scorer, self.accelerator)
-        self.memory = MemoryGuard(self.model.zero_grad, obstacle=obstacle_to_cutting(self.args))
+        self.memory = memory_guard(self.model, self.args, aux_loss=self.setup.forward_options.aux_loss)
         self.run_state = RunState(
             {
                 "buffer": self.buffer,
@@ -292,15 +293,14 @@ class GRPOTrainer(TrainingRun):
     ) -> torch.Tensor:
         """This micro-batch's share of the loss: the loss is the sum over micro-batches of the mean over ranks."""
         if return_outputs:
-            raise ValueError(
-                "return_outputs=True is not supported: the loss is made of token scores, not model outputs"
-            )
+            raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
         self.memory.gradients_are_whole = True
+        forward = self.setup.forward_options
         # Rows without a gradient go past the wrapper of several ranks, since each has its own number of such passes.
         scores = needed_scores(
             inputs,
-            policy=lambda rows: score_tokens(model, rows, self.setup.forward_options),
-            measure=lambda rows: score_tokens(unwrap(model), rows, self.setup.forward_options),
+            policy=lambda rows: score_tokens(model, rows, forward, foresee(rows, self.setup.policy_options)),
+            measure=lambda rows: score_tokens(unwrap(model), rows, forward),
         )
         result = policy_loss(
             scores,

@@ -11,7 +11,8 @@ import torch
 from groupgrad.metrics import merge_all
 from groupgrad.objectives import LOSSES, Freshness, PolicyOptions, policy_loss
 from groupgrad.rollout.totals import step_totals
-from groupgrad.step.memory import MemoryGuard, Trained, cut, is_out_of_memory, obstacle_to_cutting
+from groupgrad.step.memory import MemoryGuard, Trained, between_groups, cut, is_out_of_memory, obstacle_to_cutting
+from groupgrad.step.packing import load, row_costs
 from groupgrad.step.scores import needed_scores
 from groupgrad.step.work import has_gradient, share_out
 from groupgrad.types import Batch
@@ -200,3 +201,34 @@ def test_obstacles(changes, reason):
         setattr(args, name, value)
     found = obstacle_to_cutting(args)
     assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_batches_are_cut_between_groups_for_comfort_alone(make_machine, loss_type):
+    machine, batches = make_machine(PolicyOptions(loss_type=loss_type), skip=False)
+    expected = machine.step(batches)
+    whole = [n for n, _ in machine.attempts]
+    machine.guard = MemoryGuard(machine.policy.zero_grad, comfortable_tokens=1)
+    assert_same(machine.step(batches), expected)
+    assert sum(n for n, _ in machine.attempts) == sum(whole)
+    assert len(machine.attempts) == sum(len(batch.prompt_of_row.unique()) for batch in batches)
+
+
+def test_parts_between_groups_are_of_like_cost_and_hold_each_prompt_once(make_machine):
+    _, batches = make_machine(PolicyOptions(), skip=False)
+    batch = Batch.concat(batches)
+    costs = load(row_costs(batch))
+    assert between_groups(batch, costs) == [batch]
+    halves = between_groups(batch, costs - 1)
+    assert len(halves) == 2
+    sizes = [load(row_costs(half)) for half in halves]
+    assert sum(sizes) == costs
+    assert max(sizes) < 0.8 * costs
+    assert sorted(torch.cat([half.row_index for half in halves]).tolist()) == sorted(batch.row_index.tolist())
+
+
+def test_a_run_whose_batches_must_stay_whole_is_not_made_comfortable(make_machine):
+    machine, batches = make_machine(PolicyOptions(), skip=False)
+    machine.guard = MemoryGuard(machine.policy.zero_grad, comfortable_tokens=1, obstacle="several processes")
+    machine.step(batches)
+    assert len(machine.attempts) == len(batches)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from groupgrad.models.attention import attention_dropout, plannable, run_planned
-from groupgrad.models.head import HeadRecipe, tiled_scores
+from groupgrad.models.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
 from groupgrad.models.layout import flat_layout
 from groupgrad.models.recipe import head_recipe
 from groupgrad.types import Batch, TokenScores
@@ -55,11 +55,13 @@ def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
     return "packed" if options.aux_loss else "shared"
 
 
-def score_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
+def score_tokens(
+    model: nn.Module, batch: Batch, options: ForwardOptions, foreseen: Foreseen | None = None
+) -> TokenScores:
     """What `model` says of the completion tokens of `batch`; gradients flow into its parameters.
 
     `model` may be wrapped for data parallelism. The logits of completion tokens alone are computed; the head's own
-    scales, caps and biases are the model's business and so are kept.
+    scales, caps and biases are kept. `foreseen` saves the tiled head work and changes nothing.
     """
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
@@ -67,12 +69,12 @@ def score_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> Tok
         ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
         if options.aux_loss:
             extra["attention_mask"] = mask
-        with _head_on(model, (rows, positions), ids.shape, batch, options) as seen:
+        with _head_on(model, (rows, positions), ids.shape, batch, options, foreseen) as seen:
             output = model(input_ids=ids, use_cache=False, **extra)
     else:
         flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
         rows, positions, shape = torch.zeros_like(flat.predictors), flat.predictors, torch.Size((1, len(flat.ids)))
-        with _head_on(model, (rows, positions), shape, batch, options) as seen:
+        with _head_on(model, (rows, positions), shape, batch, options, foreseen) as seen:
             output = run_planned(model, flat.ids, flat.positions, flat.plan, **extra)
         ids = flat.ids[None]
     aux_loss = getattr(output, "aux_loss", None) if options.aux_loss else None
@@ -139,6 +141,7 @@ def _head_on(
     shape: torch.Size,
     batch: Batch,
     options: ForwardOptions,
+    foreseen: Foreseen | None,
 ) -> Iterator[_Seen]:
     """Let the model's output head see the hidden states at `places` (rows, positions) of the (B, T) `shape` alone.
 
@@ -159,7 +162,7 @@ def _head_on(
         hidden = hidden[rows.to(hidden.device), (positions + hidden.shape[1] - width).to(hidden.device)]
         if recipe is None:
             return (hidden.unsqueeze(0), *inputs[1:])
-        seen.scores = _tiled(module, hidden, batch.completion_ids, recipe, options)
+        seen.scores = _tiled(module, hidden, batch.completion_ids, recipe, options, foreseen)
         return (hidden[None, :1], *inputs[1:])
 
     if head is None or not rows.numel():
@@ -174,17 +177,19 @@ def _head_on(
 
 
 def _tiled(
-    head: Any, hidden: torch.Tensor, tokens: torch.Tensor, recipe: HeadRecipe, options: ForwardOptions
+    head: Any,
+    hidden: torch.Tensor,
+    tokens: torch.Tensor,
+    recipe: HeadRecipe,
+    options: ForwardOptions,
+    foreseen: Foreseen | None,
 ) -> TokenScores:
-    scores = tiled_scores(
-        hidden,
-        head.weight,
-        head.bias,
-        tokens,
-        recipe=recipe,
-        temperature=options.temperature,
-        entropy_gradient=options.entropy_gradient,
-    )
+    arguments: dict[str, Any] = {"recipe": recipe, "temperature": options.temperature}
+    if foreseen is None or options.entropy_gradient:
+        arguments["entropy_gradient"] = options.entropy_gradient
+        scores = tiled_scores(hidden, head.weight, head.bias, tokens, **arguments)
+    else:
+        scores = foreseen_scores(hidden, head.weight, head.bias, tokens, foreseen, **arguments)
     device = tokens.device
     return TokenScores(scores.logprobs.to(device).float(), scores.entropy.to(device).float())
 

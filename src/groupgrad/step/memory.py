@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from groupgrad.metrics import Metric, merge_all
 from groupgrad.step.packing import load, parted, row_costs
@@ -17,6 +18,10 @@ from groupgrad.types import Batch
 logger = logging.getLogger(__name__)
 
 _MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+COMFORTABLE_TOKENS_CPU = 2048
+"""Tokens of a training pass on a CPU beyond which it only takes more memory."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,11 +41,15 @@ class MemoryGuard:
     happens, and a load-balancing loss is measured in each part.) The size that fitted is remembered and part of a
     checkpoint: larger batches are cut beforehand.
 
-    `obstacle` says in words why this run cannot do so; None: it can.
+    `obstacle` says in words why this run cannot do so; None: it can. `comfortable_tokens` cuts larger batches between
+    their groups beforehand: cost follows tokens, so smaller passes take less memory and no more time.
     """
 
-    def __init__(self, clear: Callable[[], None], *, obstacle: str | None = None):
+    def __init__(
+        self, clear: Callable[[], None], *, obstacle: str | None = None, comfortable_tokens: int | None = None
+    ):
         self._clear, self._obstacle = clear, obstacle
+        self._comfort = None if comfortable_tokens is None or obstacle is not None else 3 * comfortable_tokens
         self._limit: int | None = None
         self._done: list[Batch] = []
         self.gradients_are_whole = False
@@ -122,19 +131,53 @@ class MemoryGuard:
         return pieces
 
     def _within_limit(self, batch: Batch) -> list[Batch]:
+        pieces = [batch] if self._comfort is None else between_groups(batch, self._comfort)
+        return [part for piece in pieces for part in self._within_learned_limit(piece)]
+
+    def _within_learned_limit(self, batch: Batch) -> list[Batch]:
         pieces = [batch]
         while self._limit is not None and max(_size(p) for p in pieces) > self._limit and len(pieces) < batch.num_rows:
             pieces = cut(batch, len(pieces) + 1)
         return pieces
 
 
+def between_groups(batch: Batch, most: int) -> list[Batch]:
+    """The batch in parts that cost at most `most` or are one group, of like cost; no prompt is computed twice."""
+    costs = row_costs(batch)
+    groups: dict[int, list[int]] = {}
+    for row, cost in enumerate(costs):
+        groups.setdefault(cost.group, []).append(row)
+    fair = load(costs) / max(1, -(-load(costs) // most))
+    parts: list[list[int]] = [[]]
+    for rows in groups.values():
+        now, then = (load(costs[row] for row in part) for part in (parts[-1], parts[-1] + rows))
+        if parts[-1] and (then > most or abs(then - fair) > abs(now - fair)):
+            parts.append([])
+        parts[-1] += rows
+    return [batch] if len(parts) == 1 else _apart(batch, [sorted(rows) for rows in parts])
+
+
 def cut(batch: Batch, parts: int) -> list[Batch]:
     """The batch in `parts` of like cost, whose losses sum to its loss and whose metrics merge to its metrics."""
+    return _apart(batch, parted(row_costs(batch), parts))
+
+
+def _apart(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
     count = int(batch.trained.sum())
-    pieces = [batch.select(rows) for rows in parted(row_costs(batch), parts)]
-    shares = [int(piece.trained.sum()) / count if count else 1 / parts for piece in pieces]
+    pieces = [batch.select(rows) for rows in parts]
+    shares = [int(piece.trained.sum()) / count if count else 1 / len(pieces) for piece in pieces]
     counts = [batch.totals.micro_batches / share if share else float("inf") for share in shares]
     return [replace(p, totals=replace(p.totals, micro_batches=n)) for p, n in zip(pieces, counts)]
+
+
+def memory_guard(model: nn.Module, args: Any, *, aux_loss: bool) -> MemoryGuard:
+    """What trains the micro-batches of a run with these training arguments.
+
+    A CPU's matrix products run at full speed from few tokens on, so larger batches are cut for comfort there. A
+    load-balancing loss depends on how batches are cut, and is left whole.
+    """
+    comfort = COMFORTABLE_TOKENS_CPU if args.device.type == "cpu" and not aux_loss else None
+    return MemoryGuard(model.zero_grad, obstacle=obstacle_to_cutting(args), comfortable_tokens=comfort)
 
 
 def obstacle_to_cutting(args: Any) -> str | None:
