@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,12 +26,21 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
+import torch
+import transformers
+from datasets import Dataset
+from materials import make_model, make_words, random_rows, set_ending
 from report import Series, shown, table
+from transformers import TrainerCallback
+from worker import Recorder, config_fields, random_reward, time_calls
 from workloads import ModelShape, Workload
 
 GIB = 2**30
+Phases = Callable[[dict[str, float]], dict[str, float]]
+"""Seconds of a step's parts, from what was logged after it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,66 +100,63 @@ TINY = Card(
 )
 
 
+class Measuring(TrainerCallback):
+    """Seconds, peak memory, lengths and parts of each step."""
+
+    def __init__(
+        self, recorder: Recorder, phases: Callable[[dict[str, float]], dict[str, float]], on_gpu: bool
+    ) -> None:
+        self.recorder, self.phases, self.on_gpu = recorder, phases, on_gpu
+        self.steps: list[dict[str, Any]] = []
+        self.started, self.held = 0.0, 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.recorder.clear()
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.held = torch.cuda.memory_allocated()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - self.held if self.on_gpu else 0
+        seconds = time.perf_counter() - self.started
+        self.steps.append(
+            {"seconds": seconds, "peak_bytes": peak, "held_bytes": self.held, "lengths": self.recorder.lengths}
+        )
+        self.steps[-1]["phases"] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self.steps and logs and "reward" in logs:
+            self.steps[-1]["phases"] = self.phases(logs)
+
+
+def our_phases(logs: dict[str, float]) -> dict[str, float]:
+    """The parts of a step that groupgrad logs, and how far sampling's log-probs are from training's."""
+    kept = {key.removeprefix("time/"): value for key, value in logs.items() if key.startswith("time/")}
+    return kept | {key: logs[key] for key in ("sampling/logp_mismatch",) if key in logs}
+
+
 def measure(card: Card, trainer_name: str, *, steps: int, on_gpu: bool) -> dict[str, Any]:
     """Train for a warm-up step and `steps` more; what was measured, as the report reads it."""
-    import torch
-    from datasets import Dataset
-    from materials import make_model, make_words, random_rows, set_ending
-    from transformers import TrainerCallback
-    from worker import Recorder, config_fields, random_reward, time_calls
-
-    workload, device = card.workload, "cuda" if on_gpu else "cpu"
+    workload = card.workload
     library = importlib.import_module(trainer_name)
     tokenizer = make_words(workload.model.vocab_size)
-    with torch.device(device):
+    with torch.device("cuda" if on_gpu else "cpu"):
         model = make_model(workload.model, tokenizer)
     model = model.to(torch.bfloat16 if on_gpu else torch.float32).eval()
     set_ending(model, tokenizer.eos_token_id, 1 / (workload.mean_length or 1))
-    recorder = Recorder()
-
-    class Measuring(TrainerCallback):
-        """Seconds and peak memory of each step."""
-
-        def __init__(self) -> None:
-            self.steps: list[dict[str, Any]] = []
-            self.started, self.held = 0.0, 0
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            recorder.clear()
-            if on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                self.held = torch.cuda.memory_allocated()
-            self.started = time.perf_counter()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-            self.steps.append(
-                {
-                    "seconds": time.perf_counter() - self.started,
-                    "peak_bytes": peak - self.held,
-                    "lengths": recorder.lengths,
-                    "phases": {},
-                }
-            )
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if self.steps and logs and "reward" in logs:
-                self.steps[-1]["phases"] = phases(logs)
-
+    phases = our_phases
     if trainer_name == "trl":
         sampling_seconds = time_calls(model, "generate")
 
         def phases(logs: dict[str, float]) -> dict[str, float]:
             return {"sampling": sampling_seconds()}
-    else:
 
-        def phases(logs: dict[str, float]) -> dict[str, float]:
-            kept = {key.removeprefix("time/"): value for key, value in logs.items() if key.startswith("time/")}
-            return kept | {key: logs[key] for key in ("sampling/logp_mismatch",) if key in logs}
-
+    recorder = Recorder()
+    measuring = Measuring(recorder, phases, on_gpu)
     with tempfile.TemporaryDirectory() as folder:
         fields = {
             **config_fields(workload, folder),
@@ -158,7 +165,6 @@ def measure(card: Card, trainer_name: str, *, steps: int, on_gpu: bool) -> dict[
             "bf16": on_gpu,
             "gradient_checkpointing": card.checkpointing,
         }
-        measuring = Measuring()
         trainer = library.GRPOTrainer(
             model=model,
             reward_funcs=recorder.wrap(random_reward),
@@ -168,18 +174,11 @@ def measure(card: Card, trainer_name: str, *, steps: int, on_gpu: bool) -> dict[
             callbacks=[measuring],
         )
         trainer.train()
-    return {
-        "steps": measuring.steps[1:],
-        "held_bytes": measuring.held,
-        "version": library.__version__,
-    }
+    return {"steps": measuring.steps[1:], "version": library.__version__}
 
 
 def describe(on_gpu: bool) -> str:
     """The accelerator and the versions."""
-    import torch
-    import transformers
-
     device = "CPU"
     if on_gpu:
         card = torch.cuda.get_device_properties(0)
@@ -205,7 +204,7 @@ def render(device: str, measured: dict[tuple[str, str], dict[str, Any]], failure
                 shown(tokens / sampling if sampling else None, ",.0f"),
                 shown(training),
                 f"{series.peak_bytes / GIB:.1f}",
-                f"{found['held_bytes'] / GIB:.1f}",
+                f"{found['steps'][-1]['held_bytes'] / GIB:.1f}",
                 f"{series.mean_length:.0f} / {series.mean_longest:.0f}",
                 shown(series.phase("sampling/logp_mismatch"), ".1e"),
             ]

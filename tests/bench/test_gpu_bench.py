@@ -26,8 +26,9 @@ def test_a_tiny_model_is_measured(tmp_path):
 def test_the_report_names_what_did_not_run():
     from gpu_bench import render
 
-    step = {"seconds": 3.0, "peak_bytes": 2**31, "lengths": [10, 30], "phases": {"sampling": 2.0, "training": 0.5}}
-    measured = {("0.6b", "groupgrad"): {"steps": [step], "held_bytes": 2**30, "version": "1"}}
+    step = {"seconds": 3.0, "peak_bytes": 2**31, "held_bytes": 2**30, "lengths": [10, 30]}
+    step["phases"] = {"sampling": 2.0, "training": 0.5}
+    measured = {("0.6b", "groupgrad"): {"steps": [step], "version": "1"}}
     text = render("a card", measured, {"0.6b trl": "trl is not installed here"})
     assert "| 0.6b groupgrad 1 | 3.00 | 2.00 | 20 | 0.50 | 2.0 | 1.0 | 20 / 30 | - |" in text
     assert "- 0.6b trl: trl is not installed here" in text
