@@ -75,9 +75,9 @@ def passes(monkeypatch) -> list[tuple[int, bool]]:
     seen: list[tuple[int, bool]] = []
     plain = trainer_module.score_tokens
 
-    def note(model, batch, options):
+    def note(model, batch, options, *foreseen):
         seen.append((batch.num_tokens, torch.is_grad_enabled()))
-        return plain(model, batch, options)
+        return plain(model, batch, options, *foreseen)
 
     monkeypatch.setattr(trainer_module, "score_tokens", note)
     return seen
@@ -243,7 +243,7 @@ def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where,
     hooks: list[Any] = []
     plain, failures = trainer_module.score_tokens, []
 
-    def short(model, batch, options):
+    def short(model, batch, options, *foreseen):
         def fail(*_):
             failures.append(batch.num_tokens)
             while hooks:
@@ -253,7 +253,7 @@ def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where,
         too_large = torch.is_grad_enabled() and batch.num_tokens > 12
         if too_large and where == "forward":
             fail()
-        scores = plain(model, batch, options)
+        scores = plain(model, batch, options, *foreseen)
         if too_large:
             # The upper layers have their gradients by then.
             hooks.append(model.model.layers[0].mlp.down_proj.weight.register_hook(fail))
