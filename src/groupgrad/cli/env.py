@@ -1,21 +1,67 @@
-"""`groupgrad env`: versions and devices of this machine."""
+"""`groupgrad env`: versions and devices of this machine, and how a model would run on it."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from groupgrad import compat
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line for each library and device, then what is out of its supported range; returns 0."""
+    """Print one line for each library and device, then what is out of its supported range; returns 0.
+
+    With a model, also which engine samples from it and how it is scored, and why; 1 if it cannot be loaded.
+    """
     parser = argparse.ArgumentParser(prog="groupgrad env", description="Print versions and devices, for a bug report.")
-    parser.parse_args(argv)
+    parser.add_argument("--model_name_or_path", "--model", help="also print how this model would be sampled and scored")
+    parser.add_argument("--dtype", default="float32", help="precision to load it in (default float32)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    arguments = parser.parse_args(argv)
     report = compat.environment()
     width = max(len(name) for name in report)
     for name, value in report.items():
         print(f"{name:<{width}}  {value}")
     for text in compat.unsupported_versions():
         print(f"warning: {text}")
+    if arguments.model_name_or_path is None:
+        return 0
+    try:
+        lines = model_lines(arguments.model_name_or_path, arguments.dtype, arguments.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"groupgrad env: error: {arguments.model_name_or_path!r} cannot be loaded: {error}", file=sys.stderr)
+        return 1
+    print()
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
     return 0
+
+
+def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str]:
+    """How the model would be sampled and scored: both ways are tried on random tokens."""
+    import torch
+
+    from groupgrad.engines.base import SamplingOptions
+    from groupgrad.engines.choice import EngineOptions, choose_engine
+    from groupgrad.models import load
+    from groupgrad.models.forward import ForwardOptions
+    from groupgrad.models.startup import check_layout
+
+    model: Any = load.load_policy(
+        name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, spread=False
+    )
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    layout = check_layout(model, ForwardOptions())
+    engine = choose_engine(model, EngineOptions(), SamplingOptions(max_new_tokens=8))
+    head = "in tiles" if layout.tiled_head else "by the model's own code"
+    agreement = "" if layout.difference is None else f" (within {layout.difference:.1g} nats of the plain computation)"
+    lines = {
+        "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
+        "sampled by": f"{engine.name} engine: {engine.reason}",
+        "scored in": f"{layout.layout} layout, output head {head}{agreement}",
+    }
+    if layout.reason is not None:
+        lines["because"] = layout.reason
+    return lines

@@ -70,8 +70,7 @@ def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, pl
     reason = plannable(model)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
-    _install(model)
-    with _in_force(plan):
+    with _plugged_in(model), _in_force(plan):
         return model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **extra)
 
 
@@ -105,12 +104,14 @@ def plannable(model: nn.Module) -> str | None:
 
 
 def attention_dropout(model: nn.Module) -> float:
-    """The share of attention weights that `model` drops when it trains."""
-    inner = _pretrained(model)
-    if inner is None:
-        return 0.0
-    config = inner.config.get_text_config(decoder=True)
-    return max(float(getattr(config, name, 0.0) or 0.0) for name in ("attention_dropout", "attn_pdrop"))
+    """The largest share of attention weights that a layer of `model` drops when it trains."""
+    found = [0.0]
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            found += [v for name, v in vars(module).items() if "dropout" in name and isinstance(v, float)]
+            children = module.named_children()
+            found += [c.p for name, c in children if "att" in name and isinstance(c, nn.modules.dropout._DropoutNd)]
+    return max(found)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -141,17 +142,30 @@ def _in_force(plan: AttentionPlan) -> Iterator[None]:
         _in_use.pop()
 
 
-def _install(model: nn.Module) -> None:
-    """Wrap the attention implementations that the configurations inside `model` name; again and again is fine."""
+@contextmanager
+def _plugged_in(model: nn.Module) -> Iterator[None]:
+    """Wrap the attention implementations that the configurations inside `model` name.
+
+    With gradient checkpointing they stay wrapped: layers are computed again when the call is long over.
+    """
     inner = _pretrained(model)
     assert inner is not None
-    if str(inner.config._attn_implementation).startswith(_PREFIX):
-        return
-    configs = {id(c): c for module in inner.modules() if (c := getattr(module, "config", None)) is not None}
-    for config in configs.values():
-        name = getattr(config, "_attn_implementation_internal", None)
-        if name is not None and not name.startswith(_PREFIX):
-            config._attn_implementation_internal = _wrapped(name)
+    found = {id(c): c for module in inner.modules() if (c := getattr(module, "config", None)) is not None}
+    names = {key: getattr(config, "_attn_implementation_internal", None) for key, config in found.items()}
+    wrapped = {key: name for key, name in names.items() if name is not None and not name.startswith(_PREFIX)}
+    for key, name in wrapped.items():
+        found[key]._attn_implementation_internal = _wrapped(name)
+    try:
+        yield
+    finally:
+        if not (torch.is_grad_enabled() and _is_checkpointing(inner)):
+            for key, name in names.items():
+                if name is not None:
+                    found[key]._attn_implementation_internal = name.removeprefix(_PREFIX)
+
+
+def _is_checkpointing(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _wrapped(name: str) -> str:

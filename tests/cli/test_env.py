@@ -1,0 +1,35 @@
+"""`groupgrad env` with a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from groupgrad.cli import main as cli
+
+
+def test_it_says_how_a_model_would_run_and_why(model_dir, capsys):
+    assert cli.main(["env", "--model", str(model_dir)]) == 0
+    text = capsys.readouterr().out
+    assert "sampled by" in text
+    assert "native engine: it samples from the modules that train, and its log-probs agree" in text
+    assert "shared layout, output head in tiles (within" in text
+    assert "because" not in text
+
+
+def test_it_names_what_a_model_cannot_do(build, tmp_path, capsys):
+    build("mamba (recurrent)").save_pretrained(tmp_path)
+    assert cli.main(["env", "--model", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "recurrent state" in line]
+    assert [line.split("  ")[0] for line in lines] == ["sampled by", "because"]
+    assert "transformers engine: it carries a recurrent state" in lines[0]
+
+
+def test_a_model_that_is_not_there_is_an_error(tmp_path, capsys):
+    assert cli.main(["env", "--model", str(tmp_path / "nothing")]) == 1
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int"])
+def test_a_precision_that_is_none_is_an_error(model_dir, capsys, dtype):
+    assert cli.main(["env", "--model", str(model_dir), "--dtype", dtype]) == 1
+    assert dtype in capsys.readouterr().err

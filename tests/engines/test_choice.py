@@ -1,0 +1,99 @@
+"""Which engine samples, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+from types import MethodType
+
+import pytest
+import torch
+
+from groupgrad.engines import choice
+from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.choice import EngineOptions, brings_own_generate, choose_engine
+from groupgrad.errors import ConfigError
+
+OPTIONS = SamplingOptions(max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"), [("auto", "native"), ("native", "native"), ("transformers", "transformers")]
+)
+def test_the_engine_that_is_asked_for(build, engine, expected):
+    chosen = choose_engine(build("qwen3"), EngineOptions(engine=engine), OPTIONS)
+    assert chosen.name == expected
+
+
+def test_architectures_that_cannot_be_driven_are_sampled_by_generate(build):
+    model = build("mamba (recurrent)")
+    chosen = choose_engine(model, EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == ("transformers", "it carries a recurrent state")
+    with pytest.raises(ConfigError, match=r"rollout_engine='native' cannot be used for MambaForCausalLM: it carries"):
+        choose_engine(model, EngineOptions(engine="native"), OPTIONS)
+
+
+@pytest.mark.parametrize("extra", [{"num_beams": 2}, {"no_repeat_ngram_size": 3}])
+def test_an_option_that_the_native_engine_lacks(build, extra):
+    sampling = SamplingOptions(max_new_tokens=4, extra=extra)
+    name = next(iter(extra))
+    chosen = choose_engine(build("qwen3"), EngineOptions(), sampling)
+    assert (chosen.name, chosen.reason) == ("transformers", f"the native engine has no {name}")
+    with pytest.raises(ConfigError, match=f"no {name}. Set rollout_engine='transformers'"):
+        choose_engine(build("qwen3"), EngineOptions(engine="native"), sampling)
+
+
+def test_a_model_that_brings_its_own_generate_is_sampled_through_it(build):
+    model = build("qwen3")
+    assert not brings_own_generate(model)
+    model.generate = MethodType(lambda self, ids, **kwargs: ids, model)
+    chosen = choose_engine(model, EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == ("transformers", "the model brings its own generate")
+
+
+def test_a_class_that_overrides_generate_counts_too(build):
+    model = build("llama")
+
+    class Accelerated(type(model)):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    model.__class__ = Accelerated
+    assert brings_own_generate(model)
+
+
+def test_an_adapter_does_not_bring_its_own(build):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    assert not brings_own_generate(model)
+    assert choose_engine(model, EngineOptions(), OPTIONS).name == "native"
+    model.get_base_model().generate = lambda *args, **kwargs: None
+    assert brings_own_generate(model)
+
+
+def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, monkeypatch, caplog):
+    model = build("llama")
+    attention = model.model.layers[0].self_attn
+    plain = type(attention).forward
+
+    def forward(hidden_states, *args, **kwargs):
+        mixed = hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return plain(attention, mixed, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_engine(model, EngineOptions(), OPTIONS)
+    assert chosen.name == "transformers"
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("LlamaForCausalLM is sampled by generate: its log-probs differ by ")
+    assert "\n" not in text
+
+
+def test_a_model_that_fails_on_flat_tokens_falls_back(build, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(choice.NativeEngine, "sample", fail)
+    chosen = choose_engine(build("llama"), EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == ("transformers", "sampling random tokens failed: RuntimeError: no")

@@ -1,0 +1,102 @@
+"""How a trainer's model is sampled from and scored."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.transformers import TransformersEngine
+
+
+def test_the_native_engine_is_the_default_and_says_how_far_it_is_from_training(make_trainer):
+    trainer = make_trainer(max_steps=2, logging_steps=1)
+    assert isinstance(trainer.engine, NativeEngine)
+    trainer.train()
+    gaps = [entry["sampling/logp_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(gaps) == 2
+    assert all(0 <= gap <= 1e-5 for gap in gaps)
+
+
+def test_both_engines_train_to_the_same_weights(make_trainer, make_policy, tools):
+    weights = []
+    for engine in ("native", "transformers"):
+        policy = make_policy()
+        make_trainer(model=policy, rollout_engine=engine, optim="sgd", learning_rate=0.1, max_steps=3).train()
+        weights.append(tools.weights(policy))
+    assert tools.relative(weights[1], weights[0]) < 1e-5
+
+
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"generation_batch_size": 32}, {"beta": 0.1}])
+def test_no_pass_is_made_for_old_log_probs(make_trainer, settings, monkeypatch):
+    trainer = make_trainer(max_steps=4, **settings)
+    seen = []
+    scorer = trainer.setup.frozen_scorer
+    plain = type(scorer).__call__
+    monkeypatch.setattr(
+        type(scorer), "__call__", lambda self, batch, *, old: (seen.append(old), plain(self, batch, old=old))[1]
+    )
+    trainer.train()
+    assert seen and not any(seen)
+
+
+def test_engine_kv_memory_bounds_the_sampler(make_trainer, make_policy, tools):
+    """2 layers, 2 heads of 8, float32: 512 bytes a token. Sampling in turns changes no text."""
+    weights, waited = [], []
+    for memory in (None, "4KiB"):
+        policy = make_policy()
+        trainer = make_trainer(model=policy, engine_kv_memory=memory, optim="sgd", learning_rate=0.1, max_steps=1)
+        trainer.train()
+        weights.append(tools.weights(policy))
+        waited.append(trainer.engine.statistics.num_waited + trainer.engine.statistics.num_preempted)
+        assert memory is None or trainer.engine.statistics.peak_bytes <= 4 * 1024
+    assert waited[0] == 0 < waited[1]
+    assert tools.relative(weights[1], weights[0]) < 1e-5
+    with pytest.raises(ValueError, match="set engine_kv_memory to at least"):
+        make_trainer(engine_kv_memory="1KB", rollout_engine="native").train()
+    with pytest.raises(ValueError, match=r"engine_kv_memory='much' is no amount of memory"):
+        make_trainer(engine_kv_memory="much")
+
+
+def test_an_option_that_the_native_engine_lacks_takes_generate(make_trainer):
+    trainer = make_trainer(generation_kwargs={"no_repeat_ngram_size": 2})
+    assert isinstance(trainer.engine, TransformersEngine)
+    with pytest.raises(ValueError, match="the native engine has no no_repeat_ngram_size"):
+        make_trainer(generation_kwargs={"no_repeat_ngram_size": 2}, rollout_engine="native")
+
+
+def test_a_model_that_differs_is_said_to_be_sampled_and_scored_plainly(make_trainer, make_policy, caplog):
+    policy = make_policy()
+    attention = policy.model.layers[0].self_attn
+    plain = type(attention).forward
+
+    def forward(hidden_states, *args, **kwargs):
+        mixed = hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return plain(attention, mixed, *args, **kwargs)
+
+    attention.forward = forward
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(model=policy, max_steps=1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("is scored in the dense layout" in line for line in lines) == 1
+    assert sum("is sampled by generate" in line for line in lines) == 1
+    trainer.train()
+
+
+def test_checkpointing_by_need_leaves_small_runs_alone(make_trainer):
+    trainer = make_trainer(gradient_checkpointing=None, max_steps=1)
+    assert trainer.checkpointing is not None
+    trainer.train()
+    assert not trainer.model.is_gradient_checkpointing
+    assert make_trainer(gradient_checkpointing=False).checkpointing is None
+
+
+def test_saved_configs_do_not_name_the_attention_that_plans_ran_in(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    assert "groupgrad" not in (tmp_path / "out" / "config.json").read_text()
+    ids = trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    assert ids.shape[1] > 3
