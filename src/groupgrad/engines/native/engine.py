@@ -128,9 +128,9 @@ def input_device(model: nn.Module) -> torch.device:
     """Where token ids go."""
     getter = getattr(model, "get_input_embeddings", None)
     embedding = getter() if getter is not None else None
-    parameter = next((embedding or model).parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
-    return next(model.parameters()).device if device.type == "meta" else device
+    parameters = [*(embedding.parameters() if embedding is not None else ()), *model.parameters()]
+    # Offloaded weights are nowhere until they are used.
+    return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))
 
 
 def _free_memory(devices: set[torch.device]) -> int:
@@ -164,8 +164,8 @@ class _Sampling:
         self._statistics = statistics
         self._device = input_device(model)
         self._sampler = Sampler(requests, choosing, self._device)
+        self._done: dict[int, Row] = {}
         self._reasons: dict[int, Literal["eos", "length"]] = {}
-        self._ids: dict[int, list[int]] = {}
         self._steps = steps
         self._active: _Active | None = None
 
@@ -278,7 +278,7 @@ class _Sampling:
             return
         for row in rows:
             if row.is_done:
-                self._ids[row.index] = row.ids
+                self._done[row.index] = row
         self._schedule.leave(rows)
         self._active = None
 
@@ -296,8 +296,8 @@ class _Sampling:
     def _collect(self) -> list[Sample]:
         logprobs, entropies = self._sampler.logprobs.tolist(), self._sampler.entropies.tolist()
         return [
-            Sample(ids, self._reasons[i], logprobs[i][: len(ids)], entropies[i][: len(ids)])
-            for i, ids in sorted(self._ids.items())
+            Sample(row.ids, self._reasons[i], logprobs[i][: len(row.ids)], entropies[i][: len(row.ids)])
+            for i, row in sorted(self._done.items())
         ]
 
     def _tensor(self, numbers: list[int]) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models import attention
 from groupgrad.models.attention import AttentionPlan, run_planned
 from groupgrad.models.forward import output_head
 
@@ -28,12 +27,8 @@ def last_logits(
 
 
 def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """(n, V) logits of one token each of n rows, for a model that has run a plan before.
-
-    Whether it can is not looked at again: for a small model that takes as long as some of its layers.
-    """
-    with attention._in_force(plan):
-        return model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    """(n, V) logits of one token `ids` (n,) each of n rows, at `positions` (n,)."""
+    return run_planned(model, ids, positions, plan).logits[0]
 
 
 @contextmanager
