@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def batches(draw: Any) -> Batch:
 
 
 def random_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48, seed: int = 0) -> Batch:
-    """Prompts of these lengths and rows of (prompt, length), with random tokens, advantages and old log-probs."""
+    """Prompts of these lengths and rows of (prompt, length), with random tokens and advantages."""
     stream = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([length for _, length in rows])
     num_tokens = int(lengths.sum())
@@ -48,8 +49,6 @@ def random_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 4
         trained=trained,
         advantages=torch.randn(len(rows), generator=stream),
         totals=StepTotals(rows=len(rows) + 2.0, tokens=float(trained.sum()) + 5.0),
-        old_logprobs=-4 + 0.1 * torch.randn(num_tokens, generator=stream),
-        ref_logprobs=-4 + 0.1 * torch.randn(num_tokens, generator=stream),
     )
 
 
@@ -104,12 +103,19 @@ def policies(make_model: Callable[..., Any]) -> dict[tuple[bool, bool], Any]:
 @given(batch=batches(), level=st.sampled_from(["token", "sequence"]))
 def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch, level):
     for (adapter, recompute), model in policies.items():
+        # An older policy and a reference near the present one, as in a run: far off, ratios blow rounding up.
+        noise = [0.2 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        with torch.no_grad():
+            now = score_tokens(model, batch, DENSE).logprobs
+        batch = replace(batch, old_logprobs=now + noise[0], ref_logprobs=now + noise[1])
         loss, gradient = loss_and_gradient(model, batch, DENSE, loss_type, level)
         for layout, tiled in WAYS:
             way = ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True)  # pyright: ignore
             found, found_gradient = loss_and_gradient(model, batch, way, loss_type, level)
             where = f"{layout}, tiled head {tiled}, adapter {adapter}, checkpointing {recompute}"
-            assert float((found - loss).abs()) <= 1e-6 * max(1.0, float(loss.abs())), where
+            # vespo weighs log-probs by powers of the ratio, up to the third, so their rounding counts threefold.
+            bound = 3e-6 if loss_type == "vespo" else 1e-6
+            assert float((found - loss).abs()) <= bound * max(1.0, float(loss.abs())), where
             gap = float((found_gradient - gradient).norm())
             assert gap <= 1e-5 * max(float(gradient.norm()), 1e-3), where
 
