@@ -240,6 +240,12 @@ def test_stop_strings_need_a_tokenizer(build):
         sample(build("qwen3"), requests(), extra={"stop_strings": "a"})
 
 
+@pytest.mark.parametrize(("request_", "words"), [(Request([], 0, 4), "BOS"), (Request([5], 0, 0), "max_new_tokens=0")])
+def test_requests_that_leave_nothing_to_do(request_: Request, words: str, build):
+    with pytest.raises(ValueError, match=words):
+        sample(build("qwen3"), [*requests(2), request_])
+
+
 def test_a_temperature_of_zero_is_refused(build):
     with pytest.raises(ValueError, match=r"temperature=0\.0"):
         sample(build("qwen3"), requests(), temperature=0.0)

@@ -95,6 +95,7 @@ class NativeEngine:
         self.statistics = Statistics()
         if not requests:
             return []
+        _check(requests)
         model = unwrap(self._model)
         with evaluation_mode(self._model), self._precision(), fast_linears(model, pack=self._pack_weights):
             plan = ProbePlan()
@@ -122,6 +123,17 @@ class NativeEngine:
                 "sampled together), or lower max_completion_length"
             )
         return store
+
+
+def _check(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if not request.prompt_ids:
+            raise ValueError("a prompt without tokens gives nothing to continue; put at least a BOS token into it")
+        if request.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens={request.max_new_tokens} behind a prompt of {len(request.prompt_ids)} tokens leaves "
+                "no room for a completion; take the prompt out or allow a longer context"
+            )
 
 
 def input_device(model: nn.Module) -> torch.device:
