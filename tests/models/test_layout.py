@@ -104,7 +104,7 @@ def policies(make_model: Callable[..., Any]) -> dict[tuple[bool, bool], Any]:
 def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch, level):
     for (adapter, recompute), model in policies.items():
         # An older policy and a reference near the present one, as in a run: far off, ratios blow rounding up.
-        noise = [0.2 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        noise = [0.02 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(i)) for i in range(2)]
         with torch.no_grad():
             now = score_tokens(model, batch, DENSE).logprobs
         batch = replace(batch, old_logprobs=now + noise[0], ref_logprobs=now + noise[1])
@@ -113,11 +113,12 @@ def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch,
             way = ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True)  # pyright: ignore
             found, found_gradient = loss_and_gradient(model, batch, way, loss_type, level)
             where = f"{layout}, tiled head {tiled}, adapter {adapter}, checkpointing {recompute}"
-            # vespo weighs log-probs by powers of the ratio, up to the third, so their rounding counts threefold.
-            bound = 3e-6 if loss_type == "vespo" else 1e-6
-            assert float((found - loss).abs()) <= bound * max(1.0, float(loss.abs())), where
+            # vespo weighs a row by a power (up to the third) of the product of its up to twelve ratios, so the rounding of
+            # log-probs counts up to 36 times.
+            slack = 40 if loss_type == "vespo" else 1
+            assert float((found - loss).abs()) <= slack * 1e-6 * max(1.0, float(loss.abs())), where
             gap = float((found_gradient - gradient).norm())
-            assert gap <= 1e-5 * max(float(gradient.norm()), 1e-3), where
+            assert gap <= slack * 1e-5 * max(float(gradient.norm()), 1e-3), where
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
