@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,10 @@ def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse
     try:
         for worker in workers.values():
             worker.versions = worker.read("ready")["versions"]
+        started = time.monotonic()
         for number in range(-options.warm_up, options.repetitions):
+            if number >= 2 and options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+                break
             order = list(workers.values())
             for worker in order if number % 2 == 0 else order[::-1]:
                 if number == 0:
@@ -148,6 +152,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", help=f"some workloads, comma-separated: {', '.join(WORKLOADS)}")
     parser.add_argument("--repetitions", type=int, help="steps that count, of each trainer (default 5)")
+    parser.add_argument(
+        "--minutes", type=float, help="after two repetitions, begin no further one of a workload that took this long"
+    )
     parser.add_argument("--warm_up", type=int, help="steps before them (default 1)", default=1)
     parser.add_argument("--quick", action="store_true", help="one repetition")
     parser.add_argument("--without_trl", action="store_true", help="groupgrad alone: no ratio")

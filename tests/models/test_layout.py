@@ -113,8 +113,8 @@ def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch,
             way = ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True)  # pyright: ignore
             found, found_gradient = loss_and_gradient(model, batch, way, loss_type, level)
             where = f"{layout}, tiled head {tiled}, adapter {adapter}, checkpointing {recompute}"
-            # vespo weighs a row by a power (up to the third) of the product of its up to twelve ratios, so the rounding of
-            # log-probs counts up to 36 times.
+            # vespo weighs a row by a power (up to the third) of the product of its up to twelve ratios, so the rounding
+            # of log-probs counts up to 36 times.
             slack = 40 if loss_type == "vespo" else 1
             assert float((found - loss).abs()) <= slack * 1e-6 * max(1.0, float(loss.abs())), where
             gap = float((found_gradient - gradient).norm())
