@@ -32,7 +32,8 @@ def read_rows() -> list[Row]:
     for line in (ROOT / "docs" / "features.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 4 and (cells[0].isdigit() or cells[0] == "+"):
-            rows.append(Row(int(cells[0].replace("+", "0")), cells[1], cells[2], tuple(re.findall(r"`([^`]+)`", cells[3]))))
+            number = int(cells[0].replace("+", "0"))
+            rows.append(Row(number, cells[1], cells[2], tuple(re.findall(r"`([^`]+)`", cells[3]))))
     return rows
 
 

@@ -145,10 +145,6 @@ def attend_blocks(
     """
     if call.dropout:
         raise ValueError(f"attention dropout of {call.dropout} cannot be used in the shared-prompt layout")
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        # Positions rotate queries and keys in float32; the library's own kernels bring all three to one type as well.
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     arguments = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), call.sinks)
     return _BlockAttention.apply(*arguments, blocks, call)  # pyright: ignore[reportReturnType]
 

@@ -15,6 +15,7 @@ import torch
 
 from groupgrad.models.attention import AttentionCall
 from groupgrad.models.blocks import QUERY_TILE, Block, attend_blocks
+from groupgrad.models.flex import TokenPlaces, attend_flex, is_usable
 from groupgrad.types import Batch
 
 BLOCK_SCORES = 1 << 19
@@ -37,18 +38,26 @@ class Row:
 class BlockPlan:
     """The attention plan (see `attention.AttentionPlan`) of rows that share prompts."""
 
-    def __init__(self, blocks: list[Block]):
-        self._blocks = {torch.device("cpu"): blocks}
+    def __init__(self, blocks: list[Block], places: TokenPlaces):
+        cpu = torch.device("cpu")
+        self._blocks, self._places = {cpu: blocks}, {cpu: places}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
-        return attend_blocks(query, key, value, self.blocks_on(query.device), call)
-
-    def blocks_on(self, device: torch.device) -> list[Block]:
-        """The blocks with their tensors on `device`; layers of a spread model may lie on several."""
+        device = query.device
+        if torch.is_autocast_enabled(device.type):
+            # Positions rotate queries and keys in float32; the library's own kernels bring all three to one type too.
+            query, key, value = (x.to(torch.get_autocast_dtype(device.type)) for x in (query, key, value))
+        # Layers of a spread model may lie on several devices.
         if device not in self._blocks:
-            self._blocks[device] = [block.to(device) for block in self._blocks[torch.device("cpu")]]
-        return self._blocks[device]
+            cpu = torch.device("cpu")
+            self._blocks[device] = [block.to(device) for block in self._blocks[cpu]]
+            self._places[device] = self._places[cpu].to(device)
+        if is_usable(query, call):
+            output = attend_flex(query, key, value, self._places[device], call)
+            if output is not None:
+                return output
+        return attend_blocks(query, key, value, self._blocks[device], call)
 
 
 @dataclass(slots=True)
@@ -105,9 +114,18 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
             if len(completions[i]):
                 predictors[i] = np.concatenate([[last], np.arange(first, first + len(completions[i]) - 1)])
             rows.append(row)
-    plan = BlockPlan(make_blocks([*groups.values(), *rows], groups))
+    plan = BlockPlan(make_blocks([*groups.values(), *rows], groups), _token_places(groups, rows, positions))
     device = batch.completion_ids.device
     return FlatLayout(_tensor(ids, device), _tensor(positions, device), _tensor(predictors, device), plan)
+
+
+def _token_places(groups: dict[int, Row], rows: Sequence[Row], positions: list[np.ndarray]) -> TokenPlaces:
+    """Rows and prompts by the flat places of their first tokens."""
+    cpu, prompt_of = torch.device("cpu"), {id(row): groups[row.group].start for row in rows if row.group in groups}
+    laid = sorted([*groups.values(), *rows], key=lambda row: row.start)
+    own = [np.full(row.length, row.start) for row in laid]
+    prompt = [np.full(row.length, prompt_of.get(id(row), row.start)) for row in laid]
+    return TokenPlaces(_tensor(own, cpu), _tensor(prompt, cpu), _tensor(positions, cpu))
 
 
 def make_blocks(rows: Sequence[Row], groups: dict[int, Row]) -> list[Block]:

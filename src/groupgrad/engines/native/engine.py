@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
 import torch
 from torch import nn
 
@@ -24,6 +23,7 @@ from groupgrad.engines.native.schedule import Group, Row, Schedule
 from groupgrad.engines.native.stops import StopStrings
 from groupgrad.engines.native.store import Store
 from groupgrad.models.forward import evaluation_mode, unwrap
+from groupgrad.models.memory import free_bytes
 
 PREFILL_TOKENS = 8192
 """Tokens of prompts that go through the model at once, unless a single prompt has more."""
@@ -111,7 +111,8 @@ class NativeEngine:
     def _make_store(self, plan: ProbePlan, requests: Sequence[Request]) -> Store:
         bound = self._kv_memory
         if bound is None:
-            bound = int(MEMORY_SHARE * _free_memory({layer.device for layer in plan.layers.values()}))
+            devices = {layer.device for layer in plan.layers.values()}
+            bound = int(MEMORY_SHARE * sum(free_bytes(device) for device in devices))
         store = Store(plan.layers, bound)
         longest = max(requests, key=lambda request: len(request.prompt_ids) + request.max_new_tokens)
         need = len(longest.prompt_ids) + longest.max_new_tokens
@@ -143,18 +144,6 @@ def input_device(model: nn.Module) -> torch.device:
     parameters = [*(embedding.parameters() if embedding is not None else ()), *model.parameters()]
     # Offloaded weights are nowhere until they are used.
     return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))
-
-
-def _free_memory(devices: set[torch.device]) -> int:
-    """Bytes free for tensors on the devices together."""
-    free = 0
-    for device in devices:
-        if device.type == "cuda":
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            free += torch.cuda.mem_get_info(device)[0] + unused
-        else:
-            free += psutil.virtual_memory().available
-    return free
 
 
 class _Sampling:
