@@ -17,7 +17,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -57,6 +59,9 @@ class AttentionPlan(Protocol):
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D), where Hkv divides Hq."""
         ...
 
+
+_configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""The configurations inside a model that name an attention implementation; found once, since sampling asks often."""
 
 _in_use: list[AttentionPlan] = []
 """The plans of the model calls under way, innermost last."""
@@ -130,7 +135,12 @@ def _pretrained(model: nn.Module) -> PreTrainedModel | None:
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+    return "position_ids" in _arguments(type(model))
+
+
+@cache
+def _arguments(kind: type[PreTrainedModel]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 @contextmanager
@@ -150,18 +160,18 @@ def _plugged_in(model: nn.Module) -> Iterator[None]:
     """
     inner = _pretrained(model)
     assert inner is not None
-    found = {id(c): c for module in inner.modules() if (c := getattr(module, "config", None)) is not None}
-    names = {key: getattr(config, "_attn_implementation_internal", None) for key, config in found.items()}
-    wrapped = {key: name for key, name in names.items() if name is not None and not name.startswith(_PREFIX)}
-    for key, name in wrapped.items():
-        found[key]._attn_implementation_internal = _wrapped(name)
+    if inner not in _configs:
+        found = {id(c): c for module in inner.modules() if (c := getattr(module, "config", None)) is not None}
+        _configs[inner] = [c for c in found.values() if getattr(c, "_attn_implementation_internal", None) is not None]
+    names = [config._attn_implementation_internal.removeprefix(_PREFIX) for config in _configs[inner]]
+    for config, name in zip(_configs[inner], names):
+        config._attn_implementation_internal = _wrapped(name)
     try:
         yield
     finally:
         if not (torch.is_grad_enabled() and _is_checkpointing(inner)):
-            for key, name in names.items():
-                if name is not None:
-                    found[key]._attn_implementation_internal = name.removeprefix(_PREFIX)
+            for config, name in zip(_configs[inner], names):
+                config._attn_implementation_internal = name
 
 
 def _is_checkpointing(model: nn.Module) -> bool:
