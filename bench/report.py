@@ -178,8 +178,8 @@ def render(results: Results, notes: str = "") -> str:
     """The whole report as markdown."""
     parts = [
         "# Benchmark results",
-        f"Written by `make bench`, {results.date}; each trainer took {results.repetitions} steps in turn after warm-up, or "
-        "fewer where steps are long (at least two).",
+        f"Written by `make bench`, {results.date}; each trainer took {results.repetitions} steps in turn after "
+        "warm-up, or fewer where steps are long (a range of one value is one step).",
         f"Machine: {results.machine}.",
     ]
     if results.results:

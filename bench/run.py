@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# A process that waits must leave the cores to the other one.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -113,7 +111,7 @@ def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse
             worker.versions = worker.read("ready")["versions"]
         started = time.monotonic()
         for number in range(-options.warm_up, options.repetitions):
-            if number >= 2 and options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+            if number >= 1 and options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
                 break
             order = list(workers.values())
             for worker in order if number % 2 == 0 else order[::-1]:
@@ -153,7 +151,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"some workloads, comma-separated: {', '.join(WORKLOADS)}")
     parser.add_argument("--repetitions", type=int, help="steps that count, of each trainer (default 5)")
     parser.add_argument(
-        "--minutes", type=float, help="after two repetitions, begin no further one of a workload that took this long"
+        "--minutes", type=float, help="after one repetition, begin no further one of a workload that took this long"
     )
     parser.add_argument("--warm_up", type=int, help="steps before them (default 1)", default=1)
     parser.add_argument("--quick", action="store_true", help="one repetition")

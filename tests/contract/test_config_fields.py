@@ -229,6 +229,7 @@ LATER: dict[str, Any] = {
     "router_aux_loss_coef": None,
     "pad_to_multiple_of": None,
     "engine_kv_memory": None,
+    "engine_pack_weights": False,
     "use_transformers_continuous_batching": False,
     "transformers_continuous_batching_config": None,
     "max_tool_calling_iterations": None,
@@ -367,6 +368,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     # generation
     "rollout_engine": Changes("tests/trainer/test_options.py::test_rollout_engine"),
     "engine_kv_memory": Changes("tests/trainer/test_engines.py::test_engine_kv_memory_bounds_the_sampler"),
+    "engine_pack_weights": Changes("tests/trainer/test_engines.py::test_packed_weights_are_the_present_ones"),
     "generation_batch_size": ROUNDS,
     "steps_per_generation": ROUNDS,
     "temperature": Changes("tests/trainer/test_options.py::test_the_temperature_divides_the_scores"),

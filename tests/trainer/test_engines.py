@@ -60,6 +60,25 @@ def test_engine_kv_memory_bounds_the_sampler(make_trainer, make_policy, tools):
         make_trainer(engine_kv_memory="much")
 
 
+def test_packed_weights_are_the_present_ones(make_trainer, make_policy, tools, monkeypatch):
+    """Three steps, each with other weights: a copy that outlived its round would sample other texts."""
+    made, weights = [], []
+    plain = NativeEngine.__init__
+    monkeypatch.setattr(
+        NativeEngine, "__init__", lambda self, *a, **k: (made.append(k["pack_weights"]), plain(self, *a, **k))[1]
+    )
+    for packed in (False, True):
+        policy = make_policy()
+        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 1}
+        trainer = make_trainer(model=policy, engine_pack_weights=packed, **settings)
+        trainer.train()
+        weights.append(tools.weights(policy))
+        gaps = [entry["sampling/logp_mismatch"] for entry in trainer.state.log_history if "loss" in entry]
+        assert max(gaps) <= 1e-5
+    assert made == [False, True]
+    assert tools.relative(weights[1], weights[0]) < 1e-5
+
+
 def test_an_option_that_the_native_engine_lacks_takes_generate(make_trainer):
     trainer = make_trainer(generation_kwargs={"no_repeat_ngram_size": 2})
     assert isinstance(trainer.engine, TransformersEngine)

@@ -95,6 +95,11 @@ class GRPOConfig(legacy.LegacyArguments):
         "Memory for keys and values of the native engine, such as '4GiB'; rows wait when it is full. Unset: by what is "
         "free.",
     )
+    engine_pack_weights: bool = _option(
+        False,
+        "Native engine on a CPU in float32: copy linear layers' weights into the kernel's own order for each round "
+        "of sampling; faster, at the cost of that memory while sampling.",
+    )
     generation_batch_size: int | None = _option(
         None, "Completions sampled in one round, over all processes; excludes steps_per_generation."
     )

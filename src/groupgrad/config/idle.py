@@ -53,9 +53,9 @@ IDLE: tuple[Idle, ...] = (
         "use_transformers_continuous_batching is False",
     ),
     Idle(
-        ("engine_kv_memory",),
+        ("engine_kv_memory", "engine_pack_weights"),
         lambda c: c.rollout_engine == "transformers",
-        "rollout_engine is 'transformers', whose cache has no bound",
+        "rollout_engine is 'transformers', and they are the native engine's",
     ),
     Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
     Idle(("log_multimodal",), lambda c: True, "there are no images in this version"),

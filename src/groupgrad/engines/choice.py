@@ -34,6 +34,8 @@ class EngineOptions:
     """`auto`, `native` or `transformers`."""
     kv_memory: int | None = None
     """Bytes of keys and values that the native engine may keep; None: by what is free."""
+    pack_weights: bool = False
+    """Let the native engine copy weights into the kernel's order for each call, on a CPU."""
     max_rows: int = 64
     """Rows of one call of `generate`."""
 
@@ -70,7 +72,13 @@ def choose_engine(
     reason = _obstacle(model, sampling)
     native = None
     if reason is None:
-        native = NativeEngine(model, tokenizer=tokenizer, kv_memory=options.kv_memory, precision=precision)
+        native = NativeEngine(
+            model,
+            tokenizer=tokenizer,
+            kv_memory=options.kv_memory,
+            pack_weights=options.pack_weights,
+            precision=precision,
+        )
         reason = _disagreement(model, native, precision)
         if reason is not None and options.engine == "auto":
             logger.warning("%s is sampled by generate: %s", _name(model), reason)
