@@ -12,6 +12,8 @@ from groupgrad.engines import choice
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.choice import EngineOptions, brings_own_generate, choose_engine
 from groupgrad.errors import ConfigError
+from groupgrad.models.forward import ForwardOptions
+from groupgrad.models.startup import check_layout
 
 OPTIONS = SamplingOptions(max_new_tokens=4)
 
@@ -97,3 +99,16 @@ def test_a_model_that_fails_on_flat_tokens_falls_back(build, monkeypatch):
     monkeypatch.setattr(choice.NativeEngine, "sample", fail)
     chosen = choose_engine(build("llama"), EngineOptions(), OPTIONS)
     assert (chosen.name, chosen.reason) == ("transformers", "sampling random tokens failed: RuntimeError: no")
+
+
+def test_a_model_that_a_device_map_placed_is_sampled_natively(build):
+    """With hooks at every module that move what goes in and out, as on several devices."""
+    from accelerate import dispatch_model
+
+    model = build("llama")
+    parts = {name: "cpu" for name, module in model.named_modules() if name and not list(module.children())}
+    dispatch_model(model, device_map=parts, force_hooks=True)
+    assert hasattr(model.lm_head, "_hf_hook")
+    report = check_layout(model, ForwardOptions())
+    assert (report.layout, report.tiled_head) == ("shared", True)
+    assert choose_engine(model, EngineOptions(engine="native"), OPTIONS).name == "native"
