@@ -39,8 +39,11 @@ def test_an_option_that_the_native_engine_lacks(build, extra):
     sampling = SamplingOptions(max_new_tokens=4, extra=extra)
     name = next(iter(extra))
     chosen = choose_engine(build("qwen3"), EngineOptions(), sampling)
-    assert (chosen.name, chosen.reason) == ("transformers", f"the native engine has no {name}")
-    with pytest.raises(ConfigError, match=f"no {name}. Set rollout_engine='transformers'"):
+    assert (chosen.name, chosen.reason) == (
+        "transformers",
+        f"the native engine has no {name}, which rollout_engine='transformers' has",
+    )
+    with pytest.raises(ConfigError, match=f"no {name}, which rollout_engine='transformers' has"):
         choose_engine(build("qwen3"), EngineOptions(engine="native"), sampling)
 
 
@@ -112,3 +115,25 @@ def test_a_model_that_a_device_map_placed_is_sampled_natively(build):
     report = check_layout(model, ForwardOptions())
     assert (report.layout, report.tiled_head) == ("shared", True)
     assert choose_engine(model, EngineOptions(engine="native"), OPTIONS).name == "native"
+
+
+def test_every_fallback_is_one_warning_with_its_reason(build, caplog):
+    sampling = SamplingOptions(max_new_tokens=4, extra={"no_repeat_ngram_size": 2})
+    choose_engine(build("qwen3"), EngineOptions(kv_memory=1 << 30, pack_weights=True), sampling)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "Qwen3ForCausalLM is sampled by generate: the native engine has no no_repeat_ngram_size, which "
+        "rollout_engine='transformers' has",
+        "engine_kv_memory and engine_pack_weights: no effect, it is the native engine's",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_the_whole_call_are_left_to_generate(build, kind):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    chosen = choose_engine(build("llama", rope_parameters=rope), EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == (
+        "transformers",
+        f"its {kind} rotary positions depend on the longest row of a call",
+    )

@@ -27,7 +27,7 @@ def test_free_memory_is_that_of_the_device():
 
 
 def test_a_control_group_bounds_it(monkeypatch, tmp_path):
-    texts = {"memory.max": "5000\n", "memory.current": "2000\n"}
+    texts = {"memory.max": "5000\n", "memory.current": "2500\n", "memory.stat": "anon 7\ninactive_file 500\n"}
 
     def read(self: Path) -> str:
         if self.name not in texts:
@@ -75,3 +75,26 @@ def test_padding_counts_where_there_is_some(make_model, batch, monkeypatch, layo
     by_need.prepare(batch)
     assert by_need.is_on == (layout == "dense")  # 5 rows of 8 tokens instead of 9 + 14
     assert asked == [1]
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(memory, "_free_in_control_group", lambda: 8000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(torch.device("cpu")) == 2000
+
+
+def test_copies_of_weights_in_another_precision_are_no_activations(make_model):
+    """Under autocast a pass keeps bfloat16 copies of the weights, which do not grow with its tokens."""
+    model = make_model()
+    plain = activation_bytes_per_token(model, ForwardOptions())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert activation_bytes_per_token(model, ForwardOptions()) < 1.3 * plain
+
+
+def test_modes_and_random_streams_are_left_as_they_were(make_model):
+    model = make_model().eval()
+    model.lm_head.train()
+    before = torch.get_rng_state()
+    CheckpointingByNeed(model, ForwardOptions())
+    assert [name for name, module in model.named_modules() if module.training] == ["lm_head"]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -88,7 +88,11 @@ def choose_engine(
         raise ConfigError(
             [f"rollout_engine='native' cannot be used for {_name(model)}: {reason}. Set rollout_engine='transformers'"]
         )
-    logger.info("%s is sampled by generate: %s", _name(model), reason)
+    if native is None:
+        logger.warning("%s is sampled by generate: %s", _name(model), reason)
+    idle = [name for name in ("kv_memory", "pack_weights") if getattr(options, name)]
+    if idle:
+        logger.warning("engine_%s: no effect, it is the native engine's", " and engine_".join(idle))
     return EngineChoice(fallback, "transformers", reason or "")
 
 
@@ -114,7 +118,7 @@ def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
         return reason
     missing = unsupported(sampling)
     if missing:
-        return f"the native engine has no {', '.join(missing)}"
+        return f"the native engine has no {', '.join(missing)}, which rollout_engine='transformers' has"
     return None
 
 

@@ -33,6 +33,10 @@ _PLANNABLE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention
 """Entries of a configuration's `layer_types` whose only way to look at other tokens is attention over all of them."""
 
 
+_WHOLE_CALL_ROPE = frozenset({"dynamic", "longrope"})
+"""Rotary positions whose frequencies follow from the largest position of a call, and hold for all of its rows."""
+
+
 @dataclass(slots=True, frozen=True)
 class AttentionCall:
     """What a layer asks of its attention."""
@@ -94,6 +98,9 @@ def plannable(model: nn.Module) -> str | None:
         return "it carries a recurrent state"
     if not getattr(config, "is_causal", True):
         return "its attention is not causal"
+    rope = _rope_types(config) & _WHOLE_CALL_ROPE
+    if rope:
+        return f"its {rope.pop()} rotary positions depend on the longest row of a call"
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PLANNABLE_LAYERS)
     if kinds:
         return f"it has layers of type {', '.join(kinds)}"
@@ -132,6 +139,13 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 
 def _pretrained(model: nn.Module) -> PreTrainedModel | None:
     return next((part for part in _parts(model) if isinstance(part, PreTrainedModel)), None)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary positions that a configuration names, for all layers or for each type of layer."""
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [settings, *(value for value in settings.values() if isinstance(value, dict))]
+    return {str(s.get("rope_type", s.get("type", "default"))) for s in nested}
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
@@ -186,6 +200,10 @@ def _wrapped(name: str) -> str:
 
     def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         if not isinstance(attention_mask, torch.Tensor) and isinstance(attention_mask, AttentionPlan):
+            if torch.is_autocast_enabled(query.device.type):
+                # Positions rotate queries and keys in float32; the library's own kernels bring all to one type too.
+                dtype = torch.get_autocast_dtype(query.device.type)
+                query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
             call = _call(module, query, options)
             return attention_mask.attend(query[0], key[0], value[0], call).unsqueeze(0), None
         return _original(name, module)(module, query, key, value, attention_mask, **options)

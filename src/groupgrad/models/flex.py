@@ -54,9 +54,10 @@ class TokenPlaces:
         """The same mask object for every layer of a pass."""
         if window not in self._masks:
             size = self.row.shape[0]
-            self._masks[window] = create_block_mask(
-                self.sees(window), None, None, size, size, device=self.row.device, BLOCK_SIZE=_BLOCK
-            )
+            device = self.row.device
+            # Compiled, it never holds the (T, T) pairs.
+            make = _compiled_mask() if device.type == "cuda" else create_block_mask
+            self._masks[window] = make(self.sees(window), None, None, size, size, device=device, BLOCK_SIZE=_BLOCK)
         return self._masks[window]
 
 
@@ -102,6 +103,11 @@ def attend_flex(
         logger.warning("flex attention cannot run here (%s: %s); matrix products do", type(error).__name__, error)
         return None
     return output[0].transpose(0, 1)
+
+
+@cache
+def _compiled_mask() -> Any:
+    return torch.compile(create_block_mask, dynamic=True)
 
 
 @cache

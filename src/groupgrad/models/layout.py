@@ -45,9 +45,6 @@ class BlockPlan:
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
         device = query.device
-        if torch.is_autocast_enabled(device.type):
-            # Positions rotate queries and keys in float32; the library's own kernels bring all three to one type too.
-            query, key, value = (x.to(torch.get_autocast_dtype(device.type)) for x in (query, key, value))
         # Layers of a spread model may lie on several devices.
         if device not in self._blocks:
             cpu = torch.device("cpu")

@@ -4,6 +4,7 @@ other."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from groupgrad.models.forward import ForwardOptions, layout_for, score_tokens, unwrap
-from groupgrad.models.startup import random_batch
+from groupgrad.models.startup import other_prompts, random_batch
 from groupgrad.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -25,28 +26,51 @@ FREE_SHARE = 0.6
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that new tensors on `device` may take now; on a CPU the limit of the process's control group counts."""
+    """Bytes that new tensors of this process may take on `device` now.
+
+    On a CPU the limit of the process's control group counts, and the ranks of one machine share what is free.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return min(psutil.virtual_memory().available, _free_in_control_group())
+    free = min(psutil.virtual_memory().available, _free_in_control_group())
+    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _free_in_control_group() -> int:
-    """Bytes left below the memory limit of a container; very many without one."""
-    names = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
-    for limit, usage in names.items():
+    """Bytes left below the memory limit of a container; very many without one. Cached files can be dropped, so they
+    are free."""
+    versions = [
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ]
+    for *names, cached in versions:
         try:
-            texts = [Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit, usage)]
+            limit, usage, statistics = (Path("/sys/fs/cgroup", name).read_text().strip() for name in names)
         except OSError:
             continue
-        if all(text.isdigit() for text in texts):
-            return max(int(texts[0]) - int(texts[1]), 0)
+        if limit.isdigit() and usage.isdigit():
+            lines = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
+            return max(int(limit) - int(usage) + int(lines.get(cached, "0")), 0)
     return 1 << 62
 
 
 def activation_bytes_per_token(model: nn.Module, options: ForwardOptions) -> float:
-    """Bytes that a forward pass of `model` keeps for each token, measured on random tokens; weights do not count."""
+    """Bytes that a forward pass of `model` keeps for each token, measured on random tokens.
+
+    What does not grow with the tokens (weights, copies of them in another precision) does not count.
+    """
+    small = random_batch(model)
+    large = Batch.concat([small, other_prompts(small)])
+    kept = [_kept_bytes(model, batch, options) for batch in (small, large)]
+    return (kept[1] - kept[0]) / (_tokens(large) - _tokens(small))
+
+
+def _tokens(batch: Batch) -> int:
+    return len(batch.prompt_ids) + batch.num_tokens
+
+
+def _kept_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int:
     sizes: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -56,11 +80,15 @@ def activation_bytes_per_token(model: nn.Module, options: ForwardOptions) -> flo
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    batch = random_batch(model)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    devices = [batch.completion_ids.device] if batch.completion_ids.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):
         scores = score_tokens(model, batch, replace(options, aux_loss=False))
     del scores
-    return sum(sizes.values()) / (len(batch.prompt_ids) + batch.num_tokens)
+    return sum(sizes.values())
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class CheckpointingByNeed:
@@ -74,16 +102,20 @@ class CheckpointingByNeed:
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         self._model: Any = unwrap(model)
-        self._is_flat = layout_for(model, options) != "dense"
+        self._options = options
         self._arguments = dict(checkpointing_options or {"use_reentrant": False})
+        modes = {module: module.training for module in model.modules()}
         with precision():
+            model.train()  # dropout keeps masks, and may take another layout
             self._bytes_per_token = activation_bytes_per_token(model, options)
+        for module, mode in modes.items():
+            module.training = mode
         self.is_on = False
 
     def prepare(self, batch: Batch) -> None:
         """Get the model ready for a forward pass of the batch."""
         num_tokens = len(batch.prompt_ids) + batch.num_tokens
-        if not self._is_flat and batch.num_rows:
+        if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
             num_tokens = batch.num_rows * int(lengths.max())
         device = next(self._model.parameters()).device
@@ -100,7 +132,9 @@ class CheckpointingByNeed:
                 free / 2**30,
             )
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._arguments)
-            if hasattr(self._model, "peft_config") and hasattr(self._model, "enable_input_require_grads"):
+            if self._arguments.get("use_reentrant") and hasattr(self._model, "peft_config"):
                 self._model.enable_input_require_grads()
         else:
             self._model.gradient_checkpointing_disable()
+            if self._arguments.get("use_reentrant") and hasattr(self._model, "peft_config"):
+                self._model.disable_input_require_grads()

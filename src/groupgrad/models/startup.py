@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,6 +100,13 @@ def random_batch(model: nn.Module) -> Batch:
         advantages=torch.ones(num_rows),
         totals=StepTotals(rows=num_rows, tokens=num_tokens),
     ).to(device)
+
+
+def other_prompts(batch: Batch) -> Batch:
+    """The same batch with its prompts reversed, so that none of them is shared with it."""
+    bounds = batch.prompt_offsets.tolist()
+    reversed_ids = [batch.prompt_ids[a:b].flip(0) for a, b in pairwise(bounds)]
+    return replace(batch, prompt_ids=torch.cat(reversed_ids))
 
 
 def measured_difference(found: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from groupgrad.engines.native.options import Choosing, read_options
 from groupgrad.engines.native.sampling import Sampler
 from groupgrad.engines.native.schedule import Group, Row, Schedule
 from groupgrad.engines.native.stops import StopStrings
-from groupgrad.engines.native.store import Store
+from groupgrad.engines.native.store import LayerShape, Store
 from groupgrad.models.forward import evaluation_mode, unwrap
 from groupgrad.models.memory import free_bytes
 
@@ -106,16 +107,19 @@ class NativeEngine:
             schedule = Schedule(requests, store, self._max_rows)
             record, direct = self._recorder(store.devices), direct_model(model, plan.calls)
             steps = Steps(model, store, token.device, record=record, direct=direct)
-            return _Sampling(model, requests, choosing, stops, schedule, steps, self.statistics).run()
+            samples = _Sampling(model, requests, choosing, stops, schedule, steps, self.statistics).run()
+        _check_numbers(samples)
+        return samples
 
     def _make_store(self, plan: ProbePlan, requests: Sequence[Request]) -> Store:
-        bound = self._kv_memory
-        if bound is None:
-            devices = {layer.device for layer in plan.layers.values()}
-            bound = int(MEMORY_SHARE * sum(free_bytes(device) for device in devices))
-        store = Store(plan.layers, bound)
         longest = max(requests, key=lambda request: len(request.prompt_ids) + request.max_new_tokens)
         need = len(longest.prompt_ids) + longest.max_new_tokens
+        bound = self._kv_memory
+        if bound is None:
+            # A bound that nobody set refuses nothing: one row at least may try.
+            per_token = sum(layer.bytes_per_token for layer in plan.layers.values())
+            bound = max(_tokens_that_fit(list(plan.layers.values())), need) * per_token
+        store = Store(plan.layers, bound)
         if need > store.max_tokens:
             raise ValueError(
                 f"engine_kv_memory={bound} bytes hold the keys and values of {store.max_tokens} tokens; a prompt of "
@@ -144,6 +148,25 @@ def input_device(model: nn.Module) -> torch.device:
     parameters = [*(embedding.parameters() if embedding is not None else ()), *model.parameters()]
     # Offloaded weights are nowhere until they are used.
     return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))
+
+
+def _check_numbers(samples: Sequence[Sample]) -> None:
+    broken = sum(not all(map(math.isfinite, sample.logprobs or ())) for sample in samples)
+    if broken:
+        raise ValueError(
+            f"{broken} of {len(samples)} rows got log-probs that are no finite numbers: the model's weights or logits "
+            "are NaN or infinite, or every token was suppressed; look at the gradient norms before this step, and "
+            "lower learning_rate or set max_grad_norm"
+        )
+
+
+def _tokens_that_fit(layers: list[LayerShape]) -> int:
+    """Tokens whose keys and values take a share of what is free on the device that has least room for its layers."""
+    devices = {layer.device for layer in layers}
+    return min(
+        int(MEMORY_SHARE * free_bytes(device)) // sum(x.bytes_per_token for x in layers if x.device == device)
+        for device in devices
+    )
 
 
 class _Sampling:

@@ -53,7 +53,7 @@ class _Direct:
         if found is None:
             return
         difference = float((found - expected).abs().max())
-        if difference > DIRECT_TOLERANCE * max(1.0, float(expected.abs().max())):
+        if not difference <= DIRECT_TOLERANCE * max(1.0, float(expected.abs().max())):
             self.model = None
             logger.warning("the direct decode step differs by %.1e in its logits: the model's own is used", difference)
         self.is_checked = True

@@ -24,14 +24,14 @@ def fast_linears(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     With `pack` the weights are copied into the kernel's own order; inside, they must not change.
     """
     chosen: list[Any] = [module for module in model.modules() if _fits(module)] if _is_available() else []
-    for module in chosen:
-        weight = _pack(module.weight) if pack else module.weight
-        module.forward = partial(_forward, module, weight)
     try:
+        for module in chosen:
+            weight = _pack(module.weight) if pack else module.weight
+            module.forward = partial(_forward, module, weight)
         yield
     finally:
         for module in chosen:
-            del module.forward
+            module.__dict__.pop("forward", None)
 
 
 def _forward(module: nn.Linear, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,8 @@ class Sampler:
             spread.peak = peak
         else:
             tokens = _invert(spread, draws)
+        # Logits that are no numbers find no place; `NativeEngine.sample` reports them by their log-probs.
+        tokens = tokens.clamp_(max=logits.shape[1] - 1)
         chosen = logits.gather(-1, tokens[:, None]).sub_(spread.peak).div_(choosing.temperature).squeeze(-1)
         return tokens, chosen.double().sub_(log_total).float(), entropies.float()
 
@@ -123,7 +125,7 @@ class Sampler:
         if ids not in self._id_masks:
             # Ids past the vocabulary can't come anyway.
             mask = torch.zeros(scores.shape[1], dtype=torch.bool)
-            mask[[token for token in ids if token < len(mask)]] = True
+            mask[[token for token in ids if 0 <= token < len(mask)]] = True
             self._id_masks[ids] = mask.to(scores.device)
         mask = self._id_masks[ids]
         scores.masked_fill_(mask if where is None else where[:, None] & mask, float("-inf"))
@@ -177,7 +179,7 @@ def _invert(spread: _Spread, draws: torch.Tensor) -> torch.Tensor:
     cumulative = spread.sums.cumsum(dim=-1)
     # A product may round up to the sum, which no token exceeds.
     target = (draws.clamp(max=_BELOW_ONE) * cumulative[:, -1])[:, None]
-    block = torch.searchsorted(cumulative, target, right=True)
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     mass = spread.sums.gather(-1, block)
     share = ((target - cumulative.gather(-1, block) + mass) / mass).clamp_(0.0, _BELOW_ONE)
     blocks = spread.weights.view(len(draws), -1, BLOCK)
