@@ -100,10 +100,10 @@ class Worker:
 def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse.Namespace) -> Result:
     """Steps of each trainer in turn: warm-up, then the repetitions that count."""
     folder = prepare(workload, BENCH / ".models", warm_up_steps=options.demo_warm_up_steps)
-    attention = ("--attention", options.trl_attention) if options.trl_attention else ()
+    extra = {"groupgrad": ["--pack_weights"] if options.pack_weights else []}
+    extra["trl"] = ["--attention", options.trl_attention] if options.trl_attention else []
     workers = {
-        trainer: Worker.start(trainer, python, workload, folder, *(attention if trainer == "trl" else ()))
-        for trainer, python in pythons.items()
+        trainer: Worker.start(trainer, python, workload, folder, *extra[trainer]) for trainer, python in pythons.items()
     }
     steps: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in workers}
     try:
@@ -159,13 +159,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--with-vllm", "--with_vllm", action="store_true", help="compare sampling with vLLM's CPU build"
     )
+    parser.add_argument("--pack_weights", action="store_true", help="groupgrad with engine_pack_weights=True")
     parser.add_argument("--trl_attention", help="attention implementation of TRL's model (default: transformers' own)")
     parser.add_argument("--output", type=Path, help="file for the report (default for whole runs: bench/RESULTS.md)")
     options = parser.parse_args(arguments)
     options.names = options.only.split(",") if options.only else list(WORKLOADS)
     if unknown := [name for name in options.names if name not in WORKLOADS]:
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    whole = not (options.only or options.quick or options.without_trl or options.trl_attention)
+    altered = options.pack_weights or options.trl_attention
+    whole = not (options.only or options.quick or options.without_trl or altered)
     if whole and options.output is None:
         options.output = BENCH / "RESULTS.md"
     options.repetitions = options.repetitions or (1 if options.quick else 5)

@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--trainer", choices=("groupgrad", "trl"), required=True)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="what materials.prepare made")
+    parser.add_argument("--pack_weights", action="store_true", help="groupgrad: engine_pack_weights=True")
     parser.add_argument("--attention", default=None, help="attn_implementation of the model (default: transformers')")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -197,10 +198,13 @@ def main() -> None:
     loading = {"attn_implementation": options.attention} if options.attention else {}
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32, **loading)
     recorder = Recorder()
+    fields = config_fields(workload, str(options.folder / f"output-{options.trainer}"))
+    if options.pack_weights:
+        fields["engine_pack_weights"] = True
     trainer: Any = library.GRPOTrainer(
         model=model,
         reward_funcs=[recorder.wrap(function) for function in reward_functions(workload)],
-        args=library.GRPOConfig(**config_fields(workload, str(options.folder / f"output-{options.trainer}"))),
+        args=library.GRPOConfig(**fields),
         train_dataset=Dataset.from_list(read_rows(options.folder)),
         processing_class=AutoTokenizer.from_pretrained(options.folder),
     )
