@@ -159,6 +159,8 @@ def main(out: Path) -> None:
         torch.save(run(name, out), out / f"{name}_{rank}.pt")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.save(fail_on_last_rank(out), out / f"failing_{rank}.pt")
+        # A rank that leaves while its threads still talk to the others is aborted.
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from groupgrad.models.attention import AttentionCall
 
@@ -33,7 +32,7 @@ class TokenPlaces:
     """The row of its prompt, or its own row if it has none."""
     position: torch.Tensor
     """Its place in its row, the prompt counted."""
-    _masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    _masks: dict[int | None, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> TokenPlaces:
         """The same on `device`."""
@@ -50,13 +49,13 @@ class TokenPlaces:
 
         return rule
 
-    def mask(self, window: int | None) -> BlockMask:
+    def mask(self, window: int | None) -> Any:
         """The same mask object for every layer of a pass."""
         if window not in self._masks:
             size = self.row.shape[0]
             device = self.row.device
             # Compiled, it never holds the (T, T) pairs.
-            make = _compiled_mask() if device.type == "cuda" else create_block_mask
+            make = _compiled("create_block_mask") if device.type == "cuda" else _plain("create_block_mask")
             self._masks[window] = make(self.sees(window), None, None, size, size, device=device, BLOCK_SIZE=_BLOCK)
         return self._masks[window]
 
@@ -85,8 +84,8 @@ def attend_flex(
     def capped(score: torch.Tensor, *_places: Any) -> torch.Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    kernel = _compiled() if query.device.type == "cuda" else flex_attention
     try:
+        kernel = _compiled("flex_attention") if query.device.type == "cuda" else _plain("flex_attention")
         output: Any = kernel(
             query[None],
             key[None],
@@ -105,11 +104,13 @@ def attend_flex(
     return output[0].transpose(0, 1)
 
 
-@cache
-def _compiled_mask() -> Any:
-    return torch.compile(create_block_mask, dynamic=True)
+def _plain(name: str) -> Any:
+    # Imported when needed: it brings the compiler along, which takes a while.
+    from torch.nn.attention import flex_attention
+
+    return getattr(flex_attention, name)
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+def _compiled(name: str) -> Any:
+    return torch.compile(_plain(name), dynamic=True)
