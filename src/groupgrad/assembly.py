@@ -323,11 +323,9 @@ def build_setup(
     forward_options = paths.layout.options(forward_options)
     frozen_scorer = FrozenScorer(parts.model, parts.reference, forward_options, config.device)
     sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
-    rollouts = RolloutMaker(
-        paths.engine.engine, parts.tokenizer, sampling, seed=config.seed, max_context=parts.max_context
-    )
+    rollouts = RolloutMaker(prompt_maker, paths.engine.engine, sampling, seed=config.seed)
     scoring = options.scoring_options(config, len(rewards.names))
-    round_maker = RoundMaker(prompt_maker, rollouts, rewards, scoring, timings)
+    round_maker = RoundMaker(rollouts, rewards, scoring, timings)
     evaluator = Evaluator(
         model=parts.model,
         round_maker=round_maker,

@@ -28,7 +28,8 @@ from groupgrad.data.rounds import Tick, make_round_loader, rows_of
 from groupgrad.metrics import Metric, average, latest
 from groupgrad.models.forward import score_tokens, unwrap
 from groupgrad.objectives import policy_loss
-from groupgrad.rollout.round import RoundRequest, ScoredRound
+from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.round import ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.run import TrainingRun
 from groupgrad.step.foresight import foresee

@@ -42,6 +42,34 @@ class Prompt:
 
 
 @dataclass(slots=True, frozen=True)
+class ToolUse:
+    """One tool call that was answered."""
+
+    name: str
+    failed: bool
+    """The tool raised, ran out of time, was not there, or its arguments did not fit."""
+    timed_out: bool
+    seconds: float
+    """Wall-clock seconds that the tool ran."""
+
+
+@dataclass(slots=True, frozen=True)
+class Trace:
+    """How an agent's rollout went."""
+
+    num_turns: int
+    """Times that the model was asked."""
+    tool_uses: list[ToolUse] = field(default_factory=list[ToolUse])
+    """In the order of the calls."""
+    wait_s: float = 0.0
+    """Wall-clock seconds that it waited for tools and its environment."""
+    hidden_s: float = 0.0
+    """Those of them during which the engine worked for other rollouts."""
+    problem: str = ""
+    """Why it ended as `error`, or what its environment failed at; empty if nothing did."""
+
+
+@dataclass(slots=True, frozen=True)
 class Rollout:
     """One finished completion. Made once, never edited."""
 
@@ -66,6 +94,15 @@ class Rollout:
     """Optimizer step whose weights sampled it."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further values for the reward functions, by argument name."""
+    own_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
+    """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
+    trace: Trace | None = None
+    """How an agent's rollout went; None for a rollout of one turn."""
+
+    @property
+    def is_scorable(self) -> bool:
+        """True unless it failed: a failed rollout gets no reward at all."""
+        return self.finish_reason != "error"
 
     @property
     def is_truncated(self) -> bool:

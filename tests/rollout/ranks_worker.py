@@ -22,8 +22,9 @@ from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.reference import Reference
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.base import RoundRequest
 from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoringOptions
+from groupgrad.rollout.round import RoundMaker, ScoringOptions
 from groupgrad.rollout.sampling import RolloutMaker
 from groupgrad.telemetry.timings import Timings
 
@@ -44,9 +45,9 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     model = Qwen3ForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
-    rollouts = RolloutMaker(TransformersEngine(model), tokenizer, sampling, seed=0, max_context=None)
+    rollouts = RolloutMaker(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
     scoring = ScoringOptions((1.0,), keep_records=True)
-    maker = RoundMaker(PromptMaker(tokenizer), rollouts, RewardRunner(reward), scoring, Timings())
+    maker = RoundMaker(rollouts, RewardRunner(reward), scoring, Timings())
     plan = RoundPlan(4 // world_size, world_size, 1, 2, 1, 2)
     found = {
         "round": one_round(maker, plan, ROWS),

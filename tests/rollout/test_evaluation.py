@@ -32,8 +32,8 @@ def length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 def evaluator(model: Any, tokenizer: Any, **options: Any) -> Evaluator:
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
-    rollouts = RolloutMaker(TransformersEngine(model), tokenizer, sampling, seed=0, max_context=None)
-    maker = RoundMaker(PromptMaker(tokenizer), rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
+    rollouts = RolloutMaker(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
+    maker = RoundMaker(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
     reference = Reference(model, adapter_is_fresh=False, follows=False) if options.get("beta") else None
     frozen = FrozenScorer(model, reference, ForwardOptions(), "cpu")
     return Evaluator(model, maker, frozen, PolicyOptions(**options), ForwardOptions(), 2, False, 0.0, "cpu")

@@ -11,7 +11,8 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RewardError
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoredRound, ScoringOptions
+from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.round import RoundMaker, ScoredRound, ScoringOptions
 from groupgrad.rollout.sampling import RolloutMaker
 from groupgrad.telemetry.timings import Timings
 
@@ -32,8 +33,8 @@ def make_round(
     engine = play([Sample([*text, 1], "eos") if i != 2 else Sample(text, "length") for i, text in enumerate(ids)])
     rewards = RewardRunner(functions)
     scoring = ScoringOptions(reward_weights=options.pop("reward_weights", (1.0,) * len(rewards.names)), **options)
-    rollouts = RolloutMaker(engine, tokenizer, SamplingOptions(8), seed=0, max_context=None)
-    maker = RoundMaker(PromptMaker(tokenizer), rollouts, rewards, scoring, Timings())
+    rollouts = RolloutMaker(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
+    maker = RoundMaker(rollouts, rewards, scoring, Timings())
     return maker(asked or request(), trainer_state=None)
 
 
@@ -135,7 +136,7 @@ def test_a_rank_without_rows_takes_part(play, tokenizer):
 def test_timings_tell_sampling_from_scoring(play, tokenizer):
     ids = tokenizer("ab")["input_ids"]
     timings = Timings()
-    rollouts = RolloutMaker(play([Sample(ids, "eos")] * 4), tokenizer, SamplingOptions(8), seed=0, max_context=None)
-    maker = RoundMaker(PromptMaker(tokenizer), rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
+    rollouts = RolloutMaker(PromptMaker(tokenizer), play([Sample(ids, "eos")] * 4), SamplingOptions(8), seed=0)
+    maker = RoundMaker(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
     maker(request(), trainer_state=None)
     assert list(timings.take()) == ["sampling", "rewards"]

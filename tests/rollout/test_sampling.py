@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Sample, SamplingOptions
-from groupgrad.rollout.sampling import RolloutMaker, row_seed
+from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
+from groupgrad.rollout.sampling import RolloutMaker
 from groupgrad.types import Prompt
 
 
@@ -31,15 +32,32 @@ def test_seeds_of_different_rows_differ():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_turns_have_streams_of_their_own_and_the_first_is_the_rows():
+    seeds = [turn_seed(row_seed(42, "train", 0, row), turn) for row in range(50) for turn in range(20)]
+    assert len(set(seeds)) == len(seeds)
+    assert turn_seed(7, 0) == 7
+
+
 TEXT = Prompt([5, 6], {"prompt": "ab"}, 4)
 CHAT = Prompt([5, 6, 7], {"prompt": [{"role": "user", "content": "x"}]}, 5)
+
+
+class Made:
+    """Hands out prompts that are made already."""
+
+    def __init__(self, prompts: dict[int, Prompt], tokenizer: Any, max_context: int | None):
+        self.prompts, self.tokenizer, self.max_context = prompts, tokenizer, max_context
+
+    def __call__(self, row: dict[str, Any], group: int) -> Prompt:
+        return self.prompts[group]
 
 
 def run(
     engine: Any, tokenizer: Any, rows: Any, prompts: Any, *, max_context: int | None = None, budget: int = 4
 ) -> Any:
-    maker = RolloutMaker(engine, tokenizer, SamplingOptions(budget), seed=7, max_context=max_context)
-    return maker(prompts, rows, num_generations=2, phase="train", round_number=3, policy_version=11)
+    made: Any = Made(prompts, tokenizer, max_context)
+    maker = RolloutMaker(made, engine, SamplingOptions(budget), seed=7)
+    return maker(RoundRequest({group: {} for group in prompts}, rows, 12, 2, "train", 3, 11))
 
 
 def test_rows_become_requests_and_samples_become_rollouts(play, tokenizer):
@@ -81,13 +99,3 @@ def test_a_text_that_ran_into_the_context_says_so(play, tokenizer):
     rollouts = run(engine, tokenizer, [8, 10, 11], {4: TEXT, 5: CHAT}, max_context=6)
     assert [rollout.finish_reason for rollout in rollouts] == ["length", "context", "eos"]
     assert [rollout.is_truncated for rollout in rollouts] == [True, True, False]
-
-
-def test_changed_options_make_another_maker(play, tokenizer):
-    engine = play([Sample([9], "eos")])
-    maker = RolloutMaker(engine, tokenizer, SamplingOptions(4), seed=7, max_context=None)
-    changed = maker.with_options(max_new_tokens=9, temperature=0.5)
-    changed({4: TEXT}, [8], num_generations=2, phase="eval", round_number=0, policy_version=0)
-    assert engine.options == SamplingOptions(9, temperature=0.5)
-    assert engine.asked[0].max_new_tokens == 9
-    assert maker.options == SamplingOptions(4)

@@ -17,20 +17,17 @@ def collate(
     `mask_truncated` takes the tokens of truncated rollouts out of the loss; their rows still count as rows. `totals`
     may be filled in later, when the optimizer step is known.
     """
-    prompt_numbers: dict[int, int] = {}
-    prompts: list[list[int]] = []
-    for rollout in rollouts:
-        if rollout.prompt.group not in prompt_numbers:
-            prompt_numbers[rollout.prompt.group] = len(prompts)
-            prompts.append(rollout.prompt.ids)
+    # By its ids, not by its group: an environment may begin each rollout of a group in another way.
+    numbers: dict[tuple[int, ...], int] = {}
+    prompt_of_row = [numbers.setdefault(tuple(rollout.prompt.ids), len(numbers)) for rollout in rollouts]
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.int64)
     return Batch(
         completion_ids=_flat([rollout.completion_ids for rollout in rollouts]),
         row_of_token=torch.repeat_interleave(torch.arange(len(rollouts)), lengths),
         offsets=_offsets(lengths.tolist()),
-        prompt_ids=_flat(prompts),
-        prompt_offsets=_offsets([len(ids) for ids in prompts]),
-        prompt_of_row=torch.tensor([prompt_numbers[r.prompt.group] for r in rollouts], dtype=torch.int64),
+        prompt_ids=_flat(list(numbers)),
+        prompt_offsets=_offsets([len(ids) for ids in numbers]),
+        prompt_of_row=torch.tensor(prompt_of_row, dtype=torch.int64),
         trained=_trained(rollouts, mask_truncated),
         advantages=torch.tensor(list(advantages), dtype=torch.float32),
         totals=totals or StepTotals(rows=float(len(rollouts)), tokens=0.0),

@@ -14,7 +14,8 @@ from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.objectives import Freshness, PolicyOptions, known_rows, policy_loss
-from groupgrad.rollout.round import RoundMaker, RoundRequest, ScoredRound
+from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.round import RoundMaker, ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.types import Batch, TokenScores
 
@@ -68,7 +69,7 @@ class Evaluator:
 
     def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
         """What sampling said of the tokens, if that is what a forward pass would say of them again."""
-        is_exact = bool(getattr(self.round_maker.rollouts.engine, "exact", False)) and not self.forward_options.aux_loss
+        is_exact = self.round_maker.rollouts.is_exact and not self.forward_options.aux_loss
         if batch.sampling_logprobs is None or batch.sampling_entropy is None:
             return None
         if not bool(known_rows(batch, Freshness(step, is_exact)).all()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 
 from groupgrad import dist
 from groupgrad.data.collate import collate
-from groupgrad.data.prompts import PromptMaker
 from groupgrad.metrics import Metric
 from groupgrad.objectives import Advantages, compute_advantages, reward_metrics
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.base import RolloutSource, RoundRequest
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Batch, RewardTable, Rollout
@@ -29,22 +28,6 @@ class ScoringOptions:
     aggregation: str = "sum_then_normalize"
     keep_records: bool = False
     """Gather every rollout on the main process for the completions table."""
-
-
-@dataclass(slots=True, frozen=True)
-class RoundRequest:
-    """What a round is made of."""
-
-    rows_by_group: Mapping[int, dict[str, Any]]
-    """Data-set rows of this rank's groups."""
-    rows: Sequence[int]
-    """This rank's row numbers."""
-    num_rows: int
-    """N, over all ranks."""
-    num_generations: int
-    phase: str
-    number: int
-    step: int
 
 
 @dataclass(slots=True)
@@ -75,13 +58,12 @@ class RoundMaker:
 
     def __init__(
         self,
-        prompt_maker: PromptMaker,
-        rollouts: RolloutMaker,
+        rollouts: RolloutSource,
         rewards: RewardRunner,
         options: ScoringOptions,
         timings: Timings,
     ):
-        self.prompt_maker, self.rollouts, self.rewards = prompt_maker, rollouts, rewards
+        self.rollouts, self.rewards = rollouts, rewards
         self.options, self.timings = options, timings
 
     def __call__(self, request: RoundRequest, *, trainer_state: Any) -> ScoredRound:
@@ -90,14 +72,7 @@ class RoundMaker:
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
         with dist.together():
             with self.timings.phase("sampling"):
-                rollouts = self.rollouts(
-                    {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()},
-                    request.rows,
-                    num_generations=request.num_generations,
-                    phase=request.phase,
-                    round_number=request.number,
-                    policy_version=request.step,
-                )
+                rollouts = self.rollouts(request)
             with self.timings.phase("rewards"):
                 if rollouts:
                     table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
@@ -119,6 +94,7 @@ class RoundMaker:
         metrics = {
             **completion_metrics(rollouts),
             **reward_metrics(rewards, table.names, result),
+            **self.rollouts.metrics(rollouts),
             **table.metrics,
         }
         return ScoredRound(rollouts, advantages, metrics, tokens, _mean_reward(result), records)
