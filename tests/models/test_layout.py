@@ -115,12 +115,12 @@ def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch,
             way = ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True)  # pyright: ignore
             found, found_gradient = loss_and_gradient(model, batch, way, loss_type, level)
             where = f"{layout}, tiled head {tiled}, adapter {adapter}, checkpointing {recompute}"
-            # vespo weighs a row by a power (up to the third) of the product of its up to twelve ratios, so the rounding
-            # of log-probs counts up to 36 times.
-            slack = 40 if loss_type == "vespo" else 1
+            # vespo weighs a row by the product of its up to twelve ratios. Log-probs here are about -4, where float32
+            # steps by 4.8e-7, so the two ways' log weights differ by up to 4e-6 before the loss is computed at all
+            # (sums in float64 change nothing), and rows of opposite signs cancel: 7e-6 was found in 60 batches.
+            slack = 10 if loss_type == "vespo" else 1
             assert float((found - loss).abs()) <= slack * 1e-6 * max(1.0, float(loss.abs())), where
-            gap = float((found_gradient - gradient).norm())
-            assert gap <= slack * 1e-5 * max(float(gradient.norm()), 1e-2), where
+            assert float((found_gradient - gradient).norm()) <= 1e-5 * float(gradient.norm()), where
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

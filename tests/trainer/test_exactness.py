@@ -15,6 +15,11 @@ LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2}
 
+# AdamW's first step divides each gradient by its own size, rounding included. With its usual epsilon of 1e-8 one weight
+# of the runs below, of gradient 2.6e-8 and a rounding of 3e-9 (the gradients' norm is 1, and they agree to 3e-7 of it),
+# moves by 2e-4 more or less: 1.02e-5 of all weights. The plain SGD beside it shows the gradients as they are.
+STEADY_ADAMW = {**ADAMW, "adam_epsilon": 1e-6}
+
 # Two optimizer steps a round, so that the second trains on what an older policy sampled.
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 
@@ -24,9 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias_corrected_kl": {"beta": 0.1, "use_bias_correction_kl": True, **TWO_STEPS},
     "sync_ref_model": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "mask_truncated_completions": {"mask_truncated_completions": True, "max_completion_length": 3, **TWO_STEPS},
-    # AdamW divides by a gradient's size, so it blows rounding up where gradients are almost zero: with its own epsilon
-    # of 1e-8 the final weights differ by 1.0e-5 here, 98 % of it in 20 weights.
-    "top_entropy_quantile": {"top_entropy_quantile": 0.4, "adam_epsilon": 1e-6, **TWO_STEPS},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.4, **TWO_STEPS},
     "entropy_coef": {"entropy_coef": 0.1, **TWO_STEPS},
     "entropy_coef_of_top_tokens": {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
     "adaptive_entropy": {
@@ -94,10 +97,13 @@ def test_the_ratio_moves_within_a_round(train):
     assert moved[1] > 0.05 and moved[3] > 0.05
 
 
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features_do_not_depend_on_the_micro_batch(train, tools, feature):
+def test_features_do_not_depend_on_the_micro_batch(train, tools, feature, optimizer):
     splits = [(16, 1), (4, 4)]
-    assert_same([train(split, **{**ADAMW, **FEATURES[feature]}) for split in splits], tools)
+    if optimizer is ADAMW and feature == "top_entropy_quantile":
+        optimizer = STEADY_ADAMW
+    assert_same([train(split, **{**optimizer, **FEATURES[feature]}) for split in splits], tools)
 
 
 def test_bnpo_is_local_by_definition(train, tools):
