@@ -262,3 +262,28 @@ def test_a_compiled_model_is_unwrapped_to_itself(build):
     assert unwrap(torch.compile(model)) is model  # pyright: ignore[reportArgumentType]
     assert output_head(model) is model.lm_head
     assert output_head(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize("layout", ["shared", "dense"])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_only_loss_tokens_are_scored(layout: Any, tiled: bool, build, batch, monkeypatch):
+    """A tool's words cost no logits; scores and gradients of the others stay what they were."""
+    model = build("qwen3")
+    options = ForwardOptions(layout=layout, tiled_head=tiled)
+    trained = torch.arange(batch.num_tokens) % 3 != 1
+    weights = torch.linspace(-1, 2, batch.num_tokens) * trained
+    expected = score_tokens(model, replace(batch, trained=torch.ones_like(trained)), options)
+    reference = gradients(model, (weights * expected.logprobs).sum())
+    heights: list[int] = []
+    head = output_head(model)
+    assert head is not None
+    with torch.no_grad():
+        found = score_tokens(model, replace(batch, trained=torch.zeros_like(trained)), options)
+    assert found.logprobs.count_nonzero() <= 1
+    handle = head.register_forward_hook(lambda module, inputs, output: heights.append(output.shape[-2]))
+    found = score_tokens(model, replace(batch, trained=trained), options)
+    handle.remove()
+    assert heights == [1 if tiled else int(trained.sum())]
+    torch.testing.assert_close(found.logprobs, expected.logprobs * trained, **TOLERANCE)
+    torch.testing.assert_close(found.entropy, expected.entropy * trained, **TOLERANCE)
+    assert_same_gradients(gradients(model, (weights * found.logprobs).sum()), reference)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import logging
 import math
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -482,3 +484,43 @@ def test_the_registry_scores(run):
     ]
     cosine = 0.5 + 0.25 * (1 + math.cos(math.pi * 26 / 1280))
     assert table.rewards.tolist()[0] == pytest.approx([1.0, 1.0, 1.0, 0.0, cosine, 0.0])
+
+
+# --- rewards of environments, failed rollouts ---
+
+
+def test_rewards_that_rollouts_bring_with_them_are_columns_behind_the_functions(make_rollouts):
+    rollouts = [
+        dataclasses.replace(rollout, own_rewards=own)
+        for rollout, own in zip(make_rollouts(["a", "bb", "ccc"]), [{"Maze": 1.5}, {"Maze": None}, {"Shop": -1.0}])
+    ]
+    runner = RewardRunner(length, own_names=["Maze", "Shop"])
+    table = runner.score(rollouts)
+    assert runner.names == table.names == ["length", "Maze", "Shop"]
+    assert table.rewards.nan_to_num(nan=99.0).tolist() == [[1.0, 1.5, 99.0], [2.0, 99.0, 99.0], [3.0, 99.0, -1.0]]
+
+
+def test_an_environments_reward_may_be_the_only_one(make_rollouts):
+    rollouts = [dataclasses.replace(rollout, own_rewards={"Maze": 2.0}) for rollout in make_rollouts(["a", "bb"])]
+    assert RewardRunner([], own_names=["Maze"]).score(rollouts).rewards.tolist() == [[2.0], [2.0]]
+    with pytest.raises(ValueError, match="nothing to learn"):
+        RewardRunner([])
+
+
+def test_failed_rollouts_are_not_shown_to_functions_and_get_no_reward(make_rollouts):
+    seen: list[Any] = []
+
+    def note(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+        seen.append(completions)
+        log_extra("what", [text.upper() for text in completions])
+        return [float(len(text)) for text in completions]
+
+    rollouts = make_rollouts(["a", "bb", "ccc"])
+    rollouts[1] = dataclasses.replace(rollouts[1], finish_reason="error")
+    table = RewardRunner(note).score(rollouts)
+    assert seen == [["a", "ccc"]]
+    assert table.rewards.nan_to_num(nan=99.0).tolist() == [[1.0], [99.0], [3.0]]
+    assert table.columns == {"what": ["A", None, "CCC"]}
+    broken = [dataclasses.replace(rollout, finish_reason="error") for rollout in rollouts]
+    assert RewardRunner(note).score(broken).rewards.isnan().tolist() == [[True]] * 3
+    assert len(seen) == 1

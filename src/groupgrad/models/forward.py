@@ -60,21 +60,52 @@ def score_tokens(
 ) -> TokenScores:
     """What `model` says of the completion tokens of `batch`; gradients flow into its parameters.
 
-    `model` may be wrapped for data parallelism. The logits of completion tokens alone are computed; the head's own
-    scales, caps and biases are kept. `foreseen` saves the tiled head work and changes nothing.
+    `model` may be wrapped for data parallelism. The logits of loss tokens (`trained`) alone are computed, and the
+    scores of all others (a tool's words, masked rows) are 0; the head's own scales, caps and biases are kept.
+    `foreseen` saves the tiled head work and changes nothing.
     """
+    asked = None if bool(batch.trained.all()) else _loss_tokens(batch)
+    scores = _score_places(model, batch, options, foreseen, asked)
+    if asked is None:
+        return scores
+    return replace(
+        scores, logprobs=_spread(scores.logprobs, asked, batch), entropy=_spread(scores.entropy, asked, batch)
+    )
+
+
+def _spread(values: torch.Tensor, places: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(L,) with `values` at `places` and 0 elsewhere."""
+    return values.new_zeros(batch.num_tokens).index_copy(0, places.to(values.device), values)
+
+
+def _loss_tokens(batch: Batch) -> torch.Tensor:
+    """Places of the loss tokens; the first token's if there are none, since the head wants something to do."""
+    places = batch.trained.nonzero().flatten()
+    return places if len(places) else places.new_zeros(min(1, batch.num_tokens))
+
+
+def _score_places(
+    model: nn.Module, batch: Batch, options: ForwardOptions, foreseen: Foreseen | None, asked: torch.Tensor | None
+) -> TokenScores:
+    """Scores of the completion tokens at the places `asked`, or of all."""
+    tokens = batch.completion_ids if asked is None else batch.completion_ids[asked]
+    if asked is not None and foreseen is not None:
+        foreseen = Foreseen(foreseen.logprobs[asked], foreseen.gradient[asked])
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
     if layout == "dense":
         ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
+        if asked is not None:
+            rows, positions = rows[asked], positions[asked]
         if options.aux_loss:
             extra["attention_mask"] = mask
-        with _head_on(model, (rows, positions), ids.shape, batch, options, foreseen) as seen:
+        with _head_on(model, (rows, positions), ids.shape, tokens, options, foreseen) as seen:
             output = model(input_ids=ids, use_cache=False, **extra)
     else:
         flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
-        rows, positions, shape = torch.zeros_like(flat.predictors), flat.predictors, torch.Size((1, len(flat.ids)))
-        with _head_on(model, (rows, positions), shape, batch, options, foreseen) as seen:
+        positions = flat.predictors if asked is None else flat.predictors[asked]
+        rows, shape = torch.zeros_like(positions), torch.Size((1, len(flat.ids)))
+        with _head_on(model, (rows, positions), shape, tokens, options, foreseen) as seen:
             output = run_planned(model, flat.ids, flat.positions, flat.plan, **extra)
         ids = flat.ids[None]
     aux_loss = getattr(output, "aux_loss", None) if options.aux_loss else None
@@ -83,7 +114,7 @@ def score_tokens(
     # The head's input was narrowed to the completion tokens unless this model computes its logits in another way.
     logits = output.logits
     logits = logits[0] if seen.narrowed else logits[rows, positions + logits.shape[1] - ids.shape[1]]
-    return _scores(logits, batch.completion_ids, options, aux_loss)
+    return _scores(logits, tokens, options, aux_loss)
 
 
 @torch.no_grad()
@@ -139,7 +170,7 @@ def _head_on(
     model: nn.Module,
     places: tuple[torch.Tensor, torch.Tensor],
     shape: torch.Size,
-    batch: Batch,
+    tokens: torch.Tensor,
     options: ForwardOptions,
     foreseen: Foreseen | None,
 ) -> Iterator[_Seen]:
@@ -162,7 +193,7 @@ def _head_on(
         hidden = hidden[rows.to(hidden.device), (positions + hidden.shape[1] - width).to(hidden.device)]
         if recipe is None:
             return (hidden.unsqueeze(0), *inputs[1:])
-        seen.scores = _tiled(module, hidden, batch.completion_ids, recipe, options, foreseen)
+        seen.scores = _tiled(module, hidden, tokens, recipe, options, foreseen)
         return (hidden[None, :1], *inputs[1:])
 
     if head is None or not rows.numel():

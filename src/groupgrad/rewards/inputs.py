@@ -28,7 +28,7 @@ OWN_METRICS = frozenset(
         *("grad_norm", "learning_rate", "epoch", "step_time", "runtime"),
     }
 )
-OWN_METRIC_FOLDERS = ("completions/", "rewards/", "clip_ratio/", "sampling/", "vespo/", "time/")
+OWN_METRIC_FOLDERS = ("completions/", "rewards/", "clip_ratio/", "sampling/", "vespo/", "time/", "tools/", "rollouts/")
 """Names of metrics that the trainer logs, and the beginnings of further ones."""
 
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
@@ -60,7 +60,9 @@ class RewardRunner:
     `model_init_kwargs` without the entries that concern the policy's own checkpoint or placement, see
     `models.POLICY_ONLY_KEYS`), such a model itself, or a callable, synchronous or not. `processing_classes` are the
     tokenizers of the models: None, one for a single item, or a list as long as the items, of which entries for
-    callables are ignored. The lists given are not changed. ValueError or TypeError for what cannot work.
+    callables are ignored. The lists given are not changed. `own_names` are the names of rewards that rollouts bring
+    with them (`Rollout.own_rewards`), further columns of the table; with them there may be no function at all.
+    ValueError or TypeError for what cannot work.
     """
 
     def __init__(
@@ -73,20 +75,22 @@ class RewardRunner:
         trust_remote_code: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         max_batch_rows: int = 16,
+        own_names: Sequence[str] = (),
     ):
         if max_batch_rows < 1:
             raise ValueError(
                 f"max_batch_rows={max_batch_rows}: a forward pass needs at least one row; set it to 1 or more"
             )
         items: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        if not items:
+        if not items and not own_names:
             raise ValueError("reward_funcs=[]: without a reward there is nothing to learn; give at least one function")
         classes = _align(processing_classes, len(items))
         options = RewardModelOptions(device, model_init_kwargs, trust_remote_code, chat_template_kwargs, max_batch_rows)
         for item in items:
             _check(item)
         scorers = [_scorer(item, processing_class, options) for item, processing_class in zip(items, classes)]
-        self.names: list[str] = distinct_names([scorer.name for scorer in scorers])
+        self._own_names = tuple(own_names)
+        self.names: list[str] = distinct_names([*(scorer.name for scorer in scorers), *own_names])
         self._scorers = [scorer.renamed(name) for scorer, name in zip(scorers, self.names)]
         self._loop = LoopThread()
         self._warned_unscored = False
@@ -97,13 +101,17 @@ class RewardRunner:
         Asynchronous functions start first and run, all at once, beside the synchronous ones, which are called in order.
         `rewards` is (B, R), NaN where a function gave None or NaN. RewardError (from the original) if a function
         fails or returns something that cannot be used; KeyboardInterrupt and the like pass through. No function is
-        called for no rollouts.
+        called for no rollouts, nor sees a rollout that failed, whose rewards are NaN.
         """
         rollouts = list(rollouts)
-        if not rollouts:
-            return RewardTable(torch.empty(0, len(self.names), dtype=torch.float64), list(self.names))
-        inputs = CallInputs.of(rollouts, trainer_state, step)
-        logs = [CallLog(name, len(rollouts), step) for name in self.names]
+        scorable = [i for i, rollout in enumerate(rollouts) if rollout.is_scorable]
+        table = RewardTable(torch.empty(0, len(self.names), dtype=torch.float64), list(self.names))
+        if scorable:
+            table = self._score(CallInputs.of([rollouts[i] for i in scorable], trainer_state, step))
+        return table if len(scorable) == len(rollouts) else _spread(table, scorable, len(rollouts))
+
+    def _score(self, inputs: CallInputs) -> RewardTable:
+        logs = [CallLog(scorer.name, len(inputs.rollouts), inputs.step) for scorer in self._scorers]
         outcomes: list[_Outcome | None] = [None] * len(logs)
         pending: dict[int, concurrent.futures.Future[_Ended]] = {}
         try:
@@ -169,7 +177,9 @@ class RewardRunner:
         return failure(error, function.name, inputs)
 
     def _table(self, outcomes: list[_Outcome], logs: list[CallLog], inputs: CallInputs) -> RewardTable:
-        rewards = torch.tensor([outcome.rewards for outcome in outcomes], dtype=torch.float64).T.contiguous()
+        own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
+        own = [[float("nan") if value is None else value for value in values] for values in own]
+        rewards = torch.tensor([*(outcome.rewards for outcome in outcomes), *own], dtype=torch.float64).T.contiguous()
         unscored = rewards.isnan().all(dim=1).nonzero().flatten().tolist()
         if unscored and not self._warned_unscored:
             self._warned_unscored = True
@@ -190,6 +200,17 @@ class RewardRunner:
                 metrics[name] = merge(metrics[name], metric) if name in metrics else metric
         seconds = {name: outcome.seconds for name, outcome in zip(self.names, outcomes)}
         return RewardTable(rewards, list(self.names), columns, metrics, seconds)
+
+
+def _spread(table: RewardTable, rows: list[int], num_rows: int) -> RewardTable:
+    """The table of more rows, of which it holds those numbered `rows`; the others were not scored."""
+    rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
+    rewards[rows] = table.rewards
+    columns = {}
+    for name, values in table.columns.items():
+        known = dict(zip(rows, values))
+        columns[name] = [known.get(row) for row in range(num_rows)]
+    return replace(table, rewards=rewards, columns=columns)
 
 
 def _run_model(model: RewardModel, inputs: CallInputs) -> _Outcome:
