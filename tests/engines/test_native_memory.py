@@ -110,20 +110,22 @@ def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, m
     asked = [Request([g] * (1 + 3 * g), 0, max(budget, true)) for g, budget, true in rows]
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in asked)
     memory = store(longest + extra)
-    schedule = Schedule(asked, memory, max_rows)
+    schedule = Schedule(memory, max_rows)
+    for ticket, request in enumerate(asked):
+        schedule.add(ticket, request)
     done: list[Row] = []
 
     def go_on(active: list[Row]) -> None:
         for row in active:
             row.ids.append(0)
-        ended = [row for row in active if len(row.ids) >= rows[row.index][2]]
+        ended = [row for row in active if len(row.ids) >= rows[row.ticket][2]]
         done.extend(ended)
-        schedule.leave(ended)
+        schedule.end(ended)
 
     for _ in range(3000):
-        if not (schedule.waiting or schedule.active):
-            break
         entering = schedule.admit()
+        if not (entering or schedule.active):
+            break
         if entering:
             new = {id(row.group): row.group for row in entering if row.group.slot < 0}
             groups = [*schedule.groups, *new.values()]
@@ -138,7 +140,7 @@ def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, m
         assert memory.own.area + memory.prompts.area <= memory.max_tokens
         assert memory.own.slots >= len(schedule.active)
         go_on(list(schedule.active))
-    assert sorted(row.index for row in done) == list(range(len(rows)))
+    assert sorted(row.ticket for row in done) == list(range(len(rows)))
     assert memory.peak_tokens <= memory.max_tokens
 
 

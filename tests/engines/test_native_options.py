@@ -94,8 +94,8 @@ def test_draws_invert_the_cumulative_distribution(size: int):
     logits = 3 * torch.randn(400, size)
     choosing = read_options(replace(OPTIONS, temperature=0.6), None)
     asked = [Request([3], seed, 1) for seed in range(400)]
-    sampler = Sampler(asked, choosing, torch.device("cpu"))
-    rows = torch.arange(400)
+    sampler = Sampler(choosing, torch.device("cpu"))
+    rows = torch.tensor(sampler.add(asked))
     tokens = sampler.choose(logits.clone(), rows, torch.zeros_like(rows))
     p = (logits.double() / 0.6).softmax(-1)
     cumulative = p.cumsum(-1)
@@ -115,10 +115,11 @@ def test_a_large_vocabulary_is_worked_on_in_tiles_with_the_same_result():
     torch.manual_seed(0)
     logits = torch.randn(9, 151_936)
     asked = [Request([3], seed, 1) for seed in range(9)]
-    rows = torch.arange(9)
-    together = Sampler(asked, read_options(OPTIONS, None), torch.device("cpu"))
+    together = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
+    rows = torch.tensor(together.add(asked))
     tokens = together.choose(logits, rows, torch.zeros_like(rows))
-    apart = Sampler(asked, read_options(OPTIONS, None), torch.device("cpu"))
+    apart = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
+    apart.add(asked)
     for i in range(9):
         assert apart.choose(logits[i : i + 1], rows[i : i + 1], torch.zeros(1, dtype=torch.int64)) == tokens[i]
     torch.testing.assert_close(together.logprobs, apart.logprobs)
@@ -133,7 +134,8 @@ def test_tokens_without_probability_are_never_drawn():
     """The draws 0 and almost 1 fall on the first and the last token that has any."""
     logits = torch.full((2, 2 * BLOCK), float("-inf"))
     logits[:, [3, BLOCK + 5]] = 0.0
-    sampler = Sampler([Request([3], 0, 1)] * 2, read_options(OPTIONS, None), torch.device("cpu"))
+    sampler = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
+    sampler.add([Request([3], 0, 1)] * 2)
     sampler._draws[:, 0] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     tokens = sampler.choose(logits, torch.arange(2), torch.zeros(2, dtype=torch.int64))
     assert tokens.tolist() == [3, BLOCK + 5]

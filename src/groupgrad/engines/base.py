@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 
@@ -28,12 +29,18 @@ class SamplingOptions:
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One completion to be sampled."""
+    """One completion to be sampled; its text is a function of the prompt, the seed and the budget alone."""
 
     prompt_ids: list[int]
+    """The whole context, whatever of it an engine may have kept."""
     seed: int
     """Of the row's own random stream: its text depends on nothing else, neither neighbours nor batch size."""
     max_new_tokens: int
+    continues: int | None = None
+    """The ticket of an ended request of the same session that was kept: `prompt_ids` begins with its `prompt_ids` and
+    what was sampled for it, and what was kept is taken over. It saves work and changes nothing else."""
+    keep: bool = False
+    """Keep, when this request has ended, what another may continue."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,8 +62,78 @@ class Engine(Protocol):
     An engine may have an attribute `exact: bool`: true if its log-probs and entropies are, but for rounding, those that
     training's modules assign in evaluation mode. Training then takes them as they are instead of computing them again.
     Read it with `getattr(engine, "exact", False)`.
+
+    It may also have a method `session(options)`, a context manager that gives a `Session`; see `open_session`.
     """
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
         ...
+
+
+class Session(Protocol):
+    """Sampling under way, to which requests may come at any time; of one thread only.
+
+    While it is open the model is as the engine samples from it (evaluation mode, the precision's context on this
+    thread, layers replaced by faster ones), and its weights must not change: close it before anything is trained.
+    """
+
+    def submit(self, request: Request) -> int:
+        """The ticket of a request that is sampled from now on."""
+        ...
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """Compute a little, about a token for each request under way; those that ended by it, in ticket order."""
+        ...
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted that have not ended."""
+        ...
+
+    def release(self, ticket: int) -> None:
+        """Forget what was kept of an ended request; nothing happens if nothing is."""
+        ...
+
+
+class BatchSession:
+    """A session over an engine that samples whole batches: `advance` samples all that was submitted since the last.
+
+    Nothing is kept between turns; a request that continues another is sampled from its whole context.
+    """
+
+    def __init__(self, engine: Engine, options: SamplingOptions):
+        self._engine, self._options = engine, options
+        self._waiting: dict[int, Request] = {}
+        self._num_submitted = 0
+
+    def submit(self, request: Request) -> int:
+        """The ticket of a request that the next `advance` samples."""
+        ticket = self._num_submitted
+        self._num_submitted += 1
+        self._waiting[ticket] = replace(request, continues=None, keep=False)
+        return ticket
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """All requests submitted since the last call, in ticket order."""
+        waiting, self._waiting = self._waiting, {}
+        if not waiting:
+            return []
+        return list(zip(waiting, self._engine.sample(list(waiting.values()), self._options)))
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted since the last `advance`."""
+        return len(self._waiting)
+
+    def release(self, ticket: int) -> None:
+        """Nothing is kept, so nothing happens."""
+
+
+def open_session(engine: Engine, options: SamplingOptions) -> AbstractContextManager[Session]:
+    """A session of the engine's own if it has `session(options)`, otherwise one that samples in batches.
+
+    See `Session` for what must not happen while it is open.
+    """
+    opener = getattr(engine, "session", None)
+    return nullcontext(BatchSession(engine, options)) if opener is None else opener(options)

@@ -43,7 +43,9 @@ class Place:
     slot: int
     prefix_slot: int = 0
     prefix_length: int = 0
-    """Tokens of the prompt store's `prefix_slot` that come before the sequence; 0: it is the beginning."""
+    """Tokens of the prompt store's `prefix_slot` that come before the slot's own; 0: they are the beginning."""
+    offset: int = 0
+    """Tokens of the slot that are stored already and come before the sequence."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +58,10 @@ class Segment:
 
 
 class PrefillPlan:
-    """Stores the keys and values of whole sequences; each sequence attends to its prompt and causally to itself."""
+    """Stores the keys and values of sequences as a whole.
+
+    Each attends to its prompt, to the tokens that its slot holds already, and causally to itself.
+    """
 
     def __init__(self, segments: Sequence[Segment], store: Store):
         self._segments, self._prompts = segments, store.prompts
@@ -67,15 +72,22 @@ class PrefillPlan:
         for segment in self._segments:
             span = slice(segment.start, segment.start + segment.length)
             keys, values = key[:, span], value[:, span]
-            place = segment.place
-            place.slab.keys[call.layer][place.slot, :, : segment.length] = keys
-            place.slab.values[call.layer][place.slot, :, : segment.length] = values
-            if place.prefix_length:
-                prefix = (place.prefix_slot, slice(None), slice(0, place.prefix_length))
-                keys = torch.cat([self._prompts.keys[call.layer][prefix].to(keys.dtype), keys], dim=1)
-                values = torch.cat([self._prompts.values[call.layer][prefix].to(values.dtype), values], dim=1)
+            place, end = segment.place, segment.place.offset + segment.length
+            place.slab.keys[call.layer][place.slot, :, place.offset : end] = keys
+            place.slab.values[call.layer][place.slot, :, place.offset : end] = values
+            before = self._before(place)
+            if before:
+                stored = [slab.keys[call.layer][at].to(keys.dtype) for slab, at in before]
+                keys = torch.cat([*stored, keys], dim=1)
+                stored = [slab.values[call.layer][at].to(values.dtype) for slab, at in before]
+                values = torch.cat([*stored, values], dim=1)
             output[span] = causal_attention(query[:, span], keys, values, call).transpose(0, 1)
         return output
+
+    def _before(self, place: Place) -> list[tuple[Slab, tuple[int, slice, slice]]]:
+        """Where the tokens before a sequence lie, in order."""
+        parts = [(self._prompts, place.prefix_slot, place.prefix_length), (place.slab, place.slot, place.offset)]
+        return [(slab, (slot, slice(None), slice(0, length))) for slab, slot, length in parts if length]
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupgrad.engines.base import Request
@@ -20,25 +21,69 @@ BLOCK = 128
 _BELOW_ONE = 1.0 - 2**-52
 
 
-class Sampler:
-    """The random streams of a number of requests, and what was chosen for them."""
+@dataclass(slots=True, frozen=True)
+class Numbers:
+    """What was noted of a request's tokens."""
 
-    def __init__(self, requests: Sequence[Request], choosing: Choosing, device: torch.device):
-        self._choosing = choosing
-        self._requests = requests
-        longest = max((request.max_new_tokens for request in requests), default=0)
+    logprobs: list[float]
+    entropies: list[float]
+
+
+class Sampler:
+    """The random streams of requests under way, and what was chosen for them.
+
+    Each request has a row in tables of draws, log-probs and entropies from `add` to `take_out`; rows are used again.
+    """
+
+    def __init__(self, choosing: Choosing, device: torch.device):
+        self._choosing, self.device = choosing, device
+        self._draws = torch.zeros(0, 0, dtype=torch.float64, device=device)
+        self.logprobs = torch.zeros(0, 0, device=device)
+        """(rows, longest) of the tokens chosen so far."""
+        self.entropies = torch.zeros(0, 0, device=device)
+        self._free: list[int] = []
+        self._seen: torch.Tensor | None = None
+        self._unseen: dict[int, list[int]] = {}
+        """Prompts that are not in `_seen` yet, by row."""
+        self._warpers = _warpers(choosing)
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        """The rows of requests that begin; everything before their first token counts as their prompts."""
+        if not requests:
+            return []
+        longest = max(request.max_new_tokens for request in requests)
+        self._grow(len(requests) - len(self._free), longest)
+        rows, self._free = self._free[: len(requests)], self._free[len(requests) :]
         draws = torch.zeros(len(requests), longest, dtype=torch.float64)
         for row, request in zip(draws, requests):
             stream = torch.Generator().manual_seed(request.seed)
             row[: request.max_new_tokens] = torch.rand(request.max_new_tokens, generator=stream, dtype=torch.float64)
-        self._draws = draws.to(device)
-        self.logprobs = torch.zeros(len(requests), longest, device=device)
-        """(requests, longest) of the tokens chosen so far."""
-        self.entropies = torch.zeros(len(requests), longest, device=device)
-        self._seen: torch.Tensor | None = None
-        self._warpers = _warpers(choosing)
-        self._scratch: dict[str, torch.Tensor] = {}
-        self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
+        self._draws[torch.tensor(rows, device=self.device), :longest] = draws.to(self.device)
+        if self._choosing.repetition_penalty != 1.0:
+            self._unseen.update(zip(rows, (request.prompt_ids for request in requests)))
+        return rows
+
+    def _grow(self, num_more: int, longest: int) -> None:
+        """At least so many more rows, for requests of up to `longest` tokens; the tables double at least."""
+        height, width = self._draws.shape
+        new_height = max(height + num_more, 2 * height) if num_more > 0 else height
+        new_width = max(longest, 2 * width) if longest > width else width
+        if (new_height, new_width) == (height, width):
+            return
+        self._free += range(height, new_height)
+        self._draws, self.logprobs, self.entropies = (
+            F.pad(table, (0, new_width - width, 0, new_height - height))
+            for table in (self._draws, self.logprobs, self.entropies)
+        )
+
+    def take_out(self, rows: Sequence[int], counts: Sequence[int]) -> list[Numbers]:
+        """What was noted of the first `counts` tokens of requests that have ended; their rows are free afterwards."""
+        at, longest = torch.tensor(rows, device=self.device), max(counts)
+        logprobs, entropies = self.logprobs[at, :longest].tolist(), self.entropies[at, :longest].tolist()
+        self._free += rows
+        return [Numbers(p[:count], e[:count]) for p, e, count in zip(logprobs, entropies, counts)]
 
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n,) tokens that follow, from logits (n, V), for the requests `rows` (n,) that have `counts` (n,) tokens."""
@@ -131,11 +176,16 @@ class Sampler:
         scores.masked_fill_(mask if where is None else where[:, None] & mask, float("-inf"))
 
     def _seen_on(self, logits: torch.Tensor) -> torch.Tensor:
-        """(requests, V) bool, the tokens that are in a request's prompt or completion."""
+        """(rows, V) bool, the tokens that are in a request's prompt or completion."""
+        height = self._draws.shape[0]
         if self._seen is None:
-            self._seen = torch.zeros(len(self._requests), logits.shape[1], dtype=torch.bool, device=logits.device)
-            for row, request in zip(self._seen, self._requests):
-                row[torch.tensor(request.prompt_ids, device=logits.device)] = True
+            self._seen = torch.zeros(height, logits.shape[1], dtype=torch.bool, device=logits.device)
+        if len(self._seen) < height:
+            self._seen = F.pad(self._seen, (0, 0, 0, height - len(self._seen)))
+        for row, prompt_ids in self._unseen.items():
+            self._seen[row] = False
+            self._seen[row, torch.tensor(prompt_ids, device=logits.device)] = True
+        self._unseen = {}
         return self._seen
 
 

@@ -2,7 +2,8 @@
 
 Two slabs of one kind: one holds prompts, each once however many rows continue it, the other the rows' own tokens. A
 slab is a rectangle of slots by places for every layer; slots in use are always the first ones, so that a layer's keys
-are one contiguous tensor that matrix products can read as it is.
+are one contiguous tensor that matrix products can read as it is. What a row leaves for another that will continue it is
+parked outside, in tensors of its own.
 """
 
 from __future__ import annotations
@@ -66,21 +67,53 @@ class Slab:
                 tensor[target, :, :used] = tensor[source, :, :used]
 
 
+@dataclass(slots=True, eq=False)
+class Parked:
+    """The first own tokens of a row that has left its slot."""
+
+    num_tokens: int
+    keys: dict[int, torch.Tensor]
+    """By layer, (Hkv, num_tokens, D)."""
+    values: dict[int, torch.Tensor]
+
+
 class Store:
-    """The slabs of prompts and of rows, and the bound that both together stay under."""
+    """The slabs of prompts and of rows, what is parked, and the bound that all together stay under."""
 
     def __init__(self, layers: dict[int, LayerShape], max_bytes: int):
         self.bytes_per_token = max(1, sum(layer.bytes_per_token for layer in layers.values()))
-        self.max_tokens = max_bytes // self.bytes_per_token
+        self.max_bytes, self.max_tokens = max_bytes, max_bytes // self.bytes_per_token
+        self.parked_tokens = 0
         self.devices = {layer.device for layer in layers.values()}
         self.prompts, self.own = Slab(layers), Slab(layers)
         # Rows that lie close together are read faster; but on a GPU a change of size costs a recording (see `graphs`).
         self._spare = 1.0 if any(device.type == "cuda" for device in self.devices) else 0.125
         self.peak_tokens = 0
 
-    def fits(self, rows: int, length: int, prompts: int, prompt_length: int) -> bool:
-        """True if so many rows and prompts of such lengths can be stored at once."""
-        return rows * length + prompts * prompt_length <= self.max_tokens
+    def fits(self, rows: int, length: int, prompts: int, prompt_length: int, parked: int = 0) -> bool:
+        """True if so many rows and prompts of such lengths can be stored, beside what is parked and `parked` more."""
+        return rows * length + prompts * prompt_length + parked <= self.max_tokens - self.parked_tokens
+
+    def park(self, slot: int, num_tokens: int) -> Parked:
+        """A copy of the first own tokens in a slot."""
+        own = self.own
+        keys, values = (
+            {number: tensor[slot, :, :num_tokens].clone() for number, tensor in tensors.items()}
+            for tensors in (own.keys, own.values)
+        )
+        self.parked_tokens += num_tokens
+        return Parked(num_tokens, keys, values)
+
+    def restore(self, parked: Parked, slot: int) -> None:
+        """Put what was parked into a slot that has the places for it."""
+        for tensors, stored in ((self.own.keys, parked.keys), (self.own.values, parked.values)):
+            for number, tensor in stored.items():
+                tensors[number][slot, :, : parked.num_tokens] = tensor
+
+    def drop(self, parked: Parked) -> None:
+        """Forget what was parked."""
+        self.parked_tokens -= parked.num_tokens
+        parked.keys, parked.values = {}, {}
 
     def reserve(self, need: Need, kept: Need) -> bool:
         """Make room for `need`, keeping what `kept` says is in use; False, and nothing done, if the bound forbids it.
@@ -94,9 +127,10 @@ class Store:
         prompt_slots, prompt_places = prompts.slots, prompts.places
         if need.prompts > prompt_slots or need.prompt_length > prompt_places:
             prompt_slots, prompt_places = need.prompts, need.prompt_length
-        if slots * places + prompt_slots * prompt_places > self.max_tokens:
+        room = self.max_tokens - self.parked_tokens
+        if slots * places + prompt_slots * prompt_places > room:
             slots, prompt_slots, prompt_places = need.rows, need.prompts, need.prompt_length
-            left = self.max_tokens - prompt_slots * prompt_places
+            left = room - prompt_slots * prompt_places
             places = min(max(places, need.length), left // max(slots, 1))
             if places < need.length:
                 return False
@@ -107,7 +141,7 @@ class Store:
         for slab, new_slots, new_places, keep_slots, keep_places in changes:
             if (new_slots, new_places) != (slab.slots, slab.places):
                 slab.resize(new_slots, new_places, keep_slots, keep_places)
-        self.peak_tokens = max(self.peak_tokens, own.area + prompts.area)
+        self.peak_tokens = max(self.peak_tokens, own.area + prompts.area + self.parked_tokens)
         return True
 
 
