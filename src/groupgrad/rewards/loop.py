@@ -1,4 +1,4 @@
-"""One event loop on a thread of its own, for asynchronous reward functions."""
+"""One event loop on a thread of its own, for asynchronous reward functions and tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class LoopThread:
     with this object, or with the interpreter; a later `submit` starts a new one. Thread-safe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "reward-loop") -> None:
+        self._name = name
         self._lock = threading.Lock()
         self._running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]] = []
         self._finalizer = weakref.finalize(self, _stop, self._running)
@@ -29,7 +30,7 @@ class LoopThread:
         with self._lock:
             if not self._running or not self._running[0][1].is_alive():
                 self._running.clear()
-                self._running.append(_start())
+                self._running.append(_start(self._name))
             return asyncio.run_coroutine_threadsafe(coroutine, self._running[0][0])
 
     def close(self) -> None:
@@ -37,10 +38,18 @@ class LoopThread:
         with self._lock:
             _stop(self._running)
 
+    def abandon(self) -> None:
+        """Ask the thread to end and do not wait for it: for a loop that a coroutine blocks."""
+        with self._lock:
+            for loop, thread in self._running:
+                if thread.is_alive():
+                    loop.call_soon_threadsafe(loop.stop)
+            self._running.clear()
 
-def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+
+def _start(name: str) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=_run, args=(loop,), name="reward-loop", daemon=True)
+    thread = threading.Thread(target=_run, args=(loop,), name=name, daemon=True)
     thread.start()
     return loop, thread
 
