@@ -24,6 +24,10 @@ PADDING = 8192
 """Prompts are stored side by side at the longest one's length; this many tokens of padding are always accepted, beyond
 that as many as there are tokens."""
 
+AWAITED_SHARE = 0.5
+"""Share of the bound that is left to what waiting rows have parked while other rows could enter in its place: computing
+it anew costs less than computing few rows at a time."""
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -217,7 +221,7 @@ class Schedule:
         while self.waiting and crowd.rows != self._max_rows:
             row = self.waiting[0]
             while not (is_room := self._fits(more := crowd.beside(row))):
-                if not self.drop_parked(also_awaited=not crowd.rows):
+                if not self._drop_for([*entering, row], crowd.rows):
                     break
                 crowd = self._crowd(entering)
             if not is_room and crowd.rows:
@@ -227,6 +231,15 @@ class Schedule:
         self._may_enter = False
         self.num_waited += bool(self.waiting)
         return entering
+
+    def _drop_for(self, coming: Sequence[Row], num_rows: int) -> bool:
+        """Make some room for rows to enter beside `num_rows` others; False if nothing parked may go for them."""
+        if num_rows and self.store.parked_tokens <= AWAITED_SHARE * self.store.max_tokens:
+            return self.drop_parked()
+        spared = [row.request.continues for row in coming if row.request.continues is not None]
+        if self.drop_parked(also_awaited=True, spared=spared):
+            return True
+        return not num_rows and self.drop_parked(also_awaited=True)
 
     def _queue(self) -> None:
         """Put those that came last into the line: rows that go on before those that begin."""
@@ -336,17 +349,18 @@ class Schedule:
             if not self.drop_parked():
                 return False
 
-    def drop_parked(self, *, also_awaited: bool = False) -> bool:
-        """Forget what was parked first, to be computed anew; False if nothing is parked.
+    def drop_parked(self, *, also_awaited: bool = False, spared: Sequence[int] = ()) -> bool:
+        """Forget what was parked first, to be computed anew; False if there is none but what is `spared`.
 
-        What waiting rows are about to take back stays, unless `also_awaited`, and then goes last.
+        What waiting rows are about to take back stays, unless `also_awaited`, and then what was parked last goes first:
+        it is needed last.
         """
-        idle = [ticket for ticket, kept in self._parked.items() if not kept.is_awaited]
-        awaited = list(self._parked)[::-1] if also_awaited else []
-        for ticket in [*idle, *awaited][:1]:
-            self._forget(ticket)
-            return True
-        return False
+        tickets = [ticket for ticket, kept in self._parked.items() if not kept.is_awaited]
+        if also_awaited and not tickets:
+            tickets = [ticket for ticket in reversed(self._parked) if ticket not in spared]
+        if tickets:
+            self._forget(tickets[0])
+        return bool(tickets)
 
     def leave(self, gone: Sequence[Row]) -> None:
         """Take rows out of the active ones, and groups without rows out of the store; the last ones fill the gaps."""

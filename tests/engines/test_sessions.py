@@ -1,0 +1,534 @@
+"""Sessions: requests that come at any time, and turns that cost their new tokens only and say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from groupgrad.engines.base import BatchSession, Request, Sample, SamplingOptions, Session, open_session
+from groupgrad.engines.native import NativeEngine, schedule
+from groupgrad.engines.transformers import TransformersEngine
+
+OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)
+ENDLESS = replace(OPTIONS, eos_ids=())
+GREEDY = replace(OPTIONS, extra={"do_sample": False})
+LONG, SHORT = [5, 6, 7, 8, 9, 10, 11], [12, 13]
+BYTES = 2 * 1 * (8 + 8) * 4
+"""Of a token in "qwen3": layers x heads x widths x float32."""
+SINKS = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@dataclass
+class Turn:
+    """What a row is given before it goes on (the first turn: its prompt), and how it goes on."""
+
+    given: list[int]
+    seed: int
+    budget: int
+
+
+@dataclass
+class Said:
+    """A turn as it was sampled."""
+
+    request: Request
+    sample: Sample
+
+
+@dataclass
+class Talk:
+    """A row of several turns, turned into requests one after the other."""
+
+    turns: Sequence[Turn]
+    keep: bool = True
+    said: list[Said] = field(default_factory=list)
+    ticket: int | None = None
+    """Of the turn sampled last, or of the one under way."""
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.said) == len(self.turns)
+
+    def request(self) -> Request:
+        turn = self.turns[len(self.said)]
+        before = [*self.said[-1].request.prompt_ids, *self.said[-1].sample.ids] if self.said else []
+        continues = self.ticket if self.keep and self.said else None
+        return Request([*before, *turn.given], turn.seed, turn.budget, continues, self.keep)
+
+
+def talk(session: Session, talks: Sequence[Talk]) -> None:
+    """Let all rows talk at once, each going on as soon as its turn has ended."""
+    open_talks: dict[int, Talk] = {}
+    for row in talks:
+        row.ticket = session.submit(row.request())
+        open_talks[row.ticket] = row
+    while session.num_open:
+        for ticket, sample in session.advance():
+            row = open_talks.pop(ticket)
+            row.said.append(Said(row.request(), sample))
+            if not row.is_over:
+                row.ticket = session.submit(row.request())
+                open_talks[row.ticket] = row
+    assert not open_talks
+
+
+def assert_said_as_if_alone(model: Any, talks: Sequence[Talk], options: SamplingOptions, tokenizer: Any = None) -> None:
+    """Each turn, sampled by itself from its whole context, has the same tokens and the same numbers."""
+    for row in talks:
+        assert row.is_over
+        for turn, said in zip(row.turns, row.said):
+            request = replace(said.request, continues=None, keep=False)
+            expected = NativeEngine(model, tokenizer=tokenizer).sample([request], options)[0]
+            assert (request.seed, request.max_new_tokens) == (turn.seed, turn.budget)
+            assert (said.sample.ids, said.sample.finish_reason) == (expected.ids, expected.finish_reason)
+            assert said.sample.logprobs == pytest.approx(expected.logprobs, rel=1e-5, abs=1e-5)
+            assert said.sample.entropies == pytest.approx(expected.entropies, rel=1e-5, abs=1e-5)
+
+
+def conversations() -> list[Talk]:
+    """Two groups of two rows and a row alone; three, two and one turns; one reply is empty."""
+    first = [(LONG, 6), (LONG, 3), (SHORT, 5), (SHORT, 1), ([14], 4)]
+    later = [[([20, 21, 22], 4), ([23], 5)], [([24] * 9, 3), ([], 2)], [([25, 26], 6)], [([27], 1), ([28, 29], 7)], []]
+    return [
+        Talk([Turn(ids, 100 * i + j, budget) for j, (ids, budget) in enumerate([start, *rest])])
+        for i, (start, rest) in enumerate(zip(first, later))
+    ]
+
+
+def make_sinks_model() -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(transformers.GptOssConfig(**SINKS))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+# ------------------------------------------------------------------------------------------- the same texts
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "gemma2 (soft caps)", "mistral (sliding window)", "gpt2", "qwen3-moe", "gpt-oss (sinks)"]
+)
+@pytest.mark.parametrize("options", [OPTIONS, GREEDY, replace(ENDLESS, temperature=0.7)])
+def test_a_continued_turn_says_what_the_whole_context_does(kind: str, options: SamplingOptions, build):
+    model = make_sinks_model() if kind == "gpt-oss (sinks)" else build(kind)
+    talks = conversations()
+    engine = NativeEngine(model)
+    with open_session(engine, options) as session:
+        talk(session, talks)
+    assert engine.statistics.num_restored > 0
+    assert_said_as_if_alone(model, talks, options)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 5.0, "temperature": 0.7},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"eos_ids": tuple(range(1, 30)), "extra": {"min_new_tokens": 3}},
+        {"extra": {"begin_suppress_tokens": list(range(20, 40))}},
+    ],
+)
+def test_options_count_for_each_turn_and_penalties_for_the_whole_context(changes: dict[str, Any], build):
+    model, options = build("qwen3"), replace(OPTIONS, **changes)
+    plain, talks = conversations(), conversations()
+    with open_session(NativeEngine(model), OPTIONS) as session:
+        talk(session, plain)
+    with open_session(NativeEngine(model), options) as session:
+        talk(session, talks)
+    assert_said_as_if_alone(model, talks, options)
+    assert [s.sample.ids for t in talks for s in t.said] != [s.sample.ids for t in plain for s in t.said]
+
+
+def test_a_stop_string_ends_the_turn_that_it_stands_in(make_model, make_tokenizer):
+    model, tokenizer = make_model().eval(), make_tokenizer()
+    options = replace(ENDLESS, extra={"stop_strings": ["a", "b"], "suppress_tokens": [0, 1, 2, 3, *range(10, 100)]})
+    talks = [Talk([Turn([5, 6], i, 8), Turn([4, 5], i + 50, 8)]) for i in range(8)]
+    with open_session(NativeEngine(model, tokenizer=tokenizer), options) as session:
+        talk(session, talks)
+    assert_said_as_if_alone(model, talks, options, tokenizer)
+    second = [row.said[1].sample for row in talks]
+    assert any(len(s.ids) > 1 for s in second), "the strings in the turn before and in the reply end nothing"
+    assert any(s.finish_reason == "eos" for s in second)
+
+
+def test_rows_that_come_later_change_nothing(build):
+    """One row after the other enters while those before are under way, in two orders."""
+    model = build("mistral (sliding window)")
+    asked = [Request([LONG, SHORT, [14]][i % 3], i, 4 + i % 5) for i in range(9)]
+    alone = [NativeEngine(model).sample([request], ENDLESS)[0] for request in asked]
+    for order in (range(9), range(8, -1, -1)):
+        found: dict[int, Sample] = {}
+        with open_session(NativeEngine(model, max_rows=4), ENDLESS) as session:
+            tickets = {}
+            for i in order:
+                tickets[session.submit(asked[i])] = i
+                found.update((tickets[t], s) for t, s in session.advance())
+            while session.num_open:
+                ended = session.advance()
+                assert [t for t, _ in ended] == sorted(t for t, _ in ended)
+                found.update((tickets[t], s) for t, s in ended)
+        assert [found[i].ids for i in range(9)] == [s.ids for s in alone]
+
+
+def test_recorded_steps_go_on_from_turns_too(build, monkeypatch):
+    model, talks = build("gemma2 (soft caps)"), conversations()
+    engine = NativeEngine(model)
+    monkeypatch.setattr(engine, "_recorder", lambda devices: lambda work: work)
+    with open_session(engine, OPTIONS) as session:
+        talk(session, talks)
+    assert_said_as_if_alone(model, talks, OPTIONS)
+
+
+def test_an_engine_of_batches_has_the_same_texts(build):
+    model, ours, theirs = build("qwen3"), conversations(), conversations()
+    with open_session(NativeEngine(model), OPTIONS) as session:
+        assert not isinstance(session, BatchSession)
+        talk(session, ours)
+    with open_session(TransformersEngine(model), OPTIONS) as session:
+        assert isinstance(session, BatchSession)
+        assert (session.num_open, session.advance()) == (0, [])
+        talk(session, theirs)
+    for a, b in zip((s for t in ours for s in t.said), (s for t in theirs for s in t.said), strict=True):
+        assert (a.request.prompt_ids, a.sample.ids) == (b.request.prompt_ids, b.sample.ids)
+        assert a.sample.logprobs == pytest.approx(b.sample.logprobs, rel=1e-5, abs=1e-5)
+
+
+class Scripted:
+    """An engine that answers each request with its seed, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Request]] = []
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        self.calls.append(list(requests))
+        return [Sample([request.seed], "eos") for request in requests]
+
+
+def test_a_batch_is_what_was_submitted_since_the_last():
+    engine = Scripted()
+    with open_session(engine, OPTIONS) as session:
+        first = [session.submit(Request([5], seed, 3, keep=True)) for seed in (7, 8)]
+        assert session.num_open == 2
+        assert [(t, s.ids) for t, s in session.advance()] == [(first[0], [7]), (first[1], [8])]
+        second = session.submit(Request([5, 7, 9], 10, 3, continues=first[0]))
+        assert [(t, s.ids) for t, s in session.advance()] == [(second, [10])]
+        assert (session.num_open, session.advance()) == (0, [])
+        session.release(first[1])
+    assert engine.calls == [[Request([5], 7, 3), Request([5], 8, 3)], [Request([5, 7, 9], 10, 3)]]
+
+
+# ------------------------------------------------------------------------------------------- what it costs
+
+
+def test_a_turn_costs_its_new_tokens_only(build):
+    """By hand: both prompts once; then each turn its reply and the token chosen last, which was never computed."""
+    talks = [
+        Talk([Turn(LONG, 1, 6), Turn([20, 21, 22], 2, 5), Turn([23], 3, 4)]),
+        Talk([Turn(LONG, 4, 6), Turn([24, 25], 5, 5)]),
+        Talk([Turn(SHORT, 6, 1), Turn([26] * 10, 7, 3)]),
+    ]
+    engine = NativeEngine(build("qwen3"))
+    with open_session(engine, ENDLESS) as session:
+        talk(session, talks)
+        assert engine.statistics.num_prefilled == 7 + 2 + (1 + 3) + (1 + 1) + (1 + 2) + (1 + 10)
+        assert engine.statistics.num_restored == 5 + (5 + 4 + 4) + 5 + 0
+        assert engine.statistics.num_decoded == (5 + 4 + 3) + (5 + 4) + (0 + 2)
+        assert (engine.statistics.num_preempted, engine.statistics.num_waited) == (0, 0)
+
+
+@pytest.mark.parametrize("prompt", [LONG, [14]])
+def test_a_prompt_that_is_stored_is_joined(prompt: list[int], build):
+    """While a row of the group is under way or kept, a new one costs the prompt's last token, for what follows it."""
+    model = build("qwen3")
+    engine = NativeEngine(model)
+    asked = [Request(prompt, seed, 4, keep=seed == 1) for seed in range(4)]
+    found: dict[int, Sample] = {}
+    costs = []
+    with open_session(engine, ENDLESS) as session:
+        for request in asked[:2]:
+            session.submit(request)
+        for request in asked[2:]:
+            found.update(session.advance())
+            costs.append(engine.statistics.num_prefilled)
+            session.submit(request)
+        while session.num_open:
+            found.update(session.advance())
+        costs.append(engine.statistics.num_prefilled)
+        kept = session.submit(replace(asked[0], seed=9))
+        found.update(session.advance())
+        costs.append(engine.statistics.num_prefilled)
+        while session.num_open:
+            found.update(session.advance())
+        session.release(1)
+        session.submit(asked[0])
+        session.advance()
+        costs.append(engine.statistics.num_prefilled)
+    size = len(prompt)
+    assert costs == [size, size + 1, size + 2, size + 3, 2 * size + 3]
+    alone = [NativeEngine(model).sample([r], ENDLESS)[0].ids for r in [*asked, replace(asked[0], seed=9)]]
+    assert [found[i].ids for i in range(4)] == alone[:4]
+    assert found[kept].ids == alone[4]
+
+
+def test_tables_and_groups_do_not_grow_with_the_turns(build):
+    engine = NativeEngine(build("qwen3", max_position_embeddings=512))
+    with engine.session(replace(ENDLESS, repetition_penalty=1.5)) as session:
+        for round_number in range(10):
+            talk(session, [Talk([Turn([5 + i, 6 + round_number], i, 3), Turn([7], i, 3)]) for i in range(3)])
+        assert session._sampler.logprobs.shape == (3, 3)
+        for ticket in range(60):
+            session.release(ticket)
+        rows = session._schedule
+        assert not (rows._kept or rows._parked or rows._joinable or rows.groups)
+        assert rows.store.parked_tokens == 0
+        talk(session, [Talk([Turn([5], i, 20)]) for i in range(4)])
+        assert session._sampler.logprobs.shape == (6, 20)
+
+
+def test_what_is_kept_counts_as_memory_until_it_is_released(build):
+    engine = NativeEngine(build("qwen3"))
+    with engine.session(ENDLESS) as session:
+        asked = [Request(LONG, 0, 5, keep=True), Request(SHORT, 1, 3, keep=True), Request(SHORT, 2, 4)]
+        for request in asked:
+            session.submit(request)
+        while session.num_open:
+            session.advance()
+        store = session._schedule.store
+        assert store.parked_tokens == 4 + 2
+        assert engine.statistics.peak_bytes >= (6 + store.own.area + store.prompts.area) * BYTES
+        session.release(0)
+        session.release(0)
+        session.release(2)
+        session.release(77)
+        assert store.parked_tokens == 2
+        assert [group.ids for group in session._schedule.groups] == [SHORT]
+        with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
+            session.submit(Request([*LONG, 3, 3, 3, 3, 3], 0, 5, continues=0))
+
+
+# ------------------------------------------------------------------------------------------- when memory is short
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral (sliding window)"])
+@pytest.mark.parametrize("tokens", [180, 300])
+def test_when_memory_is_short_what_is_kept_goes_and_rows_give_way_and_say_the_same(kind: str, tokens: int, build):
+    """Only second turns are long enough to outgrow the headroom that rows enter with."""
+    model = build(kind, max_position_embeddings=256)
+    talks = [
+        Talk(
+            [Turn([LONG, SHORT][i % 2], i, 6 + 2 * i), Turn([20] * (3 + i), 50 + i, 90 + i), Turn([21], 90 + i, 9 - i)]
+        )
+        for i in range(8)
+    ]
+    engine = NativeEngine(model, kv_memory=tokens * BYTES)
+    with open_session(engine, ENDLESS) as session:
+        talk(session, talks)
+    statistics = engine.statistics
+    assert statistics.peak_bytes <= tokens * BYTES
+    assert statistics.num_waited > 0
+    assert statistics.num_preempted > 0
+    replies = sum(1 + len(turn.given) for row in talks for turn in row.turns[1:])
+    assert statistics.num_prefilled > len(LONG) + len(SHORT) + replies
+    assert_said_as_if_alone(model, talks, ENDLESS)
+
+
+def test_rows_that_come_are_worth_more_than_rows_that_may_come_back(build):
+    """Room for one row and nothing beside it: what was kept of the first goes for the second, and is computed anew."""
+    model = build("qwen3")
+    engine = NativeEngine(model, kv_memory=30 * BYTES)
+    rows = [Talk([Turn(LONG, 0, 8), Turn([20, 21], 1, 8)]), Talk([Turn([30] * 9, 2, 20)])]
+    with engine.session(ENDLESS) as session:
+        rows[0].ticket = session.submit(rows[0].request())
+        while session.num_open:
+            rows[0].said += [Said(rows[0].request(), sample) for _, sample in session.advance()]
+        assert session._schedule.store.parked_tokens == 7
+        talk(session, rows[1:])
+        talk(session, [rows[0]])
+    assert engine.statistics.num_restored == 0
+    assert engine.statistics.num_prefilled == 7 + 9 + 7 + (8 + 2)
+    assert_said_as_if_alone(model, rows, ENDLESS)
+
+
+def test_a_bound_that_nobody_set_stretches_for_a_long_row(build, monkeypatch):
+    monkeypatch.setattr("groupgrad.engines.native.engine.free_bytes", lambda device: 20 * BYTES)
+    model, rows = build("qwen3"), [Talk([Turn(LONG, 0, 8), Turn([20, 21], 1, 20)]), Talk([Turn(SHORT, 3, 5)])]
+    with open_session(NativeEngine(model), ENDLESS) as session:
+        talk(session, rows)
+    assert_said_as_if_alone(model, rows, ENDLESS)
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+@contextmanager
+def kept_row(model: Any, **bounds: int) -> Iterator[tuple[Any, list[int]]]:
+    """A session with a kept request, ticket 0, and its prompt with what was sampled."""
+    with NativeEngine(model, **bounds).session(ENDLESS) as session:
+        session.submit(Request(SHORT, 0, 3, keep=True))
+        found = []
+        while session.num_open:
+            found += session.advance()
+        yield session, [*SHORT, *found[0][1].ids]
+
+
+def test_a_continuation_begins_with_what_it_continues(build):
+    with kept_row(build("qwen3")) as (session, context):
+        other = [*context[:3], context[3] + 1, *context[4:], 20]
+        words = f"continues=0, .* token {context[3] + 1} at position 3 where that request has token {context[3]}"
+        with pytest.raises(ValueError, match=words):
+            session.submit(Request(other, 0, 3, continues=0))
+        with pytest.raises(ValueError, match=f"the end at position 4 where that request has token {context[4]}"):
+            session.submit(Request(context[:4], 0, 3, continues=0))
+        assert session.num_open == 0
+        ticket = session.submit(Request([*context, 20], 0, 3, continues=0))
+        assert [ticket, session.num_open] == [1, 1]
+
+
+def test_only_what_is_kept_is_continued_and_once(build):
+    with kept_row(build("qwen3")) as (session, context):
+        with pytest.raises(ValueError, match="continues=5, but nothing is kept"):
+            session.submit(Request([*context, 20], 0, 3, continues=5))
+        going_on = session.submit(Request([*context, 20], 0, 3, continues=0))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"continues={going_on}, but that request has not ended"):
+                session.submit(Request([*context, 20], 0, 3, continues=going_on))
+            session.advance()
+        with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
+            session.submit(Request([*context, 20], 0, 3, continues=0))
+        while session.num_open:
+            session.advance()
+        with pytest.raises(ValueError, match=f"continues={going_on}, but nothing is kept .* keep=True"):
+            session.submit(Request([*context, 20, 3, 3, 3], 0, 3, continues=going_on))
+
+
+def test_a_turn_that_can_never_fit_is_refused_and_the_session_goes_on(build):
+    with kept_row(build("qwen3"), kv_memory=12 * BYTES) as (session, context):
+        with pytest.raises(ValueError, match=rf"hold .* 12 tokens; a prompt of 6 tokens with 7 .* least {13 * BYTES} "):
+            session.submit(Request([*context, 20], 0, 7, continues=0))
+        with pytest.raises(ValueError, match="max_new_tokens=0"):
+            session.submit(Request([*context, 20], 0, 0, continues=0))
+        session.submit(Request([*context, 20], 0, 6, continues=0))
+        while session.num_open:
+            session.advance()
+
+
+def test_a_session_leaves_the_model_as_it_was_and_ends_with_its_block(build):
+    model = build("qwen3").train()
+    with pytest.raises(RuntimeError, match="stop"), NativeEngine(model).session(OPTIONS) as session:
+        assert not any(module.training for module in model.modules())
+        session.submit(Request(SHORT, 0, 3))
+        session.advance()
+        raise RuntimeError("stop")
+    assert all(module.training for module in model.modules())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.is_grad_enabled()
+    with pytest.raises(ValueError, match="session is closed"):
+        session.submit(Request(SHORT, 0, 3))
+    with pytest.raises(ValueError, match="session is closed"):
+        session.advance()
+
+
+def test_sample_takes_requests_of_a_session_for_what_they_are(build):
+    engine = NativeEngine(build("qwen3"))
+    plain = engine.sample([Request(SHORT, 3, 4)], OPTIONS)
+    assert engine.sample([Request(SHORT, 3, 4, continues=8, keep=True)], OPTIONS) == plain
+
+
+# ------------------------------------------------------------------------------------------- any schedule
+
+
+TURN = st.tuples(st.lists(st.integers(3, 40), max_size=6), st.integers(1, 9))
+ROWS = st.lists(
+    st.tuples(st.sampled_from([LONG, SHORT, [14]]), st.integers(1, 9), st.lists(TURN, max_size=2)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True, database=None)
+@given(
+    rows=ROWS,
+    choices=st.lists(st.integers(0, 11), max_size=40),
+    tokens=st.sampled_from([60, 90, 100_000]),
+    bounds=st.sampled_from([(None, 32), (None, 1), (2, 32), (1, 1)]),
+)
+def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[int], tokens: int, bounds: Any):
+    """Each choice submits the next turn of an idle row, now and then as a new one, or lets the session advance."""
+    model, (max_rows, headroom) = make_small(), bounds
+    talks = [
+        Talk([Turn(prompt, 10 * i, budget), *(Turn(ids, 10 * i + j, n) for j, (ids, n) in enumerate(later, 1))])
+        for i, (prompt, budget, later) in enumerate(rows)
+    ]
+    engine = NativeEngine(model, kv_memory=tokens * BYTES, max_rows=max_rows)
+    with pytest.MonkeyPatch.context() as patch, engine.session(OPTIONS) as session:
+        patch.setattr(schedule, "HEADROOM", headroom)
+        under_way: dict[int, Talk] = {}
+        while not all(row.is_over for row in talks):
+            idle = [row for row in talks if not row.is_over and row.ticket not in under_way]
+            choice = choices.pop() if choices else 1
+            if idle and choice % 2:
+                row = idle[choice % len(idle)]
+                request = row.request()
+                if choice == 11 and row.ticket is not None:
+                    session.release(row.ticket)
+                    request = replace(request, continues=None)
+                row.ticket = session.submit(request)
+                under_way[row.ticket] = row
+                continue
+            for ticket, sample in session.advance():
+                row = under_way.pop(ticket)
+                row.said.append(Said(row.request(), sample))
+        for row in talks:
+            assert row.ticket is not None
+            session.release(row.ticket)
+        assert session._schedule.store.parked_tokens == 0
+        assert not session._schedule.groups
+    assert engine.statistics.peak_bytes <= tokens * BYTES
+    assert_said_as_if_alone(model, talks, OPTIONS)
+
+
+def make_small() -> Any:
+    """The model "qwen3", made here because a property has no fixtures."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 48,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "eos_token_id": 1,
+    }
+    model = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
