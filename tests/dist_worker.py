@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ from groupgrad import dist
 
 def main(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    at_exit = [atexit._ncallbacks()]  # pyright: ignore[reportAttributeAccessIssue]
+    dist.all_sum([0.0])
+    at_exit.append(atexit._ncallbacks())  # pyright: ignore[reportAttributeAccessIssue]
     rows = torch.arange(6.0).view(3, 2) if rank == 0 else torch.tensor([[10.0, 11.0]])
     rows.requires_grad_(True)
     gathered = dist.all_gather_rows(rows * 2)
@@ -30,8 +34,9 @@ def main(rank: int, folder: Path) -> None:
         "no_failure": failure(None),
         "still_in_step": dist.all_sum([1.0]),
     }
+    at_exit.append(atexit._ncallbacks())  # pyright: ignore[reportAttributeAccessIssue]
+    found["at_exit"] = [count - at_exit[0] for count in at_exit]
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
 
 
 def failure(error: BaseException | None) -> list[str] | None:

@@ -70,3 +70,9 @@ def test_one_rank_fails_and_none_is_left_waiting(ranks):
     assert [rank["both"][0] for rank in ranks] == ["KeyError", "KeyError"]
     assert both(ranks, "no_failure") is None
     assert both(ranks, "still_in_step") == [2.0]
+
+
+def test_who_met_others_over_gloo_rests_once_before_the_end(ranks):
+    """And so ends well though the group is left standing; without the rest about every third process was aborted."""
+    assert both(ranks, "at_exit") == [0, 1, 1]
+    assert dist.GLOO_REST_S <= 0.5

@@ -5,14 +5,20 @@ Every rank must call a collective the same number of times, also with nothing to
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 
 T = TypeVar("T")
+
+GLOO_REST_S = 0.25
+"""How long a process that met others over gloo rests before its interpreter shuts down."""
 
 
 def is_active() -> bool:
@@ -39,6 +45,7 @@ def all_gather_objects(obj: T) -> list[T]:
     """Collective. One picklable object from each rank, in rank order."""
     if not is_active():
         return [obj]
+    _rest_at_exit()
     gathered: list[Any] = [None] * world_size()
     torch_dist.all_gather_object(gathered, obj)
     return gathered
@@ -88,3 +95,17 @@ def raise_together(error: BaseException | None) -> None:
     for failed_rank, message in enumerate(messages):
         if message is not None:
             raise RuntimeError(f"stopped because rank {failed_rank} failed with {message}")
+
+
+@cache
+def _rest_at_exit() -> None:
+    """Once: see to it that gloo's threads have let go of their last tensors when the interpreter shuts down.
+
+    A thread that ends a collective drops its tensors a moment after those who wait for it went on, and needs the
+    interpreter's lock for that. If the main thread has begun to shut down by then, the process is aborted ("terminate
+    called without an active exception") after its work, and the launcher reports a failure. On two busy cores that
+    befell every third run, `destroy_process_group()` or not, since DDP's reducer holds the group too. A main thread
+    that sleeps leaves the lock to them. Can go with https://github.com/pytorch/pytorch/issues/190489.
+    """
+    if "gloo" in str(torch_dist.get_backend_config()):
+        atexit.register(time.sleep, GLOO_REST_S)
