@@ -17,6 +17,13 @@ from groupgrad.engines.native.direct import FAMILIES, DirectModel, direct_model
 from groupgrad.engines.native.forward import last_logits
 
 OPTIONS = SamplingOptions(max_new_tokens=30, eos_ids=(1,), pad_id=0)
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch):
+    monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
+
+
 SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 16,

@@ -2,8 +2,9 @@
 
 On a CPU a step of a small model spends a fifth of its time in between the matrix products: in module calls, in norms
 and rotary embeddings of many small operations each. Here the same modules' weights go through the same formulas in
-fewer calls. Which attention each layer asks for is noted from the model itself, and the first step of every run is
-computed both ways and compared (see `graphs.EagerStep`).
+fewer calls: in one, where all modules are plain and there is a compiler (see `kernels`). Which attention each layer
+asks for is noted from the model itself, and the first step of every run is computed both ways and compared (see
+`graphs.EagerStep`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from groupgrad.engines.native.kernels.step import CompiledModel, compiled_model
 from groupgrad.models.attention import AttentionCall, AttentionPlan
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -74,7 +76,7 @@ class DirectModel:
         return self._head(self._norm(hidden))
 
 
-def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> DirectModel | None:
+def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | None:
     """The direct form of `model`, adapters included, or None if it has none; `calls` is what its layers ask for."""
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     if type(inner).__name__ not in FAMILIES or not type(inner).__module__.startswith("transformers.models."):
@@ -86,7 +88,9 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> DirectMod
         return None
     layers = list(inner.model.layers)
     numbers = [getattr(layer.self_attn, "layer_idx", None) for layer in layers]
-    return DirectModel(inner, calls) if set(numbers) == set(calls) and len(numbers) == len(calls) else None
+    if set(numbers) != set(calls) or len(numbers) != len(calls):
+        return None
+    return compiled_model(inner, calls) or DirectModel(inner, calls)
 
 
 def _is_other(parameter: torch.Tensor) -> bool:

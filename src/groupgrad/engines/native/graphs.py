@@ -12,6 +12,7 @@ from torch import nn
 from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
 from groupgrad.engines.native.direct import DirectModel
 from groupgrad.engines.native.forward import step_logits
+from groupgrad.engines.native.kernels.step import CompiledModel
 from groupgrad.engines.native.store import Store
 
 logger = logging.getLogger(__name__)
@@ -27,25 +28,30 @@ class EagerStep:
 
     def __init__(self, model: nn.Module, store: Store, standing: Standing, direct: _Direct):
         self._model, self._plan, self._direct = model, DecodePlan(store, standing), direct
+        self._compiled = direct.model.stand(store, standing) if isinstance(direct.model, CompiledModel) else None
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits that follow the rows' newest `tokens` (n,) at `positions` (n,), which are stored."""
-        direct = self._direct.model
-        if direct is not None and self._direct.is_checked:
-            logits = direct(tokens, positions, self._plan)
-        else:
-            found = None if direct is None else direct(tokens, positions, self._plan)
-            logits = step_logits(self._model, tokens, positions, self._plan)
-            self._direct.check(found, logits)
+        logits = self._direct_logits(tokens, positions)
+        if logits is None or not self._direct.is_checked:
+            expected = step_logits(self._model, tokens, positions, self._plan)
+            self._direct.check(logits, expected)
+            logits = expected
         self._plan.advance()
         return logits
+
+    def _direct_logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        direct = self._direct.model
+        if isinstance(direct, CompiledModel):
+            return None if self._compiled is None else self._compiled(tokens, positions)
+        return None if direct is None else direct(tokens, positions, self._plan)
 
 
 @dataclass(slots=True)
 class _Direct:
     """A model's direct form, in use once it has been seen to agree."""
 
-    model: DirectModel | None
+    model: CompiledModel | DirectModel | None
     is_checked: bool = False
 
     def check(self, found: torch.Tensor | None, expected: torch.Tensor) -> None:
@@ -88,7 +94,7 @@ class Steps:
         device: torch.device,
         *,
         record: Callable[[Work], Work] | None,
-        direct: DirectModel | None,
+        direct: CompiledModel | DirectModel | None,
     ):
         self._model, self._store, self._device, self._record = model, store, device, record
         self._direct = _Direct(direct)

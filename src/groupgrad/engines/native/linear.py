@@ -54,6 +54,12 @@ def _fits(module: nn.Module) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
 
 
+def is_plain(module: Any) -> bool:
+    """True if the module computes a linear layer and nothing else, for all that can be seen."""
+    forward = module.__dict__.get("forward")
+    return type(module) is nn.Linear and (forward is None or getattr(forward, "func", None) is _forward)
+
+
 def _is_available() -> bool:
     return _kernel is not None and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
 

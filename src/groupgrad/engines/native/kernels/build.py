@@ -1,0 +1,186 @@
+"""Compiles `decode.cpp` with the user's C++ compiler and keeps the result for the next run.
+
+It has to share OpenMP's threads with torch: of two pools of threads on few cores each spins while the other works. So
+it is linked with the runtime that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "GROUPGRAD_NATIVE_KERNELS"
+"""Environment variable; 0 turns compiled kernels off."""
+
+TIMEOUT_S = 120.0
+"""For one run of the compiler, which takes two seconds."""
+
+_SOURCE = Path(__file__).with_name("decode.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_TARGETS = ("-march=native", "-mcpu=native")
+"""What compilers call the machine that they run on; clang on ARM once knew the second only."""
+
+_reason = "not compiled yet"
+
+
+class _CannotBuildError(Exception):
+    """There is nothing to compile with."""
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be had; compiled at most once a process, and kept on disk."""
+    return None if os.environ.get(SWITCH) == "0" else _library()
+
+
+def status() -> str:
+    """One line on whether the compiled kernels are in use, and why not."""
+    if os.environ.get(SWITCH) == "0":
+        return f"off: {SWITCH}=0"
+    return "compiled" if library() is not None else f"not in use: {_reason}"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    global _reason  # noqa: PLW0603
+    try:
+        return _declare(load())
+    except _CannotBuildError as error:
+        _reason = str(error)
+        logger.info("sampling on the CPU runs without compiled kernels: %s", error)
+    except Exception as error:
+        _reason = f"{type(error).__name__}: {error}"
+        logger.warning("the decode kernels cannot be compiled, sampling is slower (%s)", _reason)
+    return None
+
+
+def load() -> ctypes.CDLL:
+    """The kernels from the cache, or newly compiled into it.
+
+    _CannotBuildError without a compiler or OpenMP, OSError or RuntimeError if compiling or loading fails.
+    """
+    if sys.platform != "linux":
+        raise _CannotBuildError(f"they are built on Linux only, this is {sys.platform}")
+    runtime = _openmp()
+    failures = []
+    for compiler in _compilers():
+        name = f"{_key(compiler, runtime)}.so"
+        found = _read(_cache() / name)
+        if found is not None:
+            return found
+        try:
+            return _build(compiler, runtime, name)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            failures.append(f"{compiler}: {error}")
+    if not failures:
+        raise _CannotBuildError("there is no C++ compiler (c++, g++ or clang++ on the PATH, or CXX)")
+    raise RuntimeError("; ".join(failures))
+
+
+def _compilers() -> Iterator[str]:
+    """Paths of the compilers to try, each once."""
+    found = (shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
+    yield from dict.fromkeys(os.path.realpath(path) for path in found if path)
+
+
+def _openmp() -> str:
+    """The file of the OpenMP runtime that torch has loaded."""
+    torch.get_num_threads()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            return path
+    raise _CannotBuildError("torch has loaded no OpenMP runtime")
+
+
+def _key(compiler: str, runtime: str) -> str:
+    """Of everything that the result depends on."""
+    version = _run([compiler, "--version"]) if os.access(compiler, os.X_OK) else ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    parts = [_SOURCE.read_text(), *_FLAGS, *_TARGETS, compiler, version, runtime, platform.machine(), *cpu]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "groupgrad" / "kernels"
+
+
+def _read(path: Path) -> ctypes.CDLL | None:
+    """The library in a file of the cache; None if there is none, or it is not what was written.
+
+    A file ends with the digest of what comes before, because loading a damaged one may end the process.
+    """
+    try:
+        content = path.read_bytes()
+        return ctypes.CDLL(str(path)) if hashlib.sha256(content[:-32]).digest() == content[-32:] else None
+    except OSError:
+        return None
+
+
+def _build(compiler: str, runtime: str, name: str) -> ctypes.CDLL:
+    # Linux keeps a loaded file for the process that has loaded it, so that the folder may go.
+    with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder:
+        built = _compile(compiler, runtime, Path(folder))
+        content = built.read_bytes()
+        built.write_bytes(content + hashlib.sha256(content).digest())
+        return _keep(built, name) or ctypes.CDLL(str(built))
+
+
+def _keep(built: Path, name: str) -> ctypes.CDLL | None:
+    """The library from the cache, in one move: others may be reading or writing the same file."""
+    try:
+        _cache().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=_cache(), prefix=name, delete=False) as file:
+            file.write(built.read_bytes())
+        os.replace(file.name, _cache() / name)
+    except OSError as error:
+        logger.info("the compiled kernels cannot be kept for the next run (%s)", error)
+        return None
+    return _read(_cache() / name)
+
+
+def _compile(compiler: str, runtime: str, folder: Path) -> Path:
+    module, built = folder / "decode.o", folder / "decode.so"
+    for target in _TARGETS:
+        try:
+            _run([compiler, *_FLAGS, target, "-c", str(_SOURCE), "-o", str(module)])
+            break
+        except RuntimeError:
+            if target == _TARGETS[-1]:
+                raise
+    _run([compiler, "-shared", str(module), runtime, "-o", str(built)])
+    return built
+
+
+def _run(command: list[str]) -> str:
+    """What the command prints; RuntimeError with what it complains about."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}: {done.stderr.strip()[:500]}")
+    return done.stdout
+
+
+def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    found.groupgrad_chunk_rows.argtypes, found.groupgrad_chunk_rows.restype = [number], number
+    found.groupgrad_decode.argtypes = [pointer] * 5 + [ctypes.c_int]
+    found.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
+    return found

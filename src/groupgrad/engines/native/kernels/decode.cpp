@@ -1,0 +1,588 @@
+// The decode step of pre-norm decoders (RMS norms, rotary embeddings, gated layers) in float32: one token for each of n
+// rows, from the weights and the keys and values as they lie in memory.
+//
+// With few rows a step is bound by reading the weights once; with many, by multiplications. Both are served by one small
+// kernel: some rows times some outputs are summed in registers, so that a weight read is used for all these rows. The
+// rows' inputs are interleaved ("packed") for it; weights are never copied.
+//
+// `kernels/step.py` mirrors the structures below. Plain C types only, so that no header of torch is needed.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+
+// What the vector registers hold, and how many there are.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // a Vec anywhere in memory
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t Order __attribute__((vector_size(16)));
+
+#ifdef __clang__
+#define PICK(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define PICK(a, b, i, j, k, l) __builtin_shuffle(a, b, Order{i, j, k, l})
+#endif
+
+// Compilers read a number from memory again for each multiplication, where one read would do; loads are as scarce.
+#if defined(__AVX512F__)
+#define KEEP(value) asm("" : "+v"(value))
+#elif defined(__x86_64__)
+#define KEEP(value) asm("" : "+x"(value))
+#else
+#define KEEP(value)
+#endif
+
+constexpr long MAX_ROWS = REGISTERS == 32 ? 8 : 4;   // rows that are summed at once
+constexpr int MAX_SUMS = REGISTERS == 32 ? 24 : 12;  // sums in registers; the others hold what is multiplied
+constexpr long MAX_PANEL = 192;                      // outputs that are computed between two stores
+constexpr long PANEL_FLOATS = 1 << 15;               // of weights: they wait in the second cache for the next rows
+constexpr long TILE = MAX_PANEL * MAX_ROWS + LANES;
+constexpr long QUERIES = 16;  // that read a prompt's keys together, unless one row has more heads
+
+extern "C" {
+
+struct Linear {
+    const float *weight;  // (outputs, width)
+    const float *bias;    // (outputs) or null
+};
+
+struct Layer {
+    const float *attention_norm, *query_norm, *key_norm, *gated_norm;  // those of heads may be null
+    Linear query, key, value, output, gate, up, down;
+    float *own_keys, *own_values;                   // (slots, kv_heads, own_places, head_width)
+    const float *prompt_keys, *prompt_values;       // (prompts, kv_heads, prompt_places, head_width)
+    int64_t window;                                 // keys that a query sees, its own included; 0: all
+    float scale;
+};
+
+struct Model {
+    int64_t num_layers, hidden, inner, heads, kv_heads, head_width, vocabulary;
+    const Layer *layers;
+    const float *embedding, *norm;
+    Linear head;
+    const float *cosines, *sines;  // (positions, head_width)
+    float epsilon;
+};
+
+struct Rows {
+    int64_t count, own_places, prompt_places, num_chunks;
+    const int64_t *groups, *prompt_lengths;  // of each row: the slot of its prompt, and its length
+    const int64_t *order;                    // rows such that those of a prompt follow each other
+    const int64_t *chunks;                   // (num_chunks + 1) bounds in `order` of rows that are attended together
+};
+}
+
+namespace {
+
+inline Vec load(const float *from) { return *reinterpret_cast<const Loose *>(from); }
+inline void store(float *to, Vec value) { *reinterpret_cast<Loose *>(to) = value; }
+
+// The first `count` numbers, then zeros: what lies behind them may not be ours, or not be finite.
+inline Vec load_part(const float *from, long count) {
+    Vec value = {};
+    std::memcpy(&value, from, count * sizeof(float));
+    return value;
+}
+
+inline long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
+
+inline Vec splat(float value) { return value - Vec{}; }
+
+// Within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
+inline Vec exponential(Vec x) {
+    const Vec lowest = splat(-87.3f), highest = splat(88.0f);
+    Vec y = x < lowest ? lowest : x;
+    y = y > highest ? highest : y;
+    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
+    const Vec power = (y * 1.44269504f + shift) - shift;
+    const Vec rest = (y - power * 0.693359375f) + power * 2.12194440e-4f;
+    Vec sum = splat(1.0f / 5040);
+    sum = sum * rest + 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    const Bits bits = (reinterpret_cast<Bits>(__builtin_convertvector(power, Whole)) + 127u) << 23;
+    return x < lowest ? Vec{} : sum * reinterpret_cast<Vec>(bits);
+}
+
+// ------------------------------------------------------------------------------------------------ products
+
+// Rows in blocks of at most MAX_ROWS, as even as can be. Within a block the numbers are interleaved: LANES of its first
+// row, LANES of its second, and so on, then the next LANES of the first; each row's last ones are filled up with zeros.
+struct Packed {
+    float *data;
+    long rows, width;
+
+    long num_blocks() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+    long first(long block) const { return rows * block / num_blocks(); }
+    const float *block(long index) const { return data + first(index) * padded(width); }
+
+    // Write `count` numbers of a row from column `column` on.
+    void put(long row, long column, const float *values, long count) const {
+        long index = row * num_blocks() / rows;
+        while (first(index + 1) <= row) index++;
+        const long start = first(index), step = (first(index + 1) - start) * LANES;
+        float *to = data + start * padded(width) + (row - start) * LANES;
+        for (long i = 0; i < count;) {
+            const long at = column + i, some = std::min(count - i, LANES - at % LANES);
+            std::memcpy(to + at / LANES * step + at % LANES, values + i, some * sizeof(float));
+            i += some;
+        }
+        if (column + count == width && width % LANES)
+            std::memset(to + width / LANES * step + width % LANES, 0, (LANES - width % LANES) * sizeof(float));
+    }
+};
+
+inline Four quarter(Vec value) {
+    Four parts[LANES / 4], sum;
+    std::memcpy(parts, &value, sizeof(value));
+    sum = parts[0];
+    for (int i = 1; i < LANES / 4; i++) sum += parts[i];
+    return sum;
+}
+
+// The sum of each of four.
+inline Four totals(Four a, Four b, Four c, Four d) {
+    const Four ab = PICK(a, b, 0, 4, 1, 5) + PICK(a, b, 2, 6, 3, 7);
+    const Four cd = PICK(c, d, 0, 4, 1, 5) + PICK(c, d, 2, 6, 3, 7);
+    return PICK(ab, cd, 0, 1, 4, 5) + PICK(ab, cd, 2, 3, 6, 7);
+}
+
+// tile[n * M + m] = row m of a packed block times row n of `weights`; up to three numbers behind are overwritten.
+template <int M, int N>
+inline void dots(const float *block, const float *weights, long width, float *tile) {
+    Vec sums[(M * N + 3) / 4 * 4] = {};
+    const long whole = width / LANES;
+    for (long k = 0; k < whole; k++) {
+        Vec weight[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            weight[n] = load(weights + n * width + k * LANES);
+            __builtin_prefetch(weights + (n + N) * width + k * LANES);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            Vec value = load(block + (k * M + m) * LANES);
+            KEEP(value);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) sums[n * M + m] += value * weight[n];
+        }
+    }
+    if (const long rest = width % LANES) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const Vec weight = load_part(weights + n * width + whole * LANES, rest);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) sums[n * M + m] += load(block + (whole * M + m) * LANES) * weight;
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < M * N; i += 4) {
+        const Four four = totals(quarter(sums[i]), quarter(sums[i + 1]), quarter(sums[i + 2]), quarter(sums[i + 3]));
+        std::memcpy(tile + i, &four, sizeof(four));
+    }
+}
+
+template <int M>
+void panel(const float *block, const float *weights, long count, long width, float *tile) {
+    constexpr int N = std::min(8, MAX_SUMS / M);
+    long n = 0;
+    for (; n + N <= count; n += N) dots<M, N>(block, weights + n * width, width, tile + n * M);
+    for (; n < count; n++) dots<M, 1>(block, weights + n * width, width, tile + n * M);
+}
+
+// tile[n * rows + m] for `count` outputs n and the rows m of a block.
+void multiply(long rows, const float *block, const float *weights, long count, long width, float *tile) {
+    using Panel = void (*)(const float *, const float *, long, long, float *);
+    constexpr Panel panels[] = {panel<1>, panel<2>, panel<3>, panel<4>, panel<5>, panel<6>, panel<7>, panel<8>};
+    panels[rows - 1](block, weights, count, width, tile);
+}
+
+// Outputs that a thread computes at a time: their weights fit into its cache, and there is work for all threads.
+long panel_size(long outputs, long width) {
+    const long share = outputs / (4 * omp_get_num_threads()) + 1;
+    const long size = std::min({PANEL_FLOATS / width + 1, share, MAX_PANEL});
+    return size > 32 ? (size + 47) / 48 * 48 : (size + 15) / 16 * 16;
+}
+
+// All threads: input times weight, `use(row, n, count, values, stride)` for each row and some of its outputs from n on.
+// Threads do not wait for each other at the end.
+template <class Use>
+void product(const Packed &input, const float *weight, long outputs, float *tile, Use use) {
+    const long size = panel_size(outputs, input.width), blocks = input.num_blocks();
+#pragma omp for schedule(dynamic) nowait
+    for (long start = 0; start < outputs; start += size) {
+        const long count = std::min(size, outputs - start);
+        for (long index = 0; index < blocks; index++) {
+            const long first = input.first(index), rows = input.first(index + 1) - first;
+            multiply(rows, input.block(index), weight + start * input.width, count, input.width, tile);
+            for (long m = 0; m < rows; m++) use(first + m, start, count, tile + m, rows);
+        }
+    }
+}
+
+// All threads: output (rows, stride) at column `column` = input times the layer's weight, plus its bias.
+void linear(const Packed &input, const Linear &layer, long outputs, float *tile, float *output, long stride) {
+    product(input, layer.weight, outputs, tile, [&](long row, long n, long count, const float *values, long step) {
+        float *to = output + row * stride + n;
+        if (layer.bias)
+            for (long i = 0; i < count; i++) to[i] = values[i * step] + layer.bias[n + i];
+        else
+            for (long i = 0; i < count; i++) to[i] = values[i * step];
+    });
+}
+
+// All threads: output += input times the layer's weight, plus its bias.
+void add_linear(const Packed &input, const Linear &layer, long outputs, float *tile, float *output) {
+    product(input, layer.weight, outputs, tile, [&](long row, long n, long count, const float *values, long step) {
+        float *to = output + row * outputs + n;
+        for (long i = 0; i < count; i++) to[i] += values[i * step] + (layer.bias ? layer.bias[n + i] : 0.0f);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------ small parts
+
+void normalise(const float *input, const float *weight, long width, float epsilon, float *output) {
+    float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+    for (long i = 0; i < width; i++) squares += input[i] * input[i];
+    const float factor = 1.0f / std::sqrt(squares / width + epsilon);
+    for (long i = 0; i < width; i++) output[i] = weight[i] * (input[i] * factor);
+}
+
+void rotate(const float *cosines, const float *sines, long width, float *values) {
+    const long half = width / 2;
+    for (long i = 0; i < half; i++) {
+        const float one = values[i], other = values[half + i];
+        values[i] = one * cosines[i] - other * sines[i];
+        values[half + i] = other * cosines[half + i] + one * sines[half + i];
+    }
+}
+
+// All threads: the rows of `input` normalised and packed.
+void pack_normalised(const float *input, const float *weight, float epsilon, const Packed &output, float *scratch) {
+#pragma omp for
+    for (long row = 0; row < output.rows; row++) {
+        normalise(input + row * output.width, weight, output.width, epsilon, scratch);
+        output.put(row, 0, scratch, output.width);
+    }
+}
+
+// values = silu(gates) * values, both of a whole number of LANES.
+void gate_values(const float *gates, float *values, long count) {
+    for (long i = 0; i < count; i += LANES) {
+        const Vec gate = load(gates + i);
+        store(values + i, gate / (1.0f + exponential(-gate)) * load(values + i));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ attention
+
+// scores[q * stride + p] for `count` keys p and the queries q of a packed block.
+void score(const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride) {
+    for (long start = 0; start < count; start += MAX_PANEL) {
+        const long some = std::min(MAX_PANEL, count - start);
+        for (long index = 0; index < queries.num_blocks(); index++) {
+            const long first = queries.first(index), rows = queries.first(index + 1) - first;
+            multiply(rows, queries.block(index), keys + start * queries.width, some, queries.width, tile);
+            for (long m = 0; m < rows; m++)
+                for (long p = 0; p < some; p++) scores[(first + m) * stride + start + p] = tile[p * rows + m];
+        }
+    }
+}
+
+// Exponentials in place, divided by their sum.
+void softmax(float *scores, long count) {
+    float peak = scores[0], total = 0.0f;
+#pragma omp simd reduction(max : peak)
+    for (long i = 0; i < count; i++) peak = std::max(peak, scores[i]);
+    long i = 0;
+    Vec sums = {};
+    for (; i + LANES <= count; i += LANES) {
+        const Vec value = exponential(load(scores + i) - peak);
+        store(scores + i, value);
+        sums += value;
+    }
+    if (i < count) {
+        Vec value = exponential(load_part(scores + i, count - i) - peak);
+        std::memcpy(scores + i, &value, (count - i) * sizeof(float));
+        for (long j = i; j < count; j++) total += scores[j];
+    }
+    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    const float factor = 1.0f / total;
+    for (long j = 0; j < count; j++) scores[j] *= factor;
+}
+
+// output[q] += the sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns.
+template <int Q, int V>
+inline void mix_columns(const float *weights, long stride, const float *values, long count, long width, float *output) {
+    Vec sums[Q][V];
+    for (int q = 0; q < Q; q++)
+        for (int v = 0; v < V; v++) sums[q][v] = load(output + q * width + v * LANES);
+    for (long p = 0; p < count; p++) {
+        Vec value[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) value[v] = load(values + p * width + v * LANES);
+#pragma GCC unroll 4
+        for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) sums[q][v] += weights[q * stride + p] * value[v];
+    }
+    for (int q = 0; q < Q; q++)
+        for (int v = 0; v < V; v++) store(output + q * width + v * LANES, sums[q][v]);
+}
+
+template <int Q>
+void mix_some(const float *weights, long stride, const float *values, long count, long width, float *output) {
+    constexpr int V = REGISTERS == 32 ? 4 : 2;
+    long d = 0;
+    for (; d + V * LANES <= width; d += V * LANES)
+        mix_columns<Q, V>(weights, stride, values + d, count, width, output + d);
+    for (; d + LANES <= width; d += LANES) mix_columns<Q, 1>(weights, stride, values + d, count, width, output + d);
+    for (; d < width; d++)
+        for (int q = 0; q < Q; q++)
+            for (long p = 0; p < count; p++) output[q * width + d] += weights[q * stride + p] * values[p * width + d];
+}
+
+// output (queries, width) += weights (queries, stride) times values (count, width).
+void mix(long queries, const float *weights, long stride, const float *values, long count, long width, float *output) {
+    long q = 0;
+    for (; q + 4 <= queries; q += 4)
+        mix_some<4>(weights + q * stride, stride, values, count, width, output + q * width);
+    for (; q + 2 <= queries; q += 2)
+        mix_some<2>(weights + q * stride, stride, values, count, width, output + q * width);
+    for (; q < queries; q++) mix_some<1>(weights + q * stride, stride, values, count, width, output + q * width);
+}
+
+// What a thread works on.
+struct Scratch {
+    float *tile, *other, *line, *queries, *packed, *scores, *mixed;
+
+    static long most_queries(const Model &model) { return std::max<long>(QUERIES, model.heads / model.kv_heads); }
+    static long score_width(const Rows &rows) { return rows.prompt_places + rows.own_places; }
+    static long line_width(const Model &model) { return padded(std::max<long>(model.hidden, 2 * MAX_PANEL)); }
+
+    static long size(const Model &model, const Rows &rows) {
+        const long queries = most_queries(model), width = padded(model.head_width);
+        return padded(2 * TILE + line_width(model) + queries * (3 * width + score_width(rows)) + 2 * LANES);
+    }
+
+    Scratch(float *memory, const Model &model) {
+        const long queries = most_queries(model) * padded(model.head_width);
+        tile = memory, other = tile + TILE, line = other + TILE;
+        this->queries = line + line_width(model), packed = this->queries + queries, mixed = packed + queries;
+        scores = mixed + queries;
+    }
+};
+
+struct Step {
+    const Model &model;
+    const Rows &rows;
+    const int64_t *tokens, *positions;
+    float *hidden, *projected;
+    Packed input, heads, inner;
+
+    long repeat() const { return model.heads / model.kv_heads; }
+    long projected_width() const { return (model.heads + 2 * model.kv_heads) * model.head_width; }
+
+    // One head of a row after its norm, if it has one, and its rotation.
+    void place_head(const float *from, const float *norm, long position, float *to) const {
+        const long width = model.head_width;
+        if (norm)
+            normalise(from, norm, width, model.epsilon, to);
+        else
+            std::memcpy(to, from, width * sizeof(float));
+        rotate(model.cosines + position * width, model.sines + position * width, width, to);
+    }
+
+    // Store the new key and value of a row, and get its queries of one key head ready.
+    void place_row(const Layer &layer, long row, long head, float *queries) const {
+        const long width = model.head_width, position = positions[row];
+        const float *from = projected + row * projected_width();
+        const long at = ((row * model.kv_heads + head) * rows.own_places + position - rows.prompt_lengths[row]) * width;
+        const float *key = from + (model.heads + head) * width;
+        place_head(key, layer.key_norm, position, layer.own_keys + at);
+        std::memcpy(layer.own_values + at, key + model.kv_heads * width, width * sizeof(float));
+        for (long i = 0; i < repeat(); i++) {
+            float *query = queries + i * width;
+            place_head(from + (head * repeat() + i) * width, layer.query_norm, position, query);
+            for (long d = 0; d < width; d++) query[d] *= layer.scale;
+        }
+    }
+
+    // The first key that a query at `position` sees.
+    static long first_key(const Layer &layer, long position) {
+        return layer.window ? std::max<long>(0, position - layer.window + 1) : 0;
+    }
+
+    // Attention of rows that share a prompt, for one key head: the prompt's keys and values are read once for all.
+    void attend(const Layer &layer, const int64_t *order, long count, long head, const Scratch &scratch) const {
+        const long width = model.head_width, repeat = this->repeat(), all = count * repeat;
+        const long prompt = rows.prompt_lengths[order[0]], stride = Scratch::score_width(rows);
+        const long slot = (rows.groups[order[0]] * model.kv_heads + head) * rows.prompt_places;
+        long begin = prompt;
+        for (long i = 0; i < count; i++) {
+            place_row(layer, order[i], head, scratch.queries + i * repeat * width);
+            begin = std::min(begin, first_key(layer, positions[order[i]]));
+        }
+        const Packed together{scratch.packed, all, width};
+        for (long q = 0; q < all; q++) together.put(q, 0, scratch.queries + q * width, width);
+        const float *keys = layer.prompt_keys + slot * width, *values = layer.prompt_values + slot * width;
+        score(together, keys + begin * width, prompt - begin, scratch.tile, scratch.scores + begin, stride);
+        for (long i = 0; i < count; i++) {
+            const long row = order[i], own = positions[row] - prompt + 1, first = first_key(layer, positions[row]);
+            const float *own_keys = layer.own_keys + (row * model.kv_heads + head) * rows.own_places * width;
+            const Packed mine{scratch.packed, repeat, width};
+            for (long q = 0; q < repeat; q++) mine.put(q, 0, scratch.queries + (i * repeat + q) * width, width);
+            score(mine, own_keys, own, scratch.tile, scratch.scores + i * repeat * stride + prompt, stride);
+            for (long q = i * repeat; q < (i + 1) * repeat; q++) {
+                float *scores = scratch.scores + q * stride;
+                std::fill(scores + begin, scores + std::max(begin, first), 0.0f);
+                softmax(scores + first, prompt + own - first);
+            }
+        }
+        std::fill(scratch.mixed, scratch.mixed + all * width, 0.0f);
+        mix(all, scratch.scores + begin, stride, values + begin * width, prompt - begin, width, scratch.mixed);
+        for (long i = 0; i < count; i++) {
+            const long row = order[i], own = positions[row] - prompt + 1;
+            const float *own_values = layer.own_values + (row * model.kv_heads + head) * rows.own_places * width;
+            float *mixed = scratch.mixed + i * repeat * width;
+            mix(repeat, scratch.scores + i * repeat * stride + prompt, stride, own_values, own, width, mixed);
+            heads.put(row, head * repeat * width, mixed, repeat * width);
+        }
+    }
+
+    void attend_all(const Layer &layer, const Scratch &scratch) const {
+        const long width = model.head_width, across = projected_width();
+        const long queries = model.heads * width, keys = model.kv_heads * width;
+        pack_normalised(hidden, layer.attention_norm, model.epsilon, input, scratch.line);
+        linear(input, layer.query, queries, scratch.tile, projected, across);
+        linear(input, layer.key, keys, scratch.tile, projected + queries, across);
+        linear(input, layer.value, keys, scratch.tile, projected + queries + keys, across);
+#pragma omp barrier
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < rows.num_chunks * model.kv_heads; task++) {
+            const int64_t *chunk = rows.chunks + task / model.kv_heads;
+            attend(layer, rows.order + chunk[0], chunk[1] - chunk[0], task % model.kv_heads, scratch);
+        }
+        add_linear(heads, layer.output, model.hidden, scratch.tile, hidden);
+#pragma omp barrier
+    }
+
+    // inner = silu(gate) * up. Both products go panel by panel, so that only their result is stored.
+    void gate(const Layer &layer, const Scratch &scratch) const {
+        const long size = panel_size(model.inner, model.hidden), blocks = input.num_blocks(), width = model.hidden;
+        float *gates = scratch.line, *values = scratch.line + MAX_PANEL;
+#pragma omp for schedule(dynamic)
+        for (long start = 0; start < model.inner; start += size) {
+            const long count = std::min(size, model.inner - start);
+            for (long index = 0; index < blocks; index++) {
+                const long first = input.first(index), some = input.first(index + 1) - first;
+                multiply(some, input.block(index), layer.gate.weight + start * width, count, width, scratch.tile);
+                multiply(some, input.block(index), layer.up.weight + start * width, count, width, scratch.other);
+                for (long m = 0; m < some; m++) {
+                    for (long i = 0; i < count; i++) {
+                        gates[i] = scratch.tile[i * some + m] + (layer.gate.bias ? layer.gate.bias[start + i] : 0.0f);
+                        values[i] = scratch.other[i * some + m] + (layer.up.bias ? layer.up.bias[start + i] : 0.0f);
+                    }
+                    gate_values(gates, values, padded(count));
+                    inner.put(first + m, start, values, count);
+                }
+            }
+        }
+    }
+
+    // All threads run this together.
+    void run(const Scratch &scratch, float *logits) const {
+        const long width = model.hidden;
+#pragma omp for
+        for (long row = 0; row < rows.count; row++)
+            std::memcpy(hidden + row * width, model.embedding + tokens[row] * width, width * sizeof(float));
+        for (long index = 0; index < model.num_layers; index++) {
+            const Layer &layer = model.layers[index];
+            attend_all(layer, scratch);
+            pack_normalised(hidden, layer.gated_norm, model.epsilon, input, scratch.line);
+            gate(layer, scratch);
+            add_linear(inner, layer.down, width, scratch.tile, hidden);
+#pragma omp barrier
+        }
+        pack_normalised(hidden, model.norm, model.epsilon, input, scratch.line);
+        linear(input, model.head, model.vocabulary, scratch.tile, logits, model.vocabulary);
+    }
+};
+
+// Uninitialised; `start` is where a cache line begins (a vector over two lines is read twice), null without memory.
+struct Memory {
+    std::unique_ptr<float[]> all;
+    float *start = nullptr;
+
+    explicit Memory(long floats) : all(new (std::nothrow) float[floats + 16]) {
+        if (all) start = all.get() + (-reinterpret_cast<uintptr_t>(all.get()) / 4) % 16;
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Rows whose queries of one key head are attended together.
+int64_t groupgrad_chunk_rows(int64_t repeat) { return std::max<int64_t>(1, QUERIES / repeat); }
+
+// Logits (n, vocabulary) that follow `tokens` (n) at `positions` (n), whose keys and values are stored; 1 if there is no
+// memory for it.
+int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens, const int64_t *positions,
+                     float *logits, int threads) {
+    const long n = rows->count, heads = model->heads * model->head_width;
+    const long across = heads + 2 * model->kv_heads * model->head_width, each = Scratch::size(*model, *rows);
+    const long input = n * padded(model->hidden), inner = n * padded(model->inner), mixed = n * padded(heads);
+    const Memory memory(input * 2 + mixed + inner + n * across + threads * each);
+    if (!memory.start) return 1;
+    float *packed = memory.start, *hidden = packed + input + mixed + inner, *projected = hidden + input;
+    const Step step{*model,    *rows,
+                    tokens,    positions,
+                    hidden,    projected,
+                    {packed, n, model->hidden},
+                    {packed + input, n, heads},
+                    {packed + input + mixed, n, model->inner}};
+    float *scratch = projected + n * across;
+#pragma omp parallel num_threads(threads)
+    step.run(Scratch(scratch + omp_get_thread_num() * each, *model), logits);
+    return 0;
+}
+
+// output (rows, outputs) = input (rows, width) times weight (outputs, width), plus bias; 1 if there is no memory for it.
+int groupgrad_linear(const float *input, const float *weight, const float *bias, float *output, int64_t rows,
+                     int64_t width, int64_t outputs, int threads) {
+    const Memory memory(rows * padded(width) + threads * TILE);
+    if (!memory.start) return 1;
+    const Packed packed{memory.start, rows, width};
+    float *tiles = memory.start + rows * padded(width);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for
+        for (long row = 0; row < rows; row++) packed.put(row, 0, input + row * width, width);
+        linear(packed, {weight, bias}, outputs, tiles + omp_get_thread_num() * TILE, output, outputs);
+    }
+    return 0;
+}
+}

@@ -1,0 +1,244 @@
+"""The compiled decode step: the numbers of the modules, and the way without it wherever it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine, graphs
+from groupgrad.engines.native.attention import ProbePlan
+from groupgrad.engines.native.direct import DirectModel, direct_model
+from groupgrad.engines.native.forward import last_logits
+from groupgrad.engines.native.kernels import build, library, status
+from groupgrad.engines.native.kernels.step import CompiledModel
+
+OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
+BASE: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+MANY_HEADS = {"hidden_size": 40, "num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 6}
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases, one key head": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "twenty heads a key head": ("Llama", MANY_HEADS),
+    "window": ("Mistral", {"sliding_window": 6}),
+    "window in one layer": ("Qwen2", {"hidden_size": 32, **WINDOWS}),
+    "norms of heads, tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "wide heads": ("Qwen3", {"head_dim": 76, "rope_parameters": YARN}),
+}
+
+needs_kernels = pytest.mark.skipif(library() is None, reason=status())
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As if no kernel had been asked for in this process, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build._library.cache_clear()
+    yield tmp_path / "groupgrad" / "kernels"
+    monkeypatch.undo()
+    build._library.cache_clear()
+
+
+def make(family: str, changes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**{**BASE, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def form(model: Any) -> CompiledModel | DirectModel | None:
+    plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        last_logits(model, token, token, plan, token)
+    return direct_model(model, plan.calls)
+
+
+def requests() -> list[Request]:
+    lengths = (1, 6, 11, 230)
+    return [Request([3 + i % 4] * lengths[i % 4], i, 8 + 5 * (i % 7)) for i in range(21)]
+
+
+def logprobs(model: Any, request: Request, ids: list[int]) -> list[float]:
+    """What the model gives the tokens `ids` in a plain forward pass."""
+    with torch.no_grad():
+        logits = model.double()(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, len(request.prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1).tolist()
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 31, 70])
+@pytest.mark.parametrize(("width", "outputs"), [(1, 1), (7, 5), (16, 50), (33, 1), (100, 203), (515, 97)])
+def test_products_are_those_of_float64(rows: int, width: int, outputs: int):
+    torch.manual_seed(rows)
+    kernels = library()
+    assert kernels is not None
+    inputs, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
+    for b, threads in ((bias, 1), (None, 3)):
+        found = torch.full((rows + 1, outputs), 7.0)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, b, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, outputs, threads) == 0
+        expected = inputs.double() @ weight.double().T + (0.0 if b is None else b.double())
+        torch.testing.assert_close(found[:rows].double(), expected, rtol=1e-5, atol=1e-6 * width)
+        assert (found[rows] == 7.0).all()
+
+
+@needs_kernels
+def test_what_is_behind_a_weight_is_not_touched():
+    kernels = library()
+    assert kernels is not None
+    inputs, behind = torch.ones(3, 5), torch.full((5 * 5,), torch.nan)
+    behind[:20] = 2.0
+    found = torch.empty(3, 4)
+    kernels.groupgrad_linear(inputs.data_ptr(), behind.data_ptr(), None, found.data_ptr(), 3, 5, 4, 1)
+    assert found.tolist() == [[10.0] * 4] * 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("max_rows", [None, 5])
+def test_steps_give_the_numbers_of_the_model(kind: str, max_rows: int | None, monkeypatch, caplog):
+    model = make(*KINDS[kind])
+    assert isinstance(form(model), CompiledModel)
+    own = []
+    original = graphs.step_logits
+    monkeypatch.setattr(graphs, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    with caplog.at_level(logging.WARNING):
+        engine = NativeEngine(model, max_rows=max_rows)
+        samples = engine.sample(requests(), OPTIONS)
+    assert not caplog.records
+    assert len(own) == 1 < engine.statistics.num_steps
+    for request, sample in zip(requests(), samples):
+        assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
+
+
+@needs_kernels
+def test_weights_are_read_anew_in_each_round():
+    model = make(*KINDS["norms of heads, tied"])
+    engine = NativeEngine(model)
+    engine.sample(requests(), OPTIONS)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.neg_()
+        model.model.norm.weight = nn.Parameter(1.5 * model.model.norm.weight)
+    for request, sample in zip(requests(), engine.sample(requests(), OPTIONS)):
+        assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
+        model.float()
+
+
+@needs_kernels
+def test_weights_that_are_no_numbers_are_reported():
+    model = make(*KINDS["window"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="no finite numbers"):
+        NativeEngine(model).sample(requests(), OPTIONS)
+
+
+@needs_kernels
+def test_modules_that_are_not_plain_are_called():
+    model = make(*KINDS["window"])
+    layer = model.model.layers[0]
+    assert isinstance(form(model), CompiledModel)
+    for place, name, other in (
+        (layer.mlp, "act_fn", nn.GELU()),
+        (layer.self_attn, "q_proj", nn.Sequential(layer.self_attn.q_proj)),
+        (model.model, "norm", nn.Sequential(model.model.norm)),
+        (model.model.rotary_emb, "rope_type", "dynamic"),
+    ):
+        original = getattr(place, name)
+        setattr(place, name, other)
+        assert isinstance(form(model), DirectModel)
+        setattr(place, name, original)
+    layer.mlp.up_proj.forward = lambda input: torch.zeros(*input.shape[:-1], 50)
+    assert isinstance(form(model), DirectModel)
+
+
+# ------------------------------------------------------------------------------------------------ compiling
+
+
+@needs_kernels
+def test_a_library_is_kept_and_a_damaged_one_replaced(fresh: Path):
+    assert library() is not None
+    (path,) = fresh.iterdir()
+    content = path.read_bytes()
+    path.unlink()  # what is loaded must not change
+    path.write_bytes(content[:-100])
+    build._library.cache_clear()
+    assert library() is not None
+    assert [p.name for p in fresh.iterdir()] == [path.name]
+    assert len(path.read_bytes()) == len(content)
+
+
+@needs_kernels
+def test_two_processes_may_compile_at_once(fresh: Path):
+    code = "from groupgrad.engines.native.kernels import status; print(status())"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["compiled"] * 2
+    assert len(list(fresh.iterdir())) == 1
+
+
+@needs_kernels
+def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path):
+    fresh.parent.write_text("no folder")
+    assert library() is not None
+
+
+def test_without_a_compiler_everything_stays_as_it_is(fresh: Path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(fresh))
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert isinstance(form(make(*KINDS["window"])), DirectModel)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "no C++ compiler" in caplog.text
+    assert "no C++ compiler" in status()
+
+
+def test_a_compiler_that_fails_is_warned_of_once(fresh: Path, monkeypatch, caplog):
+    fresh.mkdir(parents=True)
+    compiler = fresh / "c++"
+    compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fresh}")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert library() is None
+        assert library() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no such option" in caplog.text
+
+
+def test_kernels_may_be_turned_off(monkeypatch):
+    monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
+    assert library() is None
+    assert status() == "off: GROUPGRAD_NATIVE_KERNELS=0"
+    assert isinstance(form(make(*KINDS["window"])), DirectModel)
