@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput
 
 from groupgrad.callbacks import RunState
 from groupgrad.config import GRPOConfig
+from groupgrad.models.attention import unplug
 from groupgrad.models.reference import Reference
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
@@ -47,6 +48,13 @@ class TrainingRun(Trainer):
         """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order whatever happens."""
         with self.progress:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Forward and backward; afterwards no layer is computed again, and the model is called as it was found."""
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            unplug(self.model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""

@@ -83,6 +83,15 @@ def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, pl
         return model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **extra)
 
 
+def unplug(model: nn.Module) -> None:
+    """Give the configurations inside `model` back the attention implementations that they name themselves.
+
+    To be called after a backward pass: with gradient checkpointing they stay wrapped until then.
+    """
+    for config in _configs.get(_pretrained(model), ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
+        config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(_PREFIX)
+
+
 def plannable(model: nn.Module) -> str | None:
     """None if the structure of `model` lets it run attention plans, otherwise the reason why not.
 
@@ -170,7 +179,7 @@ def _in_force(plan: AttentionPlan) -> Iterator[None]:
 def _plugged_in(model: nn.Module) -> Iterator[None]:
     """Wrap the attention implementations that the configurations inside `model` name.
 
-    With gradient checkpointing they stay wrapped: layers are computed again when the call is long over.
+    With gradient checkpointing they stay wrapped until `unplug`: layers are computed again when the call is long over.
     """
     inner = _pretrained(model)
     assert inner is not None
