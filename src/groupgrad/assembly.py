@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, set_seed
 
 from groupgrad import compat
+from groupgrad.agency import Agency
 from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.plan import RoundPlan
@@ -31,16 +32,10 @@ from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker
-from groupgrad.rollout.sampling import RolloutMaker
 from groupgrad.telemetry.timings import Timings
 
 logger = logging.getLogger(__name__)
 
-_UNAVAILABLE = {
-    "tools": "tool calling",
-    "rollout_func": "custom rollouts",
-    "environment_factory": "environments",
-}
 _COLUMNS_KEPT = ("prompt", "image", "images")
 
 
@@ -58,19 +53,15 @@ class Parts:
     """Weight of the load-balancing loss of a mixture of experts; 0 for other models."""
 
 
-def refuse_unavailable(**arguments: Any) -> None:
-    """UnavailableError for documented arguments whose part of groupgrad does not exist in this version."""
-    for name, value in arguments.items():
-        if value:
-            raise UnavailableError(
-                f"{name} is given, but {_UNAVAILABLE[name]} is not part of this version; leave it out"
-            )
+def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, environment_factory: Any = None) -> Any:
+    """One of the spellings of "what scores the completions"; ValueError if none or several are given.
 
-
-def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any) -> Any:
-    """One of the spellings of "what scores the completions"; ValueError if none or several are given."""
+    With environments, which may bring rewards of their own, there may be none: an empty list.
+    """
     given = {"reward_funcs": reward_funcs, "reward_fn": reward_fn, "reward_model": reward_model}
     used = {name: value for name, value in given.items() if value is not None and value != []}
+    if not used and environment_factory is not None:
+        return []
     if not used:
         raise ValueError(
             "no reward source: reward_funcs is empty; give a reward function, a reward model or a list of them"
@@ -170,11 +161,13 @@ def build_parts(
     )
 
 
-def check_datasets(train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: PromptMaker, config: GRPOConfig) -> None:
+def check_datasets(
+    train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: PromptMaker, agency: Agency, config: GRPOConfig
+) -> None:
     """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
     if train is None:
         raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
-    check_dataset(train, "train_dataset", prompt_maker)
+    check_rows(train, "train_dataset", prompt_maker, agency)
     if isinstance(train, IterableDataset):
         if config.max_steps <= 0:
             raise ValueError(
@@ -188,7 +181,7 @@ def check_datasets(train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: P
             "generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
         )
     for name, dataset in named_datasets(evaluation).items():
-        check_dataset(dataset, name, prompt_maker)
+        check_rows(dataset, name, prompt_maker, agency)
     strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
     if evaluation is None and strategy != "no":
         raise ValueError(
@@ -198,6 +191,12 @@ def check_datasets(train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: P
         raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
 
 
+def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, agency: Agency) -> None:
+    """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
+    check_dataset(dataset, name, prompt_maker, may_lack_prompts=agency.environments is not None)
+    agency.check_dataset(dataset, name)
+
+
 def named_datasets(evaluation: Any) -> dict[str, Any]:
     """Evaluation sets by the name that messages use; one set or a dict of them. TypeError for anything else."""
     if evaluation is None:
@@ -205,6 +204,13 @@ def named_datasets(evaluation: Any) -> dict[str, Any]:
     if isinstance(evaluation, Mapping):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
     return {"eval_dataset": evaluation}
+
+
+def keep_columns(config: GRPOConfig, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`."""
+    if not config.remove_unused_columns:
+        return train, evaluation
+    return keep_prompt_columns(train), keep_prompt_columns(evaluation)
 
 
 def keep_prompt_columns(dataset: Any) -> Any:
@@ -294,7 +300,7 @@ def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:
     return PromptMaker(parts.tokenizer, options.mapping(config.chat_template_kwargs), parts.max_context)
 
 
-def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any) -> RewardRunner:
+def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any, agency: Agency) -> RewardRunner:
     """What scores completions. ValueError if there is not one weight a reward function."""
     rewards = RewardRunner(
         reward_funcs,
@@ -303,8 +309,9 @@ def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any
         model_init_kwargs=options.mapping(config.model_init_kwargs),
         trust_remote_code=config.trust_remote_code,
         chat_template_kwargs=options.mapping(config.chat_template_kwargs),
+        own_names=agency.reward_names,
     )
-    options.scoring_options(config, len(rewards.names))
+    options.scoring_options(config, len(rewards.names) - len(agency.reward_names), len(agency.reward_names))
     return rewards
 
 
@@ -315,16 +322,20 @@ def build_setup(
     paths: Paths,
     rewards: RewardRunner,
     timings: Timings,
+    agency: Agency,
+    trainer: Any = None,
 ) -> Setup:
-    """Cut the configuration into each floor's options and hand them to the floors."""
+    """Cut the configuration into each floor's options and hand them to the floors. `trainer` is what a user's rollout
+    function is called with."""
     pad_id = int(parts.tokenizer.pad_token_id)
     policy_options = options.policy_options(config)
     forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
     forward_options = paths.layout.options(forward_options)
     frozen_scorer = FrozenScorer(parts.model, parts.reference, forward_options, config.device)
     sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
-    rollouts = RolloutMaker(prompt_maker, paths.engine.engine, sampling, seed=config.seed)
-    scoring = options.scoring_options(config, len(rewards.names))
+    rollouts = agency.source(config, paths.engine.engine, prompt_maker, sampling, trainer)
+    num_own = len(agency.reward_names)
+    scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
     round_maker = RoundMaker(rollouts, rewards, scoring, timings)
     evaluator = Evaluator(
         model=parts.model,

@@ -22,3 +22,7 @@ class UnavailableError(ValueError):
 
 class RewardError(ValueError):
     """A reward function failed or returned something that cannot be used; the message names function, step and row."""
+
+
+class RolloutError(ValueError):
+    """Rollouts could not be made: environments that fail, or a rollout function that returns what cannot be used."""

@@ -12,12 +12,14 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from groupgrad.callbacks import RunState
 from groupgrad.config import GRPOConfig
+from groupgrad.data.evaluation import EvalLoader
 from groupgrad.models.attention import unplug
 from groupgrad.models.reference import Reference
+from groupgrad.rollout.base import RolloutSource
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
@@ -37,6 +39,8 @@ class TrainingRun(Trainer):
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     reference: Reference | None
+    rollouts: RolloutSource
+    """What makes the rollouts; closed when training or evaluating ends."""
 
     def train(
         self,
@@ -45,9 +49,31 @@ class TrainingRun(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
         **kwargs: Any,
     ) -> TrainOutput:
-        """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order whatever happens."""
-        with self.progress:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+        """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
+        whatever happens."""
+        try:
+            with self.progress:
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+        finally:
+            self.rollouts.close()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """`Trainer.evaluate`: the metrics, by `eval_` names."""
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self._close_unless_training()
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """`Trainer.predict`: the metrics, by `test_` names."""
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._close_unless_training()
+
+    def _close_unless_training(self) -> None:
+        if not self.is_in_train:
+            self.rollouts.close()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward; afterwards no layer is computed again, and the model is called as it was found."""
@@ -92,6 +118,15 @@ class TrainingRun(Trainer):
             return super().hyperparameter_search(*args, **kwargs)
         finally:
             self.model_init = None
+
+    def get_test_dataloader(self, test_dataset: Any) -> EvalLoader:  # pyright: ignore
+        """The same for `predict`."""
+        return self.get_eval_dataloader(test_dataset)  # pyright: ignore
+
+    def _prepare_for_evaluation(self) -> None:
+        """Place the model and give it training's precision, when evaluation comes before any training."""
+        if self.model_wrapped is self.model and self.model not in self.accelerator._models:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.create_model_card()  # before the checkpoint, which is pushed with it

@@ -20,6 +20,7 @@ from transformers import ProgressCallback as PlainProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from groupgrad import assembly, dist
+from groupgrad.agency import AgentArguments, build_agency
 from groupgrad.callbacks import LossWindow, RunState, put_step_end_first
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.buffer import RoundBuffer
@@ -86,7 +87,11 @@ class GRPOTrainer(TrainingRun):
         optimizers: optimizer and scheduler; None makes those that `args` names.
         quantization_config: passed to loading when `model` is an id.
         peft_config: wraps the model in an adapter.
-        tools, rollout_func, environment_factory: not part of this version (UnavailableError).
+        tools: functions, sync or async, with type hints and docstrings, that the model may call while it answers.
+        rollout_func: makes whole rollouts in place of the model: `f(prompts, trainer)`, see `CustomRollouts`.
+        environment_factory: makes an environment for each rollout: `reset(**row)`, public methods as tools, and
+            optionally `get_reward()` and `close()`; or a dict of such, chosen by a row's `environment`.
+        response_parser: reads the calls from a turn whose syntax is not known, see `ChatFormat`.
         tokenizer, reward_fn, reward_model, num_generations: other spellings of `processing_class`, `reward_funcs` and
             `args.num_generations`.
 
@@ -112,25 +117,25 @@ class GRPOTrainer(TrainingRun):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
         *,
+        response_parser: Callable[..., Any] | None = None,
         tokenizer: Any = None,
         reward_fn: Callable[..., Any] | None = None,
         reward_model: Any = None,
         num_generations: int | None = None,
     ):
-        assembly.refuse_unavailable(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         config = assembly.resolve_config(args, model, num_generations)
-        reward_funcs = assembly.resolve_reward_funcs(reward_funcs, reward_fn, reward_model)
+        reward_funcs = assembly.resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = assembly.resolve_processing_class(processing_class, tokenizer)
         parts = assembly.build_parts(model, config, processing_class, quantization_config, peft_config)
         assembly.check_devices(config, parts.model)
         assembly.check_optimizer(config, optimizers, parts.model)
-        if config.remove_unused_columns:
-            train_dataset = assembly.keep_prompt_columns(train_dataset)
-            eval_dataset = assembly.keep_prompt_columns(eval_dataset)
+        train_dataset, eval_dataset = assembly.keep_columns(config, train_dataset, eval_dataset)
         self.plan = assembly.plan_for(config)
         self.prompt_maker = assembly.build_prompt_maker(config, parts)
-        assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, config)
-        self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes)
+        asked = AgentArguments(tools, environment_factory, rollout_func, response_parser)
+        self.agency = build_agency(config, parts.tokenizer, asked)
+        assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.agency, config)
+        self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.agency)
         super().__init__(
             model=parts.model,
             args=config,
@@ -173,8 +178,9 @@ class GRPOTrainer(TrainingRun):
     def _start_anew(self) -> None:
         """Cut the configuration into the options of each floor, and drop what a training before this one left."""
         self.setup = assembly.build_setup(
-            self.args, self._parts, self.prompt_maker, self.paths, self.rewards, self.timings
+            self.args, self._parts, self.prompt_maker, self.paths, self.rewards, self.timings, self.agency, self
         )
+        self.rollouts = self.setup.round_maker.rollouts
         self.plan = self.setup.plan
         self.buffer, self.metric_store = RoundBuffer(self.plan), MetricStore()
         self.entropy_controller = assembly.entropy_controller(self.args)
@@ -343,13 +349,9 @@ class GRPOTrainer(TrainingRun):
             dataset = self.eval_dataset[dataset]  # pyright: ignore
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        assembly.check_dataset(dataset, "eval_dataset", self.prompt_maker)
+        assembly.check_rows(dataset, "eval_dataset", self.prompt_maker, self.agency)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
-
-    def get_test_dataloader(self, test_dataset: Any) -> EvalLoader:  # pyright: ignore
-        """The same for `predict`."""
-        return self.get_eval_dataloader(test_dataset)
 
     def _note_round(self, scored: ScoredRound) -> None:
         """Count, log and show a training round."""
@@ -394,8 +396,3 @@ class GRPOTrainer(TrainingRun):
         self.completion_log.flush(self.state.global_step, metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore
-
-    def _prepare_for_evaluation(self) -> None:
-        """Place the model and give it training's precision, when evaluation comes before any training."""
-        if self.model_wrapped is self.model and self.model not in self.accelerator._models:
-            self.accelerator.prepare_model(self.model, evaluation_mode=True)

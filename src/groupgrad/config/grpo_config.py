@@ -125,6 +125,13 @@ class GRPOConfig(legacy.LegacyArguments):
     max_tool_calling_iterations: int | None = _option(
         None, "Most rounds of tool calls in a completion; unset: no limit."
     )
+    tool_timeout_s: float = _option(
+        60.0, "Seconds that a tool call, an environment's reset or its reward may take; then the model is told so."
+    )
+    tool_max_result_chars: int = _option(
+        20_000, "Longest tool result in characters; longer ones are cut, which they say."
+    )
+    tool_threads: int = _option(16, "Tools and environments that run at once, but for async ones.")
 
     # --- vLLM ---
     use_vllm: bool = _option(False, "Sample with vLLM.")

@@ -10,7 +10,9 @@ from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.choice import EngineOptions
 from groupgrad.models.forward import ForwardOptions
 from groupgrad.objectives import LossType, PolicyOptions, RatioLevel
+from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.round import ScoringOptions
+from groupgrad.rollout.tools import ToolOptions
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -69,6 +71,18 @@ def sampling_options(config: GRPOConfig, *, eos_ids: list[int], pad_id: int) -> 
     )
 
 
+def agent_options(config: GRPOConfig) -> AgentOptions:
+    """How agents call tools and environments."""
+    return AgentOptions(
+        max_tool_rounds=config.max_tool_calling_iterations,
+        tools=ToolOptions(
+            timeout_s=float(config.tool_timeout_s),
+            max_result_chars=config.tool_max_result_chars,
+            num_threads=config.tool_threads,
+        ),
+    )
+
+
 def engine_options(config: GRPOConfig) -> EngineOptions:
     """Which engine samples, and its own settings."""
     return EngineOptions(
@@ -111,8 +125,11 @@ def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> Forwa
     )
 
 
-def scoring_options(config: GRPOConfig, num_rewards: int) -> ScoringOptions:
-    """How rewards become advantages. ValueError if there is not one weight a reward function."""
+def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> ScoringOptions:
+    """How rewards become advantages, of `num_rewards` functions and `num_own` environments, which weigh 1 each.
+
+    ValueError if there is not one weight a reward function.
+    """
     weights = config.reward_weights
     if weights is not None and len(weights) != num_rewards:
         raise ValueError(
@@ -120,7 +137,7 @@ def scoring_options(config: GRPOConfig, num_rewards: int) -> ScoringOptions:
             "give one weight for each"
         )
     return ScoringOptions(
-        reward_weights=tuple(float(w) for w in weights) if weights is not None else (1.0,) * num_rewards,
+        reward_weights=(*(float(w) for w in weights or (1.0,) * num_rewards), *(1.0,) * num_own),
         scale_rewards=str(config.scale_rewards),
         aggregation=config.multi_objective_aggregation,
         keep_records=config.log_completions,

@@ -79,9 +79,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
         lambda c: c.log_completions_hub_repo is not None,
         "leave it unset and upload the 'completions' folder of output_dir",
     ),
-    "max_tool_calling_iterations": Unavailable(
-        lambda c: c.max_tool_calling_iterations is not None, "leave it unset: there are no tools to call"
-    ),
     "fsdp": Unavailable(lambda c: bool(c.fsdp) or env_on("ACCELERATE_USE_FSDP"), "use plain data parallelism"),
     "deepspeed": Unavailable(lambda c: zero_stage(c) == 3, "use ZeRO stage 1 or 2"),
 }

@@ -58,6 +58,9 @@ RANGES: dict[str, Range] = {
     "min_p": Range(_share, _SHARE, "it is a share of the largest probability", optional=True),
     "repetition_penalty": Range(_positive, "a number above 0", "logits are divided by it; 1.0 has no effect"),
     "max_completion_length": Range(_one_or_more, _COUNT, "sampling needs a limit in tokens", whole=True),
+    "tool_timeout_s": Range(_positive, "above 0", "it bounds a call's time"),
+    "tool_max_result_chars": Range(_positive, "at least 1", "it counts characters", whole=True),
+    "tool_threads": Range(_positive, "at least 1", "calls need a thread to run on", whole=True),
     "max_tool_calling_iterations": Range(_not_negative, "0 or more", "it counts rounds", whole=True, optional=True),
     # groups and batches
     "num_generations": Range(

@@ -68,11 +68,14 @@ def drop_empty_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker) -> None:
+def check_dataset(
+    dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False
+) -> None:
     """Refuse a data set that cannot be trained on; `argument` names it in the message.
 
     TypeError for something that is no data set; ValueError for a missing `prompt` column, empty or malformed prompts,
-    and prompts longer than the model's context (counted, one shown). Of a stream only the first row is looked at.
+    and prompts longer than the model's context (counted, one shown). Of a stream only the first row is looked at. With
+    `may_lack_prompts` the column may be missing.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
@@ -82,6 +85,8 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker) -> Non
     first = next(iter(islice(iter(dataset), 1)), None)
     if first is None:
         raise ValueError(f"{argument} has no rows; give it at least one row with a 'prompt'")
+    if "prompt" not in first and may_lack_prompts:
+        return
     if "prompt" not in first:
         raise ValueError(
             f"{argument} has the columns {sorted(first)}, but no 'prompt' column; rename the column that holds the "

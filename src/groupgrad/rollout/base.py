@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.types import Rollout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +48,27 @@ class RolloutSource(Protocol):
     def close(self) -> None:
         """Let go of what it holds. May be called any number of times."""
         ...
+
+
+def check_failures(rollouts: Sequence[Rollout], request: RoundRequest) -> None:
+    """Warn of failed rollouts; RolloutError if more than half failed."""
+    failed = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
+    if not failed:
+        return
+    first = failed[0].trace.problem if failed[0].trace else ""
+    if 2 * len(failed) > len(rollouts):
+        raise RolloutError(
+            f"{len(failed)} of {len(rollouts)} rollouts of step {request.step} failed, more than half; the first "
+            f"(row {failed[0].index}): {first}"
+        )
+    logger.warning(
+        "step %d: %d of %d rollouts failed and are not scored; the first (row %d): %s",
+        request.step,
+        len(failed),
+        len(rollouts),
+        failed[0].index,
+        first,
+    )
 
 
 def row_seed(run_seed: int, phase: str, round_number: int, row: int) -> int:

@@ -1,0 +1,132 @@
+"""Tools, environments and rollout functions: what the constructor's arguments for them stand for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from groupgrad.config import GRPOConfig, options
+from groupgrad.data.chat import ChatFormat, PlainFormat
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import Engine, SamplingOptions
+from groupgrad.rollout.agent import AgentRollouts
+from groupgrad.rollout.base import RolloutSource
+from groupgrad.rollout.custom import CustomRollouts
+from groupgrad.rollout.environments import KIND_COLUMN, Environments
+from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.tools import Tool, make_tools
+
+
+@dataclass(slots=True, frozen=True)
+class Agency:
+    """Who makes the rollouts: a user's function, an agent with tools and environments, or else the model alone."""
+
+    function: Callable[..., Any] | None = None
+    tools: Sequence[Tool] = ()
+    environments: Environments | None = None
+    chat: ChatFormat | PlainFormat | None = None
+    """Set if there are tools or environments."""
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Kinds of environments that give rewards of their own."""
+        return [] if self.environments is None else self.environments.reward_names
+
+    def source(
+        self, config: GRPOConfig, engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, trainer: Any
+    ) -> RolloutSource:
+        """What a round asks for its rollouts."""
+        if self.function is not None:
+            return CustomRollouts(self.function, trainer, prompt_maker, sampling.eos_ids)
+        if self.chat is None:
+            return RolloutMaker(prompt_maker, engine, sampling, seed=config.seed)
+        end_ids = dict.fromkeys((*sampling.eos_ids, *self.chat.end_ids))
+        return AgentRollouts(
+            prompt_maker,
+            engine,
+            replace(sampling, eos_ids=tuple(end_ids)),
+            self.chat,
+            tools=self.tools,
+            environments=self.environments,
+            options=options.agent_options(config),
+            seed=config.seed,
+        )
+
+    def check_dataset(self, dataset: Any, argument: str) -> None:
+        """Refuse a data set that agents cannot be trained on: ValueError for prompts that are no conversations, and for
+        rows of unknown environments. Of a stream only the first row is looked at."""
+        if self.chat is None or not isinstance(dataset, (Dataset, IterableDataset)):
+            return
+        first = next(iter(dataset), None)
+        prompt = None if first is None else first.get("prompt")
+        if isinstance(prompt, str):
+            raise ValueError(
+                f"{argument} has text prompts ({prompt[:80]!r}), but tools and environments need conversations; make "
+                'each prompt a list of messages: [{"role": "user", "content": ...}]'
+            )
+        if self.environments is not None and first is not None:
+            kinds = [first] if isinstance(dataset, IterableDataset) else _kinds(dataset)
+            for row in kinds:
+                self.environments.give_back(self.environments.draw(row))
+
+
+@dataclass(slots=True, frozen=True)
+class AgentArguments:
+    """The constructor's arguments that are about agents, as they were given."""
+
+    tools: Any = None
+    environment_factory: Any = None
+    rollout_func: Any = None
+    response_parser: Any = None
+
+
+def build_agency(config: GRPOConfig, tokenizer: Any, asked: AgentArguments) -> Agency:
+    """The agency that the arguments ask for. ValueError or TypeError, before anything is sampled, for tools without
+    hints or docstring, factories that fail, templates that cannot write tools down, and arguments that exclude each
+    other."""
+    tools, factory = asked.tools, asked.environment_factory
+    if asked.rollout_func is not None:
+        return Agency(_check_function(asked.rollout_func, tools=tools, environment_factory=factory))
+    if tools is not None and not isinstance(tools, (list, tuple)):
+        raise TypeError(f"tools is a {type(tools).__name__}; give a list of functions")
+    if not tools and factory is None:
+        for name, value in (
+            ("response_parser", asked.response_parser),
+            ("max_tool_calling_iterations", config.max_tool_calling_iterations),
+        ):
+            if value is not None:
+                warnings.warn(f"{name} has no effect: there are no tools to call")
+        return Agency()
+    made = make_tools(tools or [])
+    environments = None if factory is None else Environments(factory, made)
+    schemas = [tool.schema for tool in made]
+    if environments is not None:
+        schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
+    kwargs = options.mapping(config.chat_template_kwargs)
+    if not schemas:
+        return Agency(environments=environments, chat=PlainFormat(PromptMaker(tokenizer, kwargs)))
+    chat = ChatFormat.of(tokenizer, schemas=schemas, chat_template_kwargs=kwargs, response_parser=asked.response_parser)
+    return Agency(tools=made, environments=environments, chat=chat)
+
+
+def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise ValueError(
+            f"rollout_func and {' and '.join(given)} are given, but a rollout_func makes whole rollouts itself; leave "
+            f"{' and '.join(given)} out and call the tools from rollout_func"
+        )
+    if not callable(function):
+        raise TypeError(f"rollout_func is a {type(function).__name__}; give a function of (prompts, trainer)")
+    return function
+
+
+def _kinds(dataset: Dataset) -> list[dict[str, Any]]:
+    """One row for each value of the column that names a row's environment."""
+    if KIND_COLUMN not in dataset.column_names:
+        return [{}]
+    return [{KIND_COLUMN: value} for value in dataset.unique(KIND_COLUMN)]

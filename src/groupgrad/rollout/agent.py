@@ -1,0 +1,286 @@
+"""Agents: rollouts of several turns, with tools and environments between them.
+
+Each rollout is a coroutine (`_Agent.run`) over the shared engine (`driver.py`): reset, prompt, and then turns of the
+model and replies of tools until it ends. A turn's tokens are kept as they were sampled; a reply's are what the chat
+template puts between two turns. Nothing is decoded and tokenised again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupgrad.data.chat import Call, ChatFormat, PlainFormat
+from groupgrad.data.prompts import PromptMaker, drop_empty_fields
+from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
+from groupgrad.metrics import Metric
+from groupgrad.rollout.base import RoundRequest, check_failures, row_seed, turn_seed
+from groupgrad.rollout.driver import Driver, Replies, Turn, Turned, Waited
+from groupgrad.rollout.environments import Environments, Seat, add_observation
+from groupgrad.rollout.statistics import agent_metrics
+from groupgrad.rollout.tools import Tool, ToolBox, ToolOptions, ToolReply
+from groupgrad.rollout.workers import Workers
+from groupgrad.types import FinishReason, Prompt, Rollout, ToolUse, Trace
+
+logger = logging.getLogger(__name__)
+
+NAN = float("nan")
+
+
+@dataclass(slots=True, frozen=True)
+class AgentOptions:
+    """How agents are run."""
+
+    max_tool_rounds: int | None = None
+    """Rounds of tool calls in a rollout; None: as many as its budget allows."""
+    tools: ToolOptions = field(default_factory=ToolOptions)
+
+
+class AgentRollouts:
+    """Makes rollouts of several turns.
+
+    `tools` are had by every rollout, an environment's by its own. The completion of a rollout is everything behind its
+    prompt, and its budget, `sampling.max_new_tokens`, counts the tools' words too. A rollout whose environment fails
+    at the beginning ends as `error`; if more than half of a rank's rollouts do, it is a RolloutError.
+    """
+
+    def __init__(
+        self,
+        prompt_maker: PromptMaker,
+        engine: Engine,
+        sampling: SamplingOptions,
+        chat: ChatFormat | PlainFormat,
+        *,
+        tools: Sequence[Tool],
+        environments: Environments | None,
+        options: AgentOptions,
+        seed: int,
+    ):
+        self.prompt_maker, self.engine, self.chat = prompt_maker, engine, chat
+        self.sampling, self.options, self.seed = sampling, options, seed
+        self._tools, self._environments = tuple(tools), environments
+        self._workers = Workers(options.tools.num_threads)
+        self._seats: list[Seat] = []
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine's numbers are training's."""
+        return bool(getattr(self.engine, "exact", False))
+
+    def __call__(self, request: RoundRequest) -> list[Rollout]:
+        """One rollout for each row number; all of them run at once."""
+        # Until now reward functions had the environments.
+        self._give_back()
+        prompts: dict[Any, Prompt] = {}
+        agents = [self._agent(request, row, prompts) for row in request.rows]
+        with open_session(self.engine, self.sampling) as session:
+            rollouts = Driver(session).run([agent.run() for agent in agents])
+        check_failures(rollouts, request)
+        return rollouts
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+        """Calls, failures, latencies, turns, waiting."""
+        return agent_metrics(rollouts)
+
+    def close(self) -> None:
+        """Close every environment, and end the threads of tools. May be called any number of times."""
+        self._give_back()
+        if self._environments is not None:
+            self._environments.close()
+        self._workers.close()
+
+    def _give_back(self) -> None:
+        while self._seats and self._environments is not None:
+            self._environments.give_back(self._seats.pop())
+
+    def _agent(self, request: RoundRequest, row: int, prompts: dict[Any, Prompt]) -> _Agent:
+        group = row // request.num_generations
+        data, seat = request.rows_by_group[group], None
+        if self._environments is not None:
+            seat = self._environments.draw(data)
+            self._seats.append(seat)
+        seed = row_seed(self.seed, request.phase, request.number, row)
+        place = _Place(group, row, seed, request.step, prompts)
+        return _Agent(self, self._workers, data, seat, seat.toolbox if seat else ToolBox(self._tools), place)
+
+
+@dataclass(slots=True, frozen=True)
+class _Place:
+    """Where a rollout stands in its round."""
+
+    group: int
+    row: int
+    seed: int
+    step: int
+    prompts: dict[Any, Prompt]
+    """The round's prompts so far, by group and token ids: rollouts of like beginnings share one."""
+
+
+class _Failed(Exception):
+    """A rollout cannot begin; the text says why."""
+
+
+class _Agent:
+    """One rollout under way."""
+
+    def __init__(
+        self,
+        maker: AgentRollouts,
+        workers: Workers,
+        data: dict[str, Any],
+        seat: Seat | None,
+        toolbox: ToolBox,
+        place: _Place,
+    ):
+        self._maker, self._workers, self._toolbox = maker, workers, toolbox
+        self._data, self._seat, self._place = data, seat, place
+        self._timeout_s = maker.options.tools.timeout_s
+        self._ids: list[int] = []
+        self._sampled: list[bool] = []
+        self._logprobs: list[float] = []
+        self._entropies: list[float] = []
+        self._messages: list[dict[str, Any]] = []
+        self._num_turns = 0
+        self._uses: list[ToolUse] = []
+        self._wait_s = self._hidden_s = 0.0
+        self._problem = ""
+
+    async def run(self) -> Rollout:
+        """The finished rollout."""
+        own_rewards: dict[str, float | None] = {}
+        try:
+            prompt = await self._begin()
+            reason = await self._converse(prompt)
+            own_rewards = await self._ask_for_reward()
+        except _Failed as failure:
+            prompt, reason, self._problem = Prompt([], self._data, self._place.group), "error", str(failure)
+        return self._rollout(prompt, reason, own_rewards)
+
+    # ------------------------------------------------------------------------------------ beginning and end
+
+    async def _begin(self) -> Prompt:
+        """The prompt, with what the environment says at the beginning."""
+        messages = [dict(message) for message in self._data.get("prompt") or ({"role": "user", "content": ""},)]
+        if self._seat is not None:
+            outcome = await self._wait_for(self._seat.reset(self._data, self._workers, self._timeout_s))
+            if outcome.problem:
+                raise _Failed(outcome.problem)
+            messages = add_observation(messages, outcome.observation)
+        ids = self._maker.chat.prompt_ids([*map(_as_text, drop_empty_fields(messages))], self._toolbox.schemas)
+        longest = self._maker.prompt_maker.max_context
+        if longest is not None and len(ids) >= longest:
+            raise _Failed(self._maker.prompt_maker.too_long_message(messages, len(ids)))
+        key = (self._place.group, tuple(ids))
+        return self._place.prompts.setdefault(key, Prompt(ids, {**self._data, "prompt": messages}, self._place.group))
+
+    async def _ask_for_reward(self) -> dict[str, float | None]:
+        """The environment's own reward under its name; none if it gives none."""
+        if self._seat is None or not self._seat.has_reward:
+            return {}
+        outcome = await self._wait_for(self._seat.get_reward(self._workers, self._timeout_s))
+        if outcome.problem:
+            self._problem = outcome.problem
+            logger.warning("row %d gets no reward of its environment: %s", self._place.row, outcome.problem)
+        return {self._seat.kind: outcome.reward}
+
+    def _rollout(self, prompt: Prompt, reason: FinishReason, own_rewards: dict[str, float | None]) -> Rollout:
+        environment = {} if self._seat is None else {"environments": self._seat.instance}
+        return Rollout(
+            prompt=prompt,
+            index=self._place.row,
+            completion_ids=self._ids,
+            finish_reason=reason,
+            completion=self._messages,
+            text=self._maker.prompt_maker.tokenizer.decode(self._ids, skip_special_tokens=True),
+            sampled=self._sampled,
+            sampling_logprobs=self._logprobs,
+            sampling_entropy=self._entropies,
+            policy_version=self._place.step,
+            extra=environment,
+            own_rewards=own_rewards,
+            trace=Trace(self._num_turns, self._uses, self._wait_s, self._hidden_s, self._problem),
+        )
+
+    # ------------------------------------------------------------------------------------ turns
+
+    async def _converse(self, prompt: Prompt) -> FinishReason:
+        """Turns and replies until there is a reason to end."""
+        chat, limit, schemas = self._maker.chat, self._maker.options.max_tool_rounds, self._toolbox.schemas
+        ticket: int | None = None
+        for number_of_round in range(1 << 62):
+            room, reason_if_full = self._room(prompt)
+            turned = await self._turn(prompt, room, ticket)
+            turn = chat.parse(turned.sample.ids, schemas)
+            self._messages.append(turn.message)
+            if turned.sample.finish_reason == "length":
+                return reason_if_full
+            if not turn.calls:
+                return "eos"
+            if limit is not None and number_of_round >= limit:
+                return "tool_limit"
+            messages = [_message(reply, call) for reply, call in zip(await self._replies(turn.calls), turn.calls)]
+            texts = [_as_text(message) for message in messages]
+            reply_ids = chat.reply_ids(turned.sample.ids, turn.message, texts, schemas)
+            if len(reply_ids) >= self._room(prompt)[0]:
+                return "context" if reason_if_full == "context" else "tool_budget"
+            self._messages += messages
+            self._add(reply_ids)
+            ticket = turned.ticket
+        raise AssertionError("a rollout ends by its budget")
+
+    def _room(self, prompt: Prompt) -> tuple[int, FinishReason]:
+        """Tokens that may still come, and what it means if they run out."""
+        left = self._maker.sampling.max_new_tokens - len(self._ids)
+        longest = self._maker.prompt_maker.max_context
+        if longest is not None and longest - len(prompt.ids) - len(self._ids) < left:
+            return longest - len(prompt.ids) - len(self._ids), "context"
+        return left, "length"
+
+    async def _turn(self, prompt: Prompt, room: int, ticket: int | None) -> Turned:
+        seed = turn_seed(self._place.seed, self._num_turns)
+        turned = await Turn(Request(prompt.ids + self._ids, seed, room, continues=ticket, keep=True))
+        self._num_turns += 1
+        self._add(turned.sample.ids, turned.sample)
+        return turned
+
+    def _add(self, ids: list[int], sample: Sample | None = None) -> None:
+        """Tokens, sampled ones if they come with their sample."""
+        unknown = [NAN] * len(ids)
+        self._ids = self._ids + ids
+        self._sampled += [sample is not None] * len(ids)
+        self._logprobs += unknown if sample is None or sample.logprobs is None else sample.logprobs
+        self._entropies += unknown if sample is None or sample.entropies is None else sample.entropies
+
+    # ------------------------------------------------------------------------------------ tools
+
+    async def _replies(self, calls: Sequence[Call]) -> list[ToolReply]:
+        """The answers to a message's calls, in their order."""
+        options = self._maker.options.tools
+        started = [self._toolbox.call(call, self._workers, options) for call in calls]
+        replies: list[ToolReply] = self._note(await Replies(started)).results
+        self._uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
+        return replies
+
+    async def _wait_for(self, future: Future[Any]) -> Any:
+        return self._note(await Replies([future])).results[0]
+
+    def _note(self, waited: Waited) -> Waited:
+        self._wait_s += waited.seconds
+        self._hidden_s += waited.hidden_s
+        return waited
+
+
+def _message(reply: ToolReply, call: Call) -> dict[str, Any]:
+    message = {"role": "tool", "name": reply.name, "content": reply.content}
+    return message if call.id is None else {**message, "tool_call_id": call.id}
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as a template for text takes it: content blocks become one text, in which an image is only named."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(str(block.get("text", f"[{block.get('type')}]")) for block in content)}

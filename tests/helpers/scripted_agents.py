@@ -1,0 +1,110 @@
+"""Agents in tests: a tokenizer whose template has tools, and an engine that plays a script by row and turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupgrad.data.chat import ChatFormat
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.rollout.agent import AgentOptions, AgentRollouts
+from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
+from groupgrad.rollout.environments import Environments
+from groupgrad.rollout.tools import ToolOptions, make_tools
+
+TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{{ eos_token }}\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+EOS = 1
+SEED = 7
+
+
+def with_tools(tokenizer: Any) -> Any:
+    """The tokenizer with a template that shows tools, calls and replies."""
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call as the template writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class PlayingEngine:
+    """Gives row r's turn t the text `script[r][t]`, and an end unless the text has "..." at its end or no room is left.
+
+    What it is asked is noted. Log-probs are -0.5, entropies 0.25.
+    """
+
+    exact = True
+
+    def __init__(self, tokenizer: Any, script: Mapping[int, Sequence[str]], phase: str = "train", number: int = 0):
+        self._tokenizer = tokenizer
+        self._texts = {
+            turn_seed(row_seed(SEED, phase, number, row), turn): text
+            for row, texts in script.items()
+            for turn, text in enumerate(texts)
+        }
+        self.asked: list[Request] = []
+        self.options: SamplingOptions | None = None
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        self.asked += requests
+        self.options = options
+        return [self._sample(request) for request in requests]
+
+    def _sample(self, request: Request) -> Sample:
+        text = self._texts[request.seed]
+        is_cut = text.endswith("...")
+        ids = self._tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
+        ids = ids if is_cut else [*ids, EOS]
+        reason = "length" if is_cut or len(ids) > request.max_new_tokens else "eos"
+        ids = ids[: request.max_new_tokens]
+        return Sample(ids, reason, [-0.5] * len(ids), [0.25] * len(ids))
+
+
+def make_agents(
+    engine: Any,
+    tokenizer: Any,
+    tools: Sequence[Any] = (),
+    environment: Any = None,
+    *,
+    budget: int = 1000,
+    max_context: int | None = None,
+    max_tool_rounds: int | None = None,
+    **limits: Any,
+) -> AgentRollouts:
+    """Agents over the engine."""
+    made = make_tools(list(tools))
+    environments = None if environment is None else Environments(environment, made)
+    schemas = [tool.schema for tool in made]
+    if environments is not None:
+        schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
+    return AgentRollouts(
+        PromptMaker(tokenizer, None, max_context),
+        engine,
+        SamplingOptions(budget, eos_ids=(EOS,)),
+        ChatFormat.of(tokenizer, schemas=schemas),
+        tools=made,
+        environments=environments,
+        options=AgentOptions(max_tool_rounds, ToolOptions(**limits)),
+        seed=SEED,
+    )
+
+
+def ask(rows_by_group: Mapping[int, dict[str, Any]], size: int = 1) -> RoundRequest:
+    """A round of all rows of these groups, on one rank."""
+    rows = [group * size + i for group in rows_by_group for i in range(size)]
+    return RoundRequest(rows_by_group, rows, len(rows), size, "train", 0, 3)
+
+
+def user(text: str, **columns: Any) -> dict[str, Any]:
+    """A row with a conversation of one message."""
+    return {"prompt": [{"role": "user", "content": text}], **columns}

@@ -1,0 +1,433 @@
+"""Rollouts of several turns: what is sampled, what is a tool's, and why they end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any, ClassVar
+
+import pytest
+from scripted_agents import EOS, PlayingEngine, ask, call, make_agents, user, with_tools
+
+from groupgrad.errors import RolloutError
+from groupgrad.rollout.statistics import agent_metrics
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+    """
+    return a * b
+
+
+async def async_add(a: int, b: int) -> int:
+    """Adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+    """
+    return a + b
+
+
+def rows_of(query: str) -> list[dict[str, Any]]:
+    """Looks rows up.
+
+    Args:
+        query: What to look for.
+    """
+    return [{"name": query, "n": 1}, {"name": "x", "n": None}]
+
+
+def play(tokenizer: Any, script: dict[int, list[str]], tools: Any, data: Any = None, **options: Any) -> Any:
+    with_tools(tokenizer)
+    engine = PlayingEngine(tokenizer, script)
+    agents = make_agents(engine, tokenizer, tools, **options)
+    try:
+        return agents(ask(data or {row: user("go") for row in script})), engine
+    finally:
+        agents.close()
+
+
+def text_of(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_turn_a_reply_and_an_answer(tokenizer):
+    (rollout,), engine = play(tokenizer, {0: [call("multiply", a=6, b=7), "it is 42"]}, [multiply])
+    whole = text_of(tokenizer, rollout.completion_ids)
+    assert whole == (
+        '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call><eos>'
+        "\n<tool>42<eos>\n<assistant>it is 42<eos>"
+    )
+    sampled = [i for i, flag in zip(rollout.completion_ids, rollout.sampled) if flag]
+    replied = [i for i, flag in zip(rollout.completion_ids, rollout.sampled) if not flag]
+    assert text_of(tokenizer, sampled) == call("multiply", a=6, b=7) + "<eos>it is 42<eos>"
+    assert text_of(tokenizer, replied) == "\n<tool>42<eos>\n<assistant>"
+    assert rollout.finish_reason == "eos"
+    first, second = engine.asked
+    assert "multiply" in text_of(tokenizer, first.prompt_ids)
+    assert second.prompt_ids == first.prompt_ids + rollout.completion_ids[: -len("it is 42") - 1]
+    assert second.max_new_tokens == 1000 - (len(rollout.completion_ids) - len("it is 42") - 1)
+    assert [m["role"] for m in rollout.completion] == ["assistant", "tool", "assistant"]
+    assert rollout.completion[0]["tool_calls"][0]["function"] == {"name": "multiply", "arguments": {"a": 6, "b": 7}}
+    assert rollout.completion[1] == {"role": "tool", "name": "multiply", "content": "42"}
+    assert rollout.completion[2]["content"] == "it is 42"
+
+
+def test_numbers_of_a_tools_tokens_are_unknown(tokenizer):
+    (rollout,), _ = play(tokenizer, {0: [call("multiply", a=1, b=1), "ok"]}, [multiply])
+    for values, known in ((rollout.sampling_logprobs, -0.5), (rollout.sampling_entropy, 0.25)):
+        assert [v == known for v in values] == rollout.sampled
+        assert [v != v for v in values] == [not flag for flag in rollout.sampled]
+    assert rollout.num_sampled == sum(rollout.sampled) < len(rollout.completion_ids)
+    assert rollout.policy_version == 3
+
+
+def test_calls_of_one_message_are_answered_in_their_order(tokenizer):
+    """An async call between two plain ones stays between them."""
+    calls = call("multiply", a=2, b=3) + call("async_add", a=2, b=3) + call("multiply", a=9, b=9)
+    (rollout,), _ = play(tokenizer, {0: [calls, "done"]}, [multiply, async_add])
+    assert [(m["name"], m["content"]) for m in rollout.completion if m["role"] == "tool"] == [
+        ("multiply", "6"),
+        ("async_add", "5"),
+        ("multiply", "81"),
+    ]
+    assert [use.name for use in rollout.trace.tool_uses] == ["multiply", "async_add", "multiply"]
+
+
+def test_a_list_reaches_the_model_as_text(tokenizer):
+    (rollout,), engine = play(tokenizer, {0: [call("rows_of", query="q"), "ok"]}, [rows_of])
+    expected = '[{"name": "q", "n": 1}, {"name": "x", "n": null}]'
+    assert json.loads(rollout.completion[1]["content"]) == json.loads(expected)
+    assert expected in text_of(tokenizer, engine.asked[1].prompt_ids)
+
+
+def test_a_group_shares_its_prompt(tokenizer):
+    with_tools(tokenizer)
+    engine = PlayingEngine(tokenizer, {row: ["ok"] for row in range(4)})
+    agents = make_agents(engine, tokenizer, [multiply])
+    rollouts = agents(ask({0: user("a"), 1: user("b")}, size=2))
+    agents.close()
+    assert [r.index for r in rollouts] == [0, 1, 2, 3]
+    assert rollouts[0].prompt is rollouts[1].prompt
+    assert rollouts[2].prompt is rollouts[3].prompt
+    assert rollouts[0].prompt.ids != rollouts[2].prompt.ids
+
+
+# --- why rollouts end ---
+
+
+def test_the_budget_counts_tools_words_and_a_reply_that_does_not_fit_is_not_there(tokenizer):
+    first = call("multiply", a=6, b=7)
+    reply = len("\n<tool>42") + 1 + len("\n<assistant>")
+    for budget, reason, words in ((len(first) + 1 + reply, "tool_budget", 0), (len(first) + 2 + reply, "length", 1)):
+        (rollout,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], budget=budget)
+        assert rollout.finish_reason == reason
+        assert rollout.is_truncated
+        assert rollout.num_sampled == len(first) + 1 + words
+        assert [m["role"] for m in rollout.completion] == ["assistant", "tool", "assistant"][: 1 + 2 * words]
+        assert len(rollout.completion_ids) == (budget if words else len(first) + 1)
+
+
+def test_the_context_ends_a_rollout(tokenizer):
+    first = call("multiply", a=6, b=7)
+    (rollout,), engine = play(tokenizer, {0: [first, "it is 42"]}, [multiply])
+    prompt = len(engine.asked[0].prompt_ids)
+    room = len(rollout.completion_ids) - 3
+    (cut,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], max_context=prompt + room)
+    assert (cut.finish_reason, len(cut.completion_ids)) == ("context", room)
+    (cut,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], max_context=prompt + len(first) + 5)
+    assert (cut.finish_reason, len(cut.completion_ids)) == ("context", len(first) + 1)
+
+
+@pytest.mark.parametrize(("limit", "reason", "roles"), [(0, "tool_limit", 1), (1, "tool_limit", 3), (2, "eos", 5)])
+def test_rounds_of_calls_have_a_limit(limit: int, reason: str, roles: int, tokenizer):
+    script = {0: [call("multiply", a=1, b=1), call("multiply", a=2, b=2), "done"]}
+    (rollout,), _ = play(tokenizer, script, [multiply], max_tool_rounds=limit)
+    assert rollout.finish_reason == reason
+    assert rollout.is_truncated is (reason != "eos")
+    assert len(rollout.completion) == roles
+
+
+def test_a_call_that_was_cut_off_is_not_made(tokenizer):
+    made: list[int] = []
+
+    def note(n: int) -> int:
+        """Notes.
+
+        Args:
+            n: A number.
+        """
+        made.append(n)
+        return n
+
+    (rollout,), _ = play(tokenizer, {0: [call("note", n=1) + " and..."]}, [note])
+    assert (rollout.finish_reason, made) == ("length", [])
+
+
+# --- what goes wrong is told to the model ---
+
+
+def hanging(n: int) -> int:
+    """Hangs.
+
+    Args:
+        n: A number.
+    """
+    time.sleep(30)
+    return n
+
+
+def raising(n: int) -> int:
+    """Raises.
+
+    Args:
+        n: A number.
+    """
+    raise KeyError(f"no {n}")
+
+
+def large(n: int) -> str:
+    """Returns much.
+
+    Args:
+        n: How much.
+    """
+    return "x" * n
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (call("nothing", a=1), "there is no tool 'nothing'; the tools are: multiply, raising, large"),
+        (call("multiply", a=1), "b"),
+        (call("multiply", a=1, b=2, c=3), "c"),
+        (call("multiply", a="one", b=2), "integer"),
+        (call("raising", n=5), "no 5"),
+        ("<tool_call>{oops</tool_call>", "JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_its_reply(text: str, expected: str, tokenizer):
+    (rollout,), _ = play(tokenizer, {0: [text, "ok"]}, [multiply, raising, large])
+    assert rollout.finish_reason == "eos"
+    (use,) = rollout.trace.tool_uses
+    assert use.failed
+    assert expected in rollout.completion[1]["content"]
+    assert rollout.completion[1]["content"].replace(";", "<unk>") in text_of(tokenizer, rollout.completion_ids)
+
+
+def test_a_hanging_tool_is_answered_for_and_holds_nobody_up(tokenizer):
+    started = time.perf_counter()
+    rollouts, _ = play(
+        tokenizer,
+        {0: [call("hanging", n=1), "gave up"], 1: [call("multiply", a=2, b=2), "four"]},
+        [hanging, multiply],
+        timeout_s=0.3,
+    )
+    assert time.perf_counter() - started < 5
+    assert [r.finish_reason for r in rollouts] == ["eos", "eos"]
+    assert [use.timed_out for r in rollouts for use in r.trace.tool_uses] == [True, False]
+    assert "0.3" in rollouts[0].completion[1]["content"]
+
+
+def test_a_large_result_is_cut(tokenizer):
+    (rollout,), _ = play(tokenizer, {0: [call("large", n=5000), "ok"]}, [large], max_result_chars=50)
+    assert rollout.completion[1]["content"].startswith("x" * 50)
+    assert len(rollout.completion[1]["content"]) < 150
+    assert "5000" in rollout.completion[1]["content"]
+
+
+# --- environments ---
+
+
+class Counter:
+    """Counts; notes its life."""
+
+    made: ClassVar[list[Counter]] = []
+
+    def __init__(self) -> None:
+        self.life: list[Any] = []
+        Counter.made.append(self)
+
+    def reset(self, start: int = 0, **row: Any) -> str:
+        if start < 0:
+            raise RuntimeError(f"cannot start at {start}")
+        self.value = start
+        self.life.append(("reset", start, sorted(row)))
+        return f" (from {start})"
+
+    def add(self, step: int) -> int:
+        """Adds.
+
+        Args:
+            step: How much.
+        """
+        self.value += step
+        return self.value
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+    def close(self) -> None:
+        self.life.append("close")
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    Counter.made = []
+
+
+def test_an_environment_for_each_rollout(tokenizer):
+    script = {0: [call("add", step=2), call("add", step=3), "5"], 1: ["nothing"]}
+    data = {0: user("count", start=0), 1: user("count", start=4)}
+    rollouts, engine = play(tokenizer, script, [], data, environment=Counter)
+    assert [m["content"] for m in rollouts[0].completion if m["role"] == "tool"] == ["2", "5"]
+    assert [r.own_rewards for r in rollouts] == [{"Counter": 5.0}, {"Counter": 4.0}]
+    assert [r.extra["environments"].value for r in rollouts] == [5, 4]
+    assert rollouts[0].extra["environments"] is not rollouts[1].extra["environments"]
+    assert "<user>count (from 4)" in text_of(tokenizer, engine.asked[1].prompt_ids)
+    assert rollouts[1].prompt.row["prompt"] == [{"role": "user", "content": "count (from 4)"}]
+    assert data[1] == user("count", start=4)
+    assert all(env.life.count("close") == 1 for env in Counter.made)
+
+
+def test_instances_are_used_again_in_the_next_round_not_in_the_same(tokenizer):
+    with_tools(tokenizer)
+    engine = PlayingEngine(tokenizer, {row: ["ok"] for row in range(3)})
+    agents = make_agents(engine, tokenizer, [], Counter)
+    first = agents(ask({row: user("x") for row in range(3)}))
+    second = agents(ask({row: user("x") for row in range(3)}))
+    agents.close()
+    environments = [{id(r.extra["environments"]) for r in rollouts} for rollouts in (first, second)]
+    assert len(environments[0]) == 3
+    assert environments[0] == environments[1]
+    assert len(Counter.made) == 3
+
+
+def test_each_rollout_of_a_group_may_begin_in_its_own_way(tokenizer):
+    """Every completion is trained behind the very prompt it was sampled from."""
+    places = iter(range(4))
+    lock = threading.Lock()
+
+    class Maze:
+        def reset(self, **row: Any) -> str:
+            with lock:
+                return f" at {next(places)}"
+
+        def look(self) -> str:
+            """Looks."""
+            return "wall"
+
+    with_tools(tokenizer)
+    engine = PlayingEngine(tokenizer, {row: ["ok"] for row in range(4)})
+    agents = make_agents(engine, tokenizer, [], Maze)
+    rollouts = agents(ask({0: user("go")}, size=4))
+    agents.close()
+    asked = {request.seed: request.prompt_ids for request in engine.asked}
+    assert len({tuple(r.prompt.ids) for r in rollouts}) == 4
+    assert sorted(map(tuple, asked.values())) == sorted(tuple(r.prompt.ids) for r in rollouts)
+    texts = [text_of(tokenizer, r.prompt.ids) for r in rollouts]
+    assert all(f"go at {text.rsplit('at ', 1)[1][0]}" in text for text in texts)
+
+
+def test_a_rollout_whose_environment_fails_ends_as_error(tokenizer, caplog):
+    script = {row: ["ok"] for row in range(3)}
+    data = {0: user("x"), 1: user("x", start=-1), 2: user("x")}
+    rollouts, _ = play(tokenizer, script, [], data, environment=Counter)
+    assert [r.finish_reason for r in rollouts] == ["eos", "error", "eos"]
+    assert rollouts[1].completion_ids == []
+    assert not rollouts[1].is_scorable
+    assert "cannot start at -1" in rollouts[1].trace.problem
+    assert "1 of 3 rollouts failed" in caplog.text
+
+
+def test_more_than_half_failing_is_an_error_and_environments_are_closed(tokenizer):
+    data = {0: user("x", start=-1), 1: user("x", start=-1), 2: user("x")}
+    with pytest.raises(RolloutError, match=r"2 of 3 rollouts.*more than half[\s\S]*cannot start at -1"):
+        play(tokenizer, {row: ["ok"] for row in range(3)}, [], data, environment=Counter)
+    assert all(env.life[-1] == "close" for env in Counter.made if env.life)
+
+
+def test_a_reset_that_hangs_is_an_error_of_its_rollout(tokenizer):
+    class Slow(Counter):
+        def reset(self, start: int = 0, **row: Any) -> str:
+            time.sleep(30 if start else 0)
+            return super().reset(start, **row)
+
+    data = {0: user("x"), 1: user("x", start=1), 2: user("x")}
+    started = time.perf_counter()
+    rollouts, _ = play(tokenizer, {r: ["ok"] for r in range(3)}, [], data, environment=Slow, timeout_s=0.3)
+    assert time.perf_counter() - started < 8
+    assert [r.finish_reason for r in rollouts] == ["eos", "error", "eos"]
+
+
+def test_a_reward_that_fails_is_none(tokenizer, caplog):
+    class Broken(Counter):
+        def get_reward(self) -> Any:
+            raise ValueError("no reward today")
+
+    rollouts, _ = play(tokenizer, {0: ["ok"]}, [], environment=Broken)
+    assert rollouts[0].own_rewards == {"Broken": None}
+    assert rollouts[0].finish_reason == "eos"
+    assert "no reward today" in caplog.text
+
+
+def test_rows_choose_their_environment(tokenizer):
+    class Other(Counter):
+        def subtract(self, step: int) -> int:
+            """Subtracts.
+
+            Args:
+                step: How much.
+            """
+            self.value -= step
+            return self.value
+
+        add = None  # pyright: ignore
+
+    script = {0: [call("add", step=2), "ok"], 1: [call("subtract", step=2), "ok"]}
+    data = {0: user("x", environment="up"), 1: user("x", environment="down")}
+    rollouts, engine = play(tokenizer, script, [], data, environment={"up": Counter, "down": Other})
+    assert [m["content"] for r in rollouts for m in r.completion if m["role"] == "tool"] == ["2", "-2"]
+    assert [r.own_rewards for r in rollouts] == [{"Counter": 2.0}, {"Other": -2.0}]
+    prompts = [text_of(tokenizer, request.prompt_ids) for request in engine.asked[:2]]
+    assert ["subtract" in prompt for prompt in prompts] == [False, True]
+
+
+# --- metrics ---
+
+
+def test_metrics_by_hand(tokenizer):
+    script = {
+        0: [call("multiply", a=1, b=1) + call("nothing"), call("multiply", a=2, b=2), "ok"],
+        1: ["ok"],
+        2: [call("async_add", a=1, b=1), "cut..."],
+        3: ["ok"],
+    }
+    rollouts, _ = play(tokenizer, script, [multiply, async_add])
+    found: dict[str, Any] = {key: metric.read() for key, metric in agent_metrics(rollouts).items()}
+    assert found["tools/call_frequency"] == 4 / 4
+    assert found["tools/failure_frequency"] == 1 / 4
+    assert found["tools/timeouts"] == 0
+    assert found["rollouts/turns"] == (3 + 1 + 2 + 1) / 4
+    assert found["tools/multiply/call_frequency"] == 2 / 4
+    assert found["tools/nothing/failure_frequency"] == 1
+    assert found["tools/async_add/failure_frequency"] == 0
+    assert found["tools/multiply/latency_s"] < 1
+    assert found["rollouts/eos"] == 3 / 4
+    assert found["rollouts/length"] == 1 / 4
+    assert found["rollouts/error"] == 0
+    assert 0 <= found["tools/wait_hidden"] <= 1
+
+
+def test_without_calls_the_frequencies_are_zero_and_weigh_nothing(tokenizer):
+    rollouts, _ = play(tokenizer, {0: ["ok"]}, [multiply])
+    metrics = agent_metrics(rollouts)
+    assert metrics["tools/failure_frequency"].read() == 0
+    assert 3.0 + float(metrics["tools/failure_frequency"].weight) == 3.0
+    assert rollouts[0].completion_ids[-1] == EOS

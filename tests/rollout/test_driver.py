@@ -1,0 +1,153 @@
+"""Rollouts side by side over one engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from groupgrad.engines.base import Request, Sample
+from groupgrad.rollout.driver import Driver, Replies, Turn
+
+
+class ScriptedSession:
+    """Ends each request after as many advances as it has tokens to give; a sample repeats the prompt's last id."""
+
+    def __init__(self, advance_s: float = 0.0):
+        self.log: list[Any] = []
+        self._open: dict[int, list[Any]] = {}
+        self._count = 0
+        self._advance_s = advance_s
+
+    def submit(self, request: Request) -> int:
+        ticket, self._count = self._count, self._count + 1
+        self._open[ticket] = [request, request.max_new_tokens]
+        self.log.append(("submit", ticket, list(request.prompt_ids), request.continues))
+        return ticket
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        time.sleep(self._advance_s)
+        self.log.append(("advance", sorted(self._open)))
+        ended = []
+        for ticket, entry in sorted(self._open.items()):
+            entry[1] -= 1
+            if not entry[1]:
+                request = entry[0]
+                ended.append((ticket, Sample([request.prompt_ids[-1]] * request.max_new_tokens, "eos")))
+        for ticket, _ in ended:
+            del self._open[ticket]
+        return ended
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def release(self, ticket: int) -> None:
+        self.log.append(("release", ticket))
+
+
+def finished(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def later(value: Any, seconds: float) -> Future[Any]:
+    future: Future[Any] = Future()
+    threading.Timer(seconds, future.set_result, [value]).start()
+    return future
+
+
+def test_turns_of_several_rollouts_are_sampled_together():
+    async def rollout(number: int) -> list[int]:
+        first = await Turn(Request([number], seed=0, max_new_tokens=1 + number))
+        second = await Turn(Request([number, 9], seed=0, max_new_tokens=1, continues=first.ticket))
+        return first.sample.ids + second.sample.ids
+
+    session = ScriptedSession()
+    assert Driver(session).run([rollout(0), rollout(1)]) == [[0, 9], [1, 1, 9]]
+    assert session.log == [
+        ("submit", 0, [0], None),
+        ("submit", 1, [1], None),
+        ("advance", [0, 1]),
+        ("submit", 2, [0, 9], 0),
+        ("advance", [1, 2]),
+        ("submit", 3, [1, 9], 1),
+        ("release", 2),
+        ("advance", [3]),
+        ("release", 3),
+    ]
+
+
+def test_while_one_waits_the_others_are_sampled():
+    answer: Future[str] = Future()
+
+    async def waits() -> Any:
+        return (await Replies([answer, finished("b")])).results
+
+    async def samples() -> int:
+        for turn in range(5):
+            await Turn(Request([turn], seed=0, max_new_tokens=1))
+        answer.set_result("a")
+        return 5
+
+    assert Driver(ScriptedSession()).run([waits(), samples()]) == [["a", "b"], 5]
+
+
+def test_waiting_is_measured_and_what_the_engine_did_meanwhile():
+    async def waits() -> Any:
+        return await Replies([later(None, 0.2)])
+
+    async def samples() -> Any:
+        return await Turn(Request([1], seed=0, max_new_tokens=8))
+
+    hidden = Driver(ScriptedSession(advance_s=0.05)).run([waits(), samples()])[0]
+    assert 0.2 <= hidden.seconds < 0.4
+    assert hidden.hidden_s > 0.8 * hidden.seconds
+    (alone,) = Driver(ScriptedSession()).run([waits()])
+    assert 0.2 <= alone.seconds < 0.4
+    assert alone.hidden_s < 0.01
+
+
+def test_answers_come_in_the_order_asked_and_may_be_there_already():
+    async def rollout() -> Any:
+        nothing = await Replies([])
+        both = await Replies([later("slow", 0.05), finished("fast")])
+        return nothing.results, both.results
+
+    assert Driver(ScriptedSession()).run([rollout()]) == [([], ["slow", "fast"])]
+
+
+def test_many_futures_on_many_threads_wake_each_rollout_once():
+    async def rollout(number: int) -> Any:
+        found = []
+        for _ in range(3):
+            found.append((await Replies([later(number, 0.01) for _ in range(8)])).results)
+        return found
+
+    assert Driver(ScriptedSession()).run([rollout(i) for i in range(8)]) == [[[i] * 8] * 3 for i in range(8)]
+
+
+def test_an_error_closes_the_other_rollouts():
+    closed: list[int] = []
+
+    async def waits(number: int) -> None:
+        try:
+            await Replies([Future()])
+        finally:
+            closed.append(number)
+
+    async def fails() -> None:
+        await Turn(Request([1], seed=0, max_new_tokens=1))
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        Driver(ScriptedSession()).run([waits(0), fails(), waits(2)])
+    assert closed == [0, 2]
+
+
+def test_no_rollouts_are_no_work():
+    assert Driver(ScriptedSession()).run([]) == []
