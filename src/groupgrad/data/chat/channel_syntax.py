@@ -12,7 +12,10 @@ _START = "<|start|>assistant"
 _BODY = "<|message|>"
 # <|call|> and <|return|> end a turn, <|end|> ends a message within it.
 _END = re.compile(r"<\|(?:end|call|return)\|>")
-_CALL = re.compile(r"[^\n]*?\bto=functions\.(?P<name>[^\s<]+)[^\n]*?<\|message\|>")
+_CALL = re.compile(
+    r"\bto=functions\.(?P<name>[^\s<]+)[^<\n]{0,80}(?:<\|(?:channel|constrain)\|>[^<\n]{0,80}){0,4}<\|message\|>"
+)
+_BOUNDARY = re.compile(r"<\|(?:end|call|return|start|message)\|>")
 
 
 @dataclass(slots=True)
@@ -35,8 +38,7 @@ class ChannelSyntax:
         regions: list[Region] = []
         at = 0
         while found := _CALL.search(text, at):
-            # The header begins at the message's own start, not at the text before it.
-            start = max(found.start(), text.rfind(_START, 0, found.start("name")), _behind_last_end(text, found))
+            start = _header_start(text, at, found.start())
             region = self._region(text, start, found)
             regions.append(region)
             at = max(region.end, found.end())
@@ -74,6 +76,10 @@ def _until_end(body: str) -> str:
     return body[: end.start()] if end else body
 
 
-def _behind_last_end(text: str, found: re.Match[str]) -> int:
-    ends = [end.end() for end in _END.finditer(text, found.start(), found.start("name"))]
-    return ends[-1] if ends else found.start()
+def _header_start(text: str, at: int, name: int) -> int:
+    """Where the header begins that has a recipient at `name`: behind the last message, its start mark included."""
+    start = at
+    for mark in _BOUNDARY.finditer(text, at, name):
+        is_start = mark[0] == "<|start|>"
+        start = mark.start() if is_start else mark.end()
+    return start

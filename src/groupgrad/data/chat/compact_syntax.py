@@ -174,12 +174,20 @@ class PythonCalls:
 
 
 def _python_calls(source: str) -> list[Call]:
-    try:
-        body = ast.parse(source.strip(), mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return [Call("", problem=f"the call is no list of the form [name(key=value)]: {source.strip()[:120]!r}")]
+    source = source.strip()
+    # Some templates write line breaks inside texts as they are, which Python does not take.
+    body = _parsed(source) or _parsed(source.replace("\n", "\\n"))
+    if body is None:
+        return [Call("", problem=f"the call is no list of the form [name(key=value)]: {source[:120]!r}")]
     nodes = body.elts if isinstance(body, (ast.List, ast.Tuple)) else [body]
     return [_python_call(node) for node in nodes]
+
+
+def _parsed(source: str) -> ast.expr | None:
+    try:
+        return ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
 
 
 def _python_call(node: ast.expr) -> Call:

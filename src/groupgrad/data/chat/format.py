@@ -11,7 +11,7 @@ from groupgrad.data.chat.channel_syntax import ChannelSyntax
 from groupgrad.data.chat.parse import ResponseParser, checked_turn, hooked_turn, turn_message
 from groupgrad.data.chat.probe import SCHEMAS, USER, Shown, call_message, find_syntax, look
 from groupgrad.data.chat.reasoning import ChannelReasoning, TaggedReasoning, find_reasoning
-from groupgrad.data.chat.records import Call, Region, Syntax, Turn
+from groupgrad.data.chat.records import Region, Syntax, Turn
 from groupgrad.data.chat.render import Template
 from groupgrad.data.chat.replies import ReplyWriter
 from groupgrad.data.chat.values import parameter_schemas
@@ -136,13 +136,15 @@ class ChatFormat:
         plain = self._tokenizer.decode(ids, skip_special_tokens=True) if has_special else text
         if self._hook is not None:
             return hooked_turn(self._hook, text, turn_ids, plain)
-        if self._found.own_parser:
-            turn = self._own_turn(text, schemas)
-            if turn is not None:
-                return turn
         parts = self._found.reasoning.split(text)
         syntax = self._found.syntax
         regions = syntax.read(parts.rest, parameter_schemas(schemas)) if syntax else []
+        if self._found.own_parser:
+            turn = self._own_turn(text, schemas)
+            # It drops broken calls without a word or gives up at them; our own reading tells the model what is wrong.
+            if syntax is None or (turn.problem is None and len(turn.calls) == sum(len(r.calls) for r in regions)):
+                says_nothing_new = not turn.calls and "reasoning_content" not in turn.message
+                return Turn(turn_message(plain, None, []), [], turn.problem) if says_nothing_new else turn
         if not regions and parts.reasoning is None and not isinstance(syntax, ChannelSyntax):
             return Turn(turn_message(plain, None, []), [])
         calls = [call for region in regions for call in region.calls]
@@ -164,19 +166,13 @@ class ChatFormat:
             text = text.replace(special, "")
         return text
 
-    def _own_turn(self, text: str, schemas: list[dict[str, Any]]) -> Turn | None:
-        """The turn by the tokenizer's own parser; None where it gives up, as it does at broken calls."""
+    def _own_turn(self, text: str, schemas: list[dict[str, Any]]) -> Turn:
+        """The turn by the tokenizer's own parser; one with a problem where it gives up."""
         try:
             parsed = self._tokenizer.parse_response(text, prefix=self._found.shown.generation_prompt, tools=schemas)
-            turn = checked_turn(parsed)
+            return checked_turn(parsed)
         except Exception as error:  # parsers of the library raise what their parts raise
-            if self._found.syntax is not None:
-                return None
-            content = self._content(text, [])
-            return Turn(turn_message(content, None, []), [Call("", problem=f"the call cannot be read: {error}")])
-        broken = self._found.syntax is not None and not turn.calls
-        # It drops what it cannot read without a word; our own reading can tell the model what is wrong.
-        return None if broken else turn
+            return Turn(turn_message("", None, []), [], f"the tokenizer's response template failed: {error}")
 
     def _describe(self) -> str:
         if self._hook is not None:

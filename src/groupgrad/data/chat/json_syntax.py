@@ -63,6 +63,7 @@ class JsonObjects:
         close = self._close.match(text, decoded.end)
         if close is None:
             for call in calls:
+                call.arguments = {}
                 call.problem = call.problem or f"the call is not closed: {self.closing} is missing behind it"
             return Region(start, self._end_of_broken(text, decoded.end), calls)
         return Region(start, close.end(), calls)
@@ -172,6 +173,7 @@ class NamedJson:
         call = call_from_arguments(name, decoded.value, call_id)
         close = self._close.match(text, decoded.end) if self.closing else None
         if self.closing and close is None:
+            call.arguments = {}
             call.problem = call.problem or f"the call is not closed: {self.closing} is missing behind it"
         return Region(start, close.end() if close else decoded.end, [call])
 

@@ -40,13 +40,13 @@ class KeyedValues:
         self._key = re.compile(
             r"\s*" + tight(self.key_opening) + r"\s*(?P<key>[^\n<>]+?)" + _before_value(self.key_end)
         )
-        follow = rf"(?=\s*(?:{tight(self.key_opening)}|{tight(self.closing)}))"
+        follow = rf"(?=\s*(?:{tight(self.key_opening)}|{tight(self.closing)}|\Z))"
         self._value = re.compile(r"(?P<value>.*?)" + _behind_value(self.value_end) + follow, re.DOTALL)
         self._close = re.compile(r"\s*" + tight(self.closing))
 
     @property
     def name(self) -> str:
-        return f"keys and values ({self.key_opening.strip()}...) after {self.opening.strip()}"
+        return f"keys and values ({self.key_opening.strip()}...) after {''.join(self.opening.split())}"
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
         regions: list[Region] = []
@@ -69,7 +69,7 @@ class KeyedValues:
         schemas = parameters.get(call.name, {})
         at = head.end()
         while key := self._key.match(text, at):
-            value = self._value.match(text, key.end())
+            value = self._value.match(text, key.end(), limit)
             if value is None:
                 call.problem = f"the argument {key['key']!r} of {call.name} is not closed by {self.value_end.strip()}"
                 call.arguments = {}

@@ -30,7 +30,7 @@ class Turn:
     calls: list[Call]
     """All calls, broken ones too, in order."""
     problem: str | None = None
-    """Why a user's `response_parser` could not be used for this turn; its text is then the content as it is."""
+    """Why a parser given by the user or the tokenizer could not read this turn; its content is then the plain text."""
 
 
 @dataclass(slots=True)

@@ -67,10 +67,12 @@ class Template:
 
     def last_mark(self, text: str, start: int) -> Mark | None:
         """The last token of the tokenizer's own behind a place of a text."""
-        last = None
-        for found in self._marks.finditer(text, start):
-            last = found
-        return None if last is None else Mark(last[0], self.added_ids[last[0]], last.start(), last.end())
+        return next(reversed(self.marks(text, start)), None)
+
+    def marks(self, text: str, start: int = 0) -> list[Mark]:
+        """The tokens of the tokenizer's own behind a place of a text, in order."""
+        found = self._marks.finditer(text, start)
+        return [Mark(mark[0], self.added_ids[mark[0]], mark.start(), mark.end()) for mark in found]
 
 
 def shared_length(first: str, second: str) -> int:

@@ -54,6 +54,9 @@ class ReplyWriter:
         self._gap = "" if self.end_mark is None else answered[place.end : self.end_mark.end]
         self._gap_ids = template.ids(self._gap) if self._gap else []
         self._check_tokens(place)
+        # Special tokens that are part of a call end nothing.
+        markup = {mark.id for mark in template.marks(shown.one + shown.two)}
+        self._other_ends = set(template.tokenizer.all_special_ids) - markup
 
     def ids(self, turn_ids: list[int], replies: list[dict[str, Any]]) -> list[int]:
         """Token ids to append to a sampled turn: what its end lacks, the replies, the generation prompt."""
@@ -168,10 +171,8 @@ class ReplyWriter:
         # Another end-of-turn token of the model's (Llama has two) does as well, unless the mark is one that opens
         # the replies.
         ends_text = self._template.first_mark(self._shown.text_end, 0)
-        is_plain = any(
-            mark == self.end_mark.text for mark in (self._shown.text_end.strip(), ends_text and ends_text.text)
-        )
-        return is_plain and turn_ids[-1] in self._template.tokenizer.all_special_ids
+        is_plain = ends_text is not None and ends_text.text == self.end_mark.text
+        return is_plain and turn_ids[-1] in self._other_ends
 
     def _check_tokens(self, place: _Place) -> None:
         if self.end_mark is None:
