@@ -229,7 +229,9 @@ class _Asked:
                 return
             function = self.tool.function if self.holder is None else self.holder.method(self.tool.name)
             then = functools.partial(render, max_chars=self.options.max_result_chars)
-            running = self.workers.call(function, self.arguments, timeout_s=self.options.timeout_s, then=then)
+            running = self.workers.call(
+                function, self.arguments, timeout_s=self.options.timeout_s, then=then, name=self.tool.name
+            )
         except Exception as error:
             self.future.set_result(_reply(self.tool, Outcome(error=error), self.options))
         else:

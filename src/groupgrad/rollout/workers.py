@@ -118,16 +118,18 @@ class Workers:
         *,
         timeout_s: float,
         then: Callable[[Any], Any] | None = None,
+        name: str | None = None,
     ) -> Future[Outcome]:
         """Start `function(**kwargs)`; the future is done by about `timeout_s` seconds after it started running.
 
         `then` is applied to what the function returned, where it ran and within the same deadline. An awaitable that a
         plain function returns is awaited on the loop. The future never raises and cannot be cancelled: whatever the
         function raises, `SystemExit` and `KeyboardInterrupt` too, is the outcome's `error`. Context variables are those
-        of the caller.
+        of the caller. `name` stands for the function in warnings.
         """
         job = _Job(function, kwargs, timeout_s)
         job.then = then
+        job.name = name or job.name
         job.for_loop = is_async(function)
         with self._lock:
             self._open.add(job)
