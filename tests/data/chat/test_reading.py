@@ -77,8 +77,29 @@ def test_good_calls_beside_broken_ones_are_kept_in_order(families: Any, byte_tok
     good = '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
     turn = parse(chat_of(families, byte_tokenizer, "json"), f"a\n{good}\n<tool_call>\nx\n</tool_call>\n{good}\nb")
     assert [call.problem is None for call in turn.calls] == [True, False, True]
-    assert turn.message["content"] == "a\n<tool_call>\nx\n</tool_call>\nb".replace("a\n", "a\n\n")
+    assert turn.message["content"] == "a\n<tool_call>\nx\n</tool_call>\nb"
     assert len(turn.message["tool_calls"]) == 2
+
+
+def test_a_turn_of_nothing_but_calls_is_cut(families: Any, byte_tokenizer: Any) -> None:
+    chat = chat_of(families, byte_tokenizer, "json")
+    listed = parse(chat, "<tool_call>[" + ", ".join(['{"name": "f"}'] * 70) + "]</tool_call>")
+    assert len(listed.calls) == 65 and "more than 64 calls" in (listed.calls[64].problem or "")
+    turn = parse(chat, '<tool_call>{"name": "f"}</tool_call>' * 500)
+    assert [call.problem for call in turn.calls[:64]] == [None] * 64
+    assert len(turn.calls) == 65 and "more than 64 calls" in (turn.calls[64].problem or "")
+    assert len(turn.message["tool_calls"]) == 64
+
+
+def test_spaces_in_arguments_are_not_tidied(families: Any, byte_tokenizer: Any) -> None:
+    family = families["json"]
+    tokenizer = byte_tokenizer(family.template, family.special)
+    tokenizer.clean_up_tokenization_spaces = True
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    turn = parse(chat, '<tool_call>{"name": "f", "arguments": {"n": "a , b ?"}}</tool_call>')
+    assert turn.calls[0].arguments == {"n": "a , b ?"}
+    ids = tokenizer("a , b ?")["input_ids"]
+    assert chat.parse(ids, SCHEMAS).message["content"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +308,9 @@ def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
     try:
         chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
     except ValueError as error:
-        assert ("unknown syntax" if "tool_calls" in template else "shows no tool calls") in str(error)
+        # Some show calls only beside a content of None, which transformers takes out before rendering.
+        shows_calls = "tool_calls" in template and "['content'] is none" not in template
+        assert ("unknown syntax" if shows_calls else "shows no tool calls") in str(error)
         return
     shown = chat._found.shown
     message = {

@@ -11,12 +11,15 @@ from groupgrad.data.chat.channel_syntax import ChannelSyntax
 from groupgrad.data.chat.parse import ResponseParser, checked_turn, hooked_turn, turn_message
 from groupgrad.data.chat.probe import SCHEMAS, USER, Shown, call_message, find_syntax, look
 from groupgrad.data.chat.reasoning import ChannelReasoning, TaggedReasoning, find_reasoning
-from groupgrad.data.chat.records import Region, Syntax, Turn
+from groupgrad.data.chat.records import Call, Region, Syntax, Turn
 from groupgrad.data.chat.render import Template
 from groupgrad.data.chat.replies import ReplyWriter
 from groupgrad.data.chat.values import parameter_schemas
 
 logger = logging.getLogger(__name__)
+
+MAX_CALLS = 64
+"""Calls that are read in one turn. A model that writes nothing but tags would get a reply for each."""
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class ChatFormat:
         eos = getattr(self._tokenizer, "eos_token_id", None)
         pad = getattr(self._tokenizer, "pad_token_id", None)
         self._trailing = {*self.end_ids, *(number for number in (eos, pad) if number is not None)}
+        self._tidies = bool(getattr(self._tokenizer, "clean_up_tokenization_spaces", False))
         self._special_ids = set(self._tokenizer.all_special_ids)
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
 
@@ -131,14 +135,15 @@ class ChatFormat:
         ids = list(turn_ids)
         while ids and ids[-1] in self._trailing:
             ids.pop()
-        has_special = any(number in self._special_ids for number in ids)
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        plain = self._tokenizer.decode(ids, skip_special_tokens=True) if has_special else text
+        # Tidied spaces would change the texts in a call's arguments.
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        is_plain = not self._tidies and not any(number in self._special_ids for number in ids)
+        plain = text if is_plain else self._tokenizer.decode(ids, skip_special_tokens=True)
         if self._hook is not None:
             return hooked_turn(self._hook, text, turn_ids, plain)
         parts = self._found.reasoning.split(text)
         syntax = self._found.syntax
-        regions = syntax.read(parts.rest, parameter_schemas(schemas)) if syntax else []
+        regions = _limited(syntax.read(parts.rest, parameter_schemas(schemas))) if syntax else []
         if self._found.own_parser:
             turn = self._own_turn(text, schemas)
             # It drops broken calls without a word or gives up at them; our own reading tells the model what is wrong.
@@ -155,7 +160,8 @@ class ChatFormat:
         at = 0
         for region in regions:
             if region.is_well_formed:
-                pieces.append(self._without_specials(text[at : region.start]).rstrip())
+                piece = self._without_specials(text[at : region.start])
+                pieces.append(piece.strip() if at else piece.rstrip())
                 at = region.end
         last = self._without_specials(text[at:])
         pieces.append(last.strip() if at else last)
@@ -181,6 +187,21 @@ class ChatFormat:
             return "the tokenizer's response template"
         assert self._found.syntax is not None
         return self._found.syntax.name
+
+
+def _limited(regions: list[Region]) -> list[Region]:
+    """The regions with at most `MAX_CALLS` calls, and one more that says so if there are others."""
+    rest = Call("", problem=f"there are more than {MAX_CALLS} calls in one turn; the others were not read")
+    kept: list[Region] = []
+    left = MAX_CALLS
+    for region in regions:
+        if left == 0:
+            return [*kept, Region(region.start, region.start, [rest])]
+        if len(region.calls) > left:
+            return [*kept, Region(region.start, region.end, [*region.calls[:left], rest])]
+        kept.append(region)
+        left -= len(region.calls)
+    return kept
 
 
 def _shows_tools(template: Template) -> bool:
