@@ -100,7 +100,7 @@ def test_what_sampling_knows_is_not_computed_again(model, tokenizer, monkeypatch
     evaluate = evaluator(model, tokenizer, **options)
     plain = run(evaluate)[1]
     evaluate.round_maker.rollouts.engine = Reporting(evaluate.round_maker.rollouts.engine)
-    monkeypatch.setattr(evaluation, "score_tokens", lambda *args: pytest.fail("the policy was run"))
+    monkeypatch.setattr(evaluation, "score_without_gradient", lambda *args, **_: pytest.fail("the policy was run"))
     scored, metrics = run(evaluate)
     numbers = [1.25 + 0.5 * (i % 2) for rollout in scored.rollouts for i in range(len(rollout.completion_ids))]
     assert metrics["entropy"].read() == pytest.approx(sum(numbers) / len(numbers))

@@ -11,7 +11,7 @@ import torch
 from groupgrad.metrics import merge_all
 from groupgrad.objectives import LOSSES, Freshness, PolicyOptions, policy_loss
 from groupgrad.rollout.totals import step_totals
-from groupgrad.step.memory import MemoryGuard, Trained, between_groups, cut, is_out_of_memory, obstacle_to_cutting
+from groupgrad.step.memory import MemoryGuard, Trained, between_groups, cut, obstacle_to_cutting
 from groupgrad.step.packing import load, row_costs
 from groupgrad.step.scores import needed_scores
 from groupgrad.step.work import has_gradient, share_out
@@ -19,7 +19,7 @@ from groupgrad.types import Batch
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("could not create a primitive"),
     MemoryError(),
 ]
 
@@ -164,11 +164,6 @@ def test_other_errors_pass(make_machine, error):
     with pytest.raises(type(error), match=str(error)):
         machine.step(batches)
     assert len(machine.attempts) == 1
-
-
-def test_what_is_an_error_of_memory():
-    assert all(is_out_of_memory(error) for error in ERRORS)
-    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
 
 
 def test_parts_share_what_is_measured_once_a_micro_batch(policy, sample):

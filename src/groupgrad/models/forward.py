@@ -20,6 +20,7 @@ from groupgrad.models.attention import attention_dropout, plannable, run_planned
 from groupgrad.models.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
 from groupgrad.models.layout import flat_layout
 from groupgrad.models.recipe import head_recipe
+from groupgrad.models.shortage import scored_in_parts
 from groupgrad.types import Batch, TokenScores
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
@@ -118,10 +119,19 @@ def _score_places(
 
 
 @torch.no_grad()
-def score_without_gradient(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
-    """`score_tokens` in evaluation mode (no dropout) and without gradients; the model's modes are restored."""
+def score_without_gradient(
+    model: nn.Module, batch: Batch, options: ForwardOptions, *, aux_loss: bool = False
+) -> TokenScores:
+    """`score_tokens` in evaluation mode (no dropout) and without gradients; the model's modes are restored.
+
+    A batch that does not fit into memory is scored in parts. `aux_loss` keeps what the options say of the auxiliary
+    loss, which is measured on whole batches alone.
+    """
+    asked = replace(options, entropy_gradient=False, aux_loss=aux_loss and options.aux_loss)
     with evaluation_mode(model):
-        return score_tokens(model, batch, replace(options, entropy_gradient=False, aux_loss=False))
+        if asked.aux_loss:
+            return score_tokens(model, batch, asked)
+        return scored_in_parts(batch, lambda part: score_tokens(model, part, asked))
 
 
 @contextmanager

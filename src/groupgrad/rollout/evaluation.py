@@ -11,7 +11,7 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.data.evaluation import EvalBatch
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
+from groupgrad.models.forward import ForwardOptions, score_without_gradient
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.objectives import Freshness, PolicyOptions, known_rows, policy_loss
 from groupgrad.rollout.base import RoundRequest
@@ -87,8 +87,7 @@ class Evaluator:
         batch = self.frozen(batch, old=False)
         if known is None:
             batch = batch.to(self.device)
-            with evaluation_mode(self.model):
-                scores = score_tokens(self.model, batch, self.forward_options)
+            scores = score_without_gradient(self.model, batch, self.forward_options, aux_loss=True)
         else:
             scores = known
         result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self.aux_loss_coef)

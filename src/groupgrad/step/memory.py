@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +11,11 @@ import torch
 from torch import nn
 
 from groupgrad.metrics import Metric, merge_all
+from groupgrad.models.shortage import collect_what_failed, is_out_of_memory
 from groupgrad.step.packing import load, parted, row_costs
 from groupgrad.types import Batch
 
 logger = logging.getLogger(__name__)
-
-_MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
-
 
 COMFORTABLE_TOKENS_CPU = 2048
 """Tokens of a training pass on a CPU beyond which it only takes more memory."""
@@ -98,10 +95,7 @@ class MemoryGuard:
             if not is_out_of_memory(error):
                 raise
             self._refuse_the_hopeless(part, error)
-        # Here the error is gone, and with its traceback the tensors of the failed pass.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        collect_what_failed()  # here the error is gone
         return None
 
     def _refuse_the_hopeless(self, part: Batch, error: Exception) -> None:
@@ -190,12 +184,6 @@ def obstacle_to_cutting(args: Any) -> str | None:
     if "lomo" in optimizer or "layerwise" in optimizer:
         return f"optim={optimizer!r} changes weights while gradients are made, so that they cannot be made again"
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True if memory ran out, on whatever device."""
-    kinds = (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))
-    return isinstance(error, kinds) or any(message in str(error).lower() for message in _MESSAGES)
 
 
 def _size(batch: Batch) -> int:
