@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.chat import ChatFormat, PlainFormat
-from groupgrad.data.prompts import PromptMaker
+from groupgrad.data.prompts import PromptMaker, drop_empty_fields
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.rollout.agent import AgentRollouts
 from groupgrad.rollout.base import RolloutSource
@@ -36,6 +36,13 @@ class Agency:
         """Kinds of environments that give rewards of their own."""
         return [] if self.environments is None else self.environments.reward_names
 
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools that a rollout has, where all have the same; else of the kind of environment with most words."""
+        if self.environments is None:
+            return [tool.schema for tool in self.tools]
+        return max(self.environments.schemas.values(), key=lambda schemas: len(str(schemas)))
+
     def source(
         self, config: GRPOConfig, engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, trainer: Any
     ) -> RolloutSource:
@@ -56,9 +63,10 @@ class Agency:
             seed=config.seed,
         )
 
-    def check_dataset(self, dataset: Any, argument: str) -> None:
-        """Refuse a data set that agents cannot be trained on: ValueError for prompts that are no conversations, and for
-        rows of unknown environments. Of a stream only the first row is looked at."""
+    def check_dataset(self, dataset: Any, argument: str, max_context: int | None) -> None:
+        """Refuse a data set that agents cannot be trained on: ValueError for prompts that are no conversations, for
+        rows of unknown environments, and if the longest prompt with the tools' descriptions leaves no room for a
+        completion. Of a stream only the first row is looked at."""
         if self.chat is None or not isinstance(dataset, (Dataset, IterableDataset)):
             return
         first = next(iter(dataset), None)
@@ -72,6 +80,21 @@ class Agency:
             kinds = [first] if isinstance(dataset, IterableDataset) else _kinds(dataset)
             for row in kinds:
                 self.environments.give_back(self.environments.draw(row))
+        if prompt is not None and max_context is not None:
+            prompts = [prompt] if isinstance(dataset, IterableDataset) else dataset["prompt"]
+            longest = max(prompts, key=lambda messages: sum(len(str(message)) for message in messages))
+            self._check_length(longest, argument, max_context)
+
+    def _check_length(self, prompt: list[dict[str, Any]], argument: str, max_context: int) -> None:
+        assert self.chat is not None
+        schemas = self.schemas
+        alone, whole = (len(self.chat.prompt_ids(drop_empty_fields(prompt), told)) for told in ([], schemas))
+        if whole >= max_context:
+            raise ValueError(
+                f"the longest prompt of {argument} has {whole} tokens, {whole - alone} of which describe the "
+                f"{len(schemas)} tools, but the model has {max_context} positions for prompt and completion together; "
+                "describe the tools in fewer words, leave long rows out or use a model with a longer context"
+            )
 
 
 @dataclass(slots=True, frozen=True)

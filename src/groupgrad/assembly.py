@@ -19,6 +19,7 @@ from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker, check_dataset
+from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.choice import EngineChoice, choose_engine
 from groupgrad.errors import UnavailableError
 from groupgrad.models import load
@@ -194,7 +195,7 @@ def check_datasets(
 def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, agency: Agency) -> None:
     """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
     check_dataset(dataset, name, prompt_maker, may_lack_prompts=agency.environments is not None)
-    agency.check_dataset(dataset, name)
+    agency.check_dataset(dataset, name, prompt_maker.max_context)
 
 
 def named_datasets(evaluation: Any) -> dict[str, Any]:
@@ -253,6 +254,7 @@ class Setup:
     plan: RoundPlan
     policy_options: PolicyOptions
     forward_options: ForwardOptions
+    sampling: SamplingOptions
     frozen_scorer: FrozenScorer
     round_maker: RoundMaker
     evaluator: Evaluator
@@ -348,7 +350,7 @@ def build_setup(
         aux_loss_coef=parts.aux_loss_coef,
         device=config.device,
     )
-    return Setup(plan_for(config), policy_options, forward_options, frozen_scorer, round_maker, evaluator)
+    return Setup(plan_for(config), policy_options, forward_options, sampling, frozen_scorer, round_maker, evaluator)
 
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:

@@ -7,19 +7,26 @@ logs and saves.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
+from groupgrad import dist
+from groupgrad.assembly import Setup
 from groupgrad.callbacks import RunState
 from groupgrad.config import GRPOConfig
 from groupgrad.data.evaluation import EvalLoader
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import Engine
 from groupgrad.models.attention import unplug
 from groupgrad.models.reference import Reference
-from groupgrad.rollout.base import RolloutSource
+from groupgrad.rollout.base import RolloutSource, row_seed
+from groupgrad.rollout.custom import sample_completions
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
@@ -41,6 +48,11 @@ class TrainingRun(Trainer):
     reference: Reference | None
     rollouts: RolloutSource
     """What makes the rollouts; closed when training or evaluating ends."""
+    engine: Engine
+    prompt_maker: PromptMaker
+    setup: Setup
+    _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
+    """Completions that rollout functions have asked for in this optimizer step."""
 
     def train(
         self,
@@ -70,6 +82,31 @@ class TrainingRun(Trainer):
             return super().predict(*args, **kwargs)
         finally:
             self._close_unless_training()
+
+    @property
+    def num_generations(self) -> int:
+        """Completions of a prompt in training."""
+        return int(self.args.num_generations or 0)
+
+    @property
+    def num_generations_eval(self) -> int:
+        """Completions of a prompt in evaluation."""
+        return self.args.num_generations_eval_resolved
+
+    def sample_completions(self, prompts: Sequence[Any], *, max_new_tokens: int | None = None) -> dict[str, Any]:
+        """Completions of the policy as it is now, one for each prompt (text or messages): for rollout functions.
+
+        A dict of `prompt_ids`, `completion_ids` and `logprobs`, which a rollout function may return as it is. Each call
+        draws something else; a run of the same seed draws the same.
+        """
+        sampling = self.setup.sampling
+        if max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        first = self._sampled_for_functions.get(self.state.global_step, 0)
+        self._sampled_for_functions = {self.state.global_step: first + len(prompts)}
+        rows = range(first, first + len(prompts))
+        seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
+        return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
 
     def _close_unless_training(self) -> None:
         if not self.is_in_train:

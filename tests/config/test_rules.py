@@ -106,7 +106,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"generation_kwargs": {"max_new_tokens": 0}}, ["in generation_kwargs, max_completion_length=0"]),
     ({"use_vllm": True}, ["use_vllm=True", "not part of this version", "leave it False"]),
     ({"use_transformers_continuous_batching": True}, ["use_transformers_continuous_batching=True", "not part of"]),
-    ({"max_tool_calling_iterations": 3}, ["max_tool_calling_iterations=3", "not part of this version"]),
     ({"fsdp": "full_shard"}, ["fsdp=", "not part of this version", "data parallelism"]),
     ({"deepspeed": {"zero_optimization": {"stage": 3}}}, ["deepspeed=", "use ZeRO stage 1 or 2"]),
     (

@@ -35,19 +35,6 @@ def lora() -> Any:
     return pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-# --- not part of this version ---
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [{"tools": [print]}, {"rollout_func": print}, {"environment_factory": dict}, {"environment_factory": {"a": dict}}],
-)
-def test_unavailable_arguments(argument: dict[str, Any], make_trainer: MakeTrainer, unsampled: None) -> None:
-    (name,) = argument
-    with pytest.raises(UnavailableError, match=f"{name} is given.* is not part of this version; leave it out"):
-        make_trainer(**argument)
-
-
 def test_empty_lists_of_tools_are_none(make_trainer: MakeTrainer) -> None:
     assert make_trainer(tools=[], callbacks=[]).train().global_step == 1
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.rewards.inputs import fresh, shown
@@ -116,6 +117,24 @@ class CustomRollouts:
         if not ids:
             return "error"
         return "eos" if ids[-1] in self._end_ids else "length"
+
+
+def sample_completions(
+    engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, prompts: Sequence[Any], seeds: Sequence[int]
+) -> dict[str, Any]:
+    """One completion for each prompt (text or messages), in the form in which a rollout function returns them."""
+    made = [prompt_maker({"prompt": prompt}, group) for group, prompt in enumerate(prompts)]
+    longest = prompt_maker.max_context
+    rooms = [sampling.max_new_tokens if longest is None else longest - len(prompt.ids) for prompt in made]
+    requests = [
+        Request(prompt.ids, seed, min(room, sampling.max_new_tokens)) for prompt, seed, room in zip(made, seeds, rooms)
+    ]
+    samples = engine.sample(requests, sampling)
+    return {
+        "prompt_ids": [list(prompt.ids) for prompt in made],
+        "completion_ids": [sample.ids for sample in samples],
+        "logprobs": None if any(sample.logprobs is None for sample in samples) else [s.logprobs for s in samples],
+    }
 
 
 def _num_rows(returned: Any) -> int:

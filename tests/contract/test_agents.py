@@ -1,0 +1,493 @@
+"""Agents as the documents write them, on small local models: samples run as written, and options take effect."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from scripted_agents import EOS, call, with_tools
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from groupgrad import GRPOConfig, GRPOTrainer, assembly
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.choice import EngineChoice
+from groupgrad.errors import RolloutError
+
+TOOLS = '''\
+from trl import GRPOTrainer
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Asynchronously adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The sum of the two integers.
+    """
+    return a + b
+
+trainer = GRPOTrainer(
+    tools=[multiply, async_add],
+    ...,
+)
+'''
+
+ENVIRONMENT = '''\
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+instructions = [f"Increment the counter by {i}." for i in range(1, 7)]
+dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": instruction}] for instruction in instructions]})
+
+def reward_func(environments, **kwargs):  # dummy reward: the reward is the current value of the counter
+    return [environment.counter for environment in environments]
+
+class IncrementEnv:
+    def reset(self, **kwargs) -> str | None:  # required; receives sampled row fields as kwargs (e.g., `prompt`)
+        self.counter = 0
+        return "Counter reset to 0.\\n"
+
+    def increment(self, step: int) -> int:  # the other public methods of the environment are exposed as tools
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen3-0.6B",
+    args=GRPOConfig(chat_template_kwargs={"enable_thinking": False}),
+    train_dataset=dataset,
+    reward_funcs=reward_func,
+    environment_factory=IncrementEnv,
+)
+trainer.train()
+'''
+
+CHAT = [{"prompt": [{"role": "user", "content": f"Increment by {i}."}]} for i in range(1, 9)]
+
+
+class CallingEngine:
+    """Calls a tool in every first turn, with a number that the seed decides, and answers in the second."""
+
+    def __init__(self, tokenizer: Any, text: Callable[[int], str], rounds: int = 1):
+        self._tokenizer, self._text, self._rounds = tokenizer, text, rounds
+        self.asked: list[Request] = []
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        self.asked += requests
+        return [self._sample(request) for request in requests]
+
+    def _sample(self, request: Request) -> Sample:
+        context = self._tokenizer.decode(request.prompt_ids)
+        made = context.count("<tool>")
+        number = int(hashlib.sha256(str(request.seed).encode()).hexdigest(), 16) % 5
+        text = self._text(number) if made < self._rounds else "done"
+        ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
+        return Sample(ids, "eos", [-0.5] * len(ids), [0.25] * len(ids))
+
+
+@pytest.fixture
+def calling(monkeypatch: pytest.MonkeyPatch, make_tokenizer: Any) -> Callable[..., CallingEngine]:
+    """Puts an engine that calls tools in the place of the one that a trainer would choose."""
+
+    def put(text: Callable[[int], str], rounds: int = 1) -> CallingEngine:
+        engine = CallingEngine(with_tools(make_tokenizer()), text, rounds)
+        monkeypatch.setattr(assembly, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
+        return engine
+
+    return put
+
+
+@pytest.fixture
+def with_template(hub: Path, make_tokenizer: Any, make_model: Any) -> Path:
+    """The documents' model with a template that knows tools, and a context that holds their descriptions."""
+    make_model(max_position_embeddings=2048).save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    with_tools(make_tokenizer()).save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    return hub
+
+
+def make(tokenizer: Any, make_model: Any, config: dict[str, Any] | None = None, **arguments: Any) -> GRPOTrainer:
+    """A trainer of a small model on conversations; four completions a prompt, one step."""
+    settings: dict[str, Any] = {
+        "output_dir": "out",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 200,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+    }
+    return GRPOTrainer(
+        model=make_model(max_position_embeddings=2048),
+        args=GRPOConfig(**{**settings, **(config or {})}),
+        processing_class=with_tools(tokenizer),
+        **{"train_dataset": Dataset.from_list(CHAT), **arguments},
+    )
+
+
+def increment(step: int) -> int:
+    """Adds one.
+
+    Args:
+        step: A number.
+    """
+    return step + 1
+
+
+def longer(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+# --- the documents' samples ---
+
+
+@pytest.mark.parametrize("sample", [TOOLS, ENVIRONMENT])
+def test_the_samples_are_those_of_the_document(sample: str, shared: Path) -> None:
+    (path,) = (shared / "reference" / "seeds").glob("000_*.txt")
+    assert sample.strip("\n") in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("affordable")
+def test_tools_as_written(with_template: Path, calling: Any, run: Any) -> None:
+    """Both tools are called, the plain and the async one, and their results reach the reward function."""
+    calling(lambda n: call("multiply", a=n, b=3) + call("async_add", a=n, b=3))
+    seen: list[Any] = []
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(completions)
+        return [float(messages[1]["content"]) for messages in completions]
+
+    rest = {
+        "model": "Qwen/Qwen3-0.6B",
+        "reward_funcs": reward,
+        "train_dataset": Dataset.from_list(CHAT),
+        "args": GRPOConfig("out", max_completion_length=300),
+    }
+    trainer = run(TOOLS, rest=rest)["trainer"]
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["tools/call_frequency"] == 2.0
+    assert log["tools/failure_frequency"] == 0.0
+    assert log["rollouts/turns"] == 2.0
+    for messages in seen:
+        assert [m["role"] for m in messages] == ["assistant", "tool", "tool", "assistant"]
+        a = messages[0]["tool_calls"][0]["function"]["arguments"]["a"]
+        assert [m["content"] for m in messages[1:3]] == [str(a * 3), str(a + 3)]
+
+
+@pytest.mark.usefixtures("affordable")
+def test_environments_as_written(with_template: Path, calling: Any, run: Any, monkeypatch: Any) -> None:
+    """The reward is the counter that the model's calls have moved; its observation is in the prompt."""
+    monkeypatch.setattr(GRPOConfig, "max_completion_length", 300)
+    engine = calling(lambda n: call("increment", step=n))
+    trainer = run(ENVIRONMENT.replace("GRPOConfig(chat", "GRPOConfig(max_completion_length=300, chat"))["trainer"]
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    first = [request for request in engine.asked if "<tool>" not in engine._tokenizer.decode(request.prompt_ids)]
+    assert len(logs) == 4
+    numbers = [int(hashlib.sha256(str(r.seed).encode()).hexdigest(), 16) % 5 for r in first[:8]]
+    assert logs[0]["reward"] == pytest.approx(sum(numbers) / 8)
+    assert logs[0]["tools/increment/call_frequency"] == 1.0
+    assert all("Counter reset to 0." in engine._tokenizer.decode(request.prompt_ids) for request in first)
+
+
+@pytest.mark.usefixtures("affordable")
+def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path, run: Any) -> None:
+    """Nothing is scripted: the template of Qwen3 and the engine that samples from the model."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
+    tokenizer.save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, **sizes)  # pyright: ignore
+    Qwen3ForCausalLM(config).save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    trainer = run(ENVIRONMENT)["trainer"]
+    assert trainer.state.global_step == 4
+    assert trainer.paths.engine.name == "native"
+    (log, *_) = trainer.state.log_history
+    assert log["tools/call_frequency"] == 0.0
+    assert log["rollouts/turns"] == 1.0
+    assert log["sampling/logp_mismatch"] < 1e-5
+
+
+# --- what reaches whom ---
+
+
+def test_an_environments_own_reward_needs_no_function(tokenizer: Any, make_model: Any, calling: Any) -> None:
+    class Counter:
+        def reset(self, **row: Any) -> None:
+            self.value = 0
+
+        def add(self, step: int) -> int:
+            """Adds.
+
+            Args:
+                step: How much.
+            """
+            self.value += step
+            return self.value
+
+        async def get_reward(self) -> float:
+            return 2.0 * self.value
+
+    calling(lambda n: call("add", step=n))
+    trainer = make(tokenizer, make_model, environment_factory=Counter)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["rewards/Counter/mean"] == log["reward"] > 0
+    assert trainer.rewards.names == ["Counter"]
+    with_function = make(
+        tokenizer, make_model, {"reward_weights": [0.5]}, environment_factory=Counter, reward_funcs=longer
+    )
+    with_function.train()
+    log = with_function.state.log_history[0]
+    assert log["reward"] == pytest.approx(0.5 * log["rewards/longer/mean"] + log["rewards/Counter/mean"])
+
+
+def test_tools_words_are_counted_nowhere(tokenizer: Any, make_model: Any, calling: Any) -> None:
+    engine = calling(lambda n: call("increment", step=n))
+    trainer = make(tokenizer, make_model, tools=[increment], reward_funcs=longer)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    sampled = [len(call("increment", step=0)) + 1 + len("done") + 1] * 8
+    assert log["completions/mean_length"] == sampled[0]
+    prompts = [len(r.prompt_ids) for r in engine.asked if "<tool>" not in tokenizer.decode(r.prompt_ids)]
+    assert log["num_tokens"] == sum(prompts) + sum(sampled)
+
+
+def test_rounds_of_calls_have_a_limit(tokenizer: Any, make_model: Any, calling: Any) -> None:
+    calling(lambda n: call("increment", step=n), rounds=9)
+    config = {"max_tool_calling_iterations": 2, "mask_truncated_completions": True, "max_completion_length": 500}
+    trainer = make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["rollouts/turns"] == 3.0
+    assert log["rollouts/tool_limit"] == log["completions/clipped_ratio"] == 1.0
+    assert log["grad_norm"] == 0.0
+
+
+def test_options_of_tools_reach_them(tokenizer: Any, make_model: Any, calling: Any) -> None:
+    def slow(step: int) -> str:
+        """Sleeps, or says much.
+
+        Args:
+            step: How long.
+        """
+        time.sleep(20 if step == 0 else 0)
+        return "x" * 100
+
+    calling(lambda n: call("slow", step=min(n, 1)))
+    seen: list[str] = []
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(messages[1]["content"] for messages in completions)
+        return [float(len(messages[1]["content"])) for messages in completions]
+
+    config = {"tool_timeout_s": 0.2, "tool_max_result_chars": 60, "tool_threads": 2, "max_steps": 2}
+    trainer = make(tokenizer, make_model, config, tools=[slow], reward_funcs=reward)
+    assert trainer.rollouts._workers._num_threads == 2  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train()
+    assert any("0.2 seconds" in text for text in seen)
+    assert any("60 characters of 100" in text for text in seen)
+    assert any(entry.get("tools/timeouts", 0) > 0 for entry in trainer.state.log_history)
+
+
+def test_rollout_func_gets_the_trainer_and_its_fields_reach_the_rewards(tokenizer: Any, make_model: Any) -> None:
+    seen: list[Any] = []
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        tokenizer = trainer.processing_class
+        ids = [
+            tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=True)["input_ids"] for p in prompts
+        ]
+        completions = [[*tokenizer("ab!cd")["input_ids"][: 2 + i % 4], EOS] for i in range(len(prompts))]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": completions,
+            "logprobs": [[-1.0] * len(c) for c in completions],
+            "env_mask": [[1, 0] + [1] * (len(c) - 2) for c in completions],
+            "won": [i % 2 for i in range(len(prompts))],
+            "group_size": trainer.num_generations,
+        }
+
+    def reward(won: list[int], group_size: list[int], completion_ids: list[Any], **kw: Any) -> list[float]:
+        seen.append((won, group_size))
+        return [float(x) + 0.1 * len(ids) for x, ids in zip(won, completion_ids)]
+
+    trainer = make(
+        tokenizer, make_model, {"num_iterations": 2, "max_steps": 2}, rollout_func=rollout, reward_funcs=reward
+    )
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert seen == [([0, 1] * 4, [4] * 8)]
+    log = trainer.state.log_history[0]
+    assert log["completions/mean_length"] == sum(2 + i % 4 for i in range(8)) / 8
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
+
+
+def test_a_rollout_func_may_have_the_policy_sampled(tokenizer: Any, make_model: Any) -> None:
+    """What the trainer samples for it is the policy's, each time something else, and the same in another run."""
+    answers: list[Any] = []
+
+    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        answers.append(trainer.sample_completions(prompts, max_new_tokens=5))
+        return answers[-1]
+
+    for _ in range(2):
+        trainer = make(tokenizer, make_model, {"max_steps": 2}, rollout_func=rollout, reward_funcs=longer)
+        trainer.train()
+    first, second, *again = answers
+    assert [first["completion_ids"], second["completion_ids"]] == [answer["completion_ids"] for answer in again]
+    assert first["completion_ids"] != second["completion_ids"]
+    assert len({tuple(ids) for ids in first["completion_ids"]}) == 8
+    assert all(len(ids) <= 5 for ids in first["completion_ids"])
+    assert first["prompt_ids"][0] == trainer.prompt_maker.token_ids(trainer.train_dataset[7]["prompt"])
+    assert [len(values) for values in first["logprobs"]] == [len(ids) for ids in first["completion_ids"]]
+
+
+def test_completions_tables_show_what_was_called(
+    tokenizer: Any, make_model: Any, calling: Any, capsys: Any, tmp_path: Path
+):
+    calling(lambda n: call("increment", step=n))
+    config = {"num_completions_to_print": 2, "output_dir": str(tmp_path)}
+    make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer).train()
+    shown = capsys.readouterr().out
+    assert "increment(step=" in shown
+    import pyarrow.parquet as pq
+
+    (path,) = tmp_path.glob("completions/*.parquet")
+    messages = pq.read_table(path).column("completion").to_pylist()[0]
+    assert "increment" in json.dumps(messages)
+
+
+def test_a_run_with_agents_goes_on_where_it_was_saved(
+    tokenizer: Any, make_model: Any, calling: Any, tmp_path: Path
+) -> None:
+    calling(lambda n: call("increment", step=n))
+    config = {
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "output_dir": str(tmp_path),
+        "num_iterations": 2,
+    }
+    whole = make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer)
+    whole.train()
+    again = make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters()))
+
+
+# --- what cannot work, before anything is sampled ---
+
+
+def no_hint(step) -> int:  # pyright: ignore
+    """Adds one.
+
+    Args:
+        step: A number.
+    """
+    return step + 1
+
+
+def no_words(step: int) -> int:
+    return step + 1
+
+
+class NoReset:
+    def act(self) -> str:
+        """Acts."""
+        return ""
+
+
+TEXTS = Dataset.from_list([{"prompt": "1+1="}] * 8)
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no hint": ({"tools": [no_hint]}, ValueError, "no_hint.*step"),
+    "no docstring": ({"tools": [no_words]}, ValueError, "no_words.*docstring"),
+    "two of one name": ({"tools": [increment, increment]}, ValueError, "two tools named 'increment'"),
+    "no list": ({"tools": increment}, TypeError, "tools is a function; give a list of functions"),
+    "text prompts": ({"tools": [increment], "train_dataset": TEXTS}, ValueError, "text prompts.*conversations"),
+    "no reset": ({"environment_factory": NoReset}, ValueError, "NoReset.*reset"),
+    "unknown environment": (
+        {
+            "environment_factory": {"a": NoReset},
+            "train_dataset": Dataset.from_list([{**CHAT[0], "environment": "b"}] * 8),
+        },
+        ValueError,
+        "reset|'b'",
+    ),
+    "both": ({"rollout_func": longer, "tools": [increment]}, ValueError, "rollout_func and tools are given"),
+    "no function": ({"rollout_func": 3}, TypeError, "rollout_func is a int"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_work(case: str, tokenizer: Any, make_model: Any, unsampled: None) -> None:
+    arguments, kind, expected = BAD[case]
+    with pytest.raises(kind, match=expected):
+        make(tokenizer, make_model, **{"reward_funcs": longer, **arguments})
+
+
+def test_tools_that_leave_no_room_for_a_completion(tokenizer: Any, make_model: Any, unsampled: None) -> None:
+    def verbose(step: int) -> int:
+        return step
+
+    verbose.__doc__ = "Adds. " * 400 + "\n\nArgs:\n    step: A number.\n"
+    with pytest.raises(
+        ValueError, match=r"longest prompt of train_dataset has \d+ tokens, \d+ of which describe the 1"
+    ):
+        make(tokenizer, make_model, tools=[verbose], reward_funcs=longer)
+
+
+def test_a_template_without_tools_is_refused(make_tokenizer: Any, make_model: Any, unsampled: None) -> None:
+    tokenizer = make_tokenizer()
+    with pytest.raises(ValueError, match="chat template"):
+        GRPOTrainer(
+            model=make_model(),
+            args=GRPOConfig("out", use_cpu=True, report_to="none"),
+            processing_class=tokenizer,
+            reward_funcs=longer,
+            train_dataset=Dataset.from_list(CHAT),
+            tools=[increment],
+        )
+
+
+def test_a_rollout_func_that_returns_too_few_rows(tokenizer: Any, make_model: Any) -> None:
+    answer = {"prompt_ids": [[5]], "completion_ids": [[6, 1]], "logprobs": [[0.0, 0.0]]}
+    trainer = make(tokenizer, make_model, rollout_func=lambda prompts, trainer: answer, reward_funcs=longer)
+    with pytest.raises(RolloutError, match="returned 1 rows for 8 prompts"):
+        trainer.train()
