@@ -332,6 +332,19 @@ def test_what_is_kept_counts_as_memory_until_it_is_released(build):
             session.submit(Request([*LONG, 3, 3, 3, 3, 3], 0, 5, continues=0))
 
 
+@pytest.mark.parametrize(("num_coming", "num_held"), [(1, 8), (2, 8), (3, 0)])
+def test_rows_that_come_wait_a_few_steps_for_each_other(num_coming: int, num_held: int, build):
+    """Beside 20 rows under way: three are one for each eight of them, fewer are held for eight steps."""
+    with NativeEngine(build("qwen3")).session(ENDLESS) as session:
+        for seed in range(20):
+            session.submit(Request(LONG, seed, 30))
+        session.advance()
+        coming = [session.submit(Request(SHORT, seed, 1)) for seed in range(num_coming)]
+        for _ in range(num_held):
+            assert session.advance() == []
+        assert [ticket for ticket, _ in session.advance()] == coming
+
+
 # ------------------------------------------------------------------------------------------- when memory is short
 
 

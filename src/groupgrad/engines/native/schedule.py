@@ -28,6 +28,10 @@ AWAITED_SHARE = 0.5
 """Share of the bound that is left to what waiting rows have parked while other rows could enter in its place: computing
 it anew costs less than computing few rows at a time."""
 
+GATHERING = 8
+"""What rows bring is computed in a pass of its own, which costs about a step however few they are: they wait for each
+other for this many steps, or until there is one for so many active rows."""
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -144,6 +148,8 @@ class Schedule:
         self.store, self._max_rows = store, max_rows
         self.waiting: deque[Row] = deque()
         self._arrived: list[Row] = []
+        self._num_gathering = 0
+        """Steps that those who arrived have waited for others."""
         self.active: list[Row] = []
         self.groups: list[Group] = []
         """Those that are stored, in the order of their slots."""
@@ -175,7 +181,6 @@ class Schedule:
             given = request.prompt_ids[len(kept.group.ids) :]
             row = Row(ticket, request, kept.group, given, kept)
         self._arrived.append(row)
-        self._may_enter = True
 
     def _take(self, ticket: int, prompt_ids: list[int]) -> Kept:
         kept = self._kept.get(ticket)
@@ -243,8 +248,11 @@ class Schedule:
 
     def _queue(self) -> None:
         """Put those that came last into the line: rows that go on before those that begin."""
-        if not self._arrived:
+        self._num_gathering += bool(self._arrived)
+        if GATHERING * len(self._arrived) < len(self.active) and self._num_gathering <= GATHERING:
             return
+        self._num_gathering = 0
+        self._may_enter |= bool(self._arrived)
         begun = [row for row in self.waiting if not row.is_fresh]
         fresh = [row for row in self.waiting if row.is_fresh]
         # Prompts of like length beside each other waste no memory; the results do not depend on the order.
