@@ -202,28 +202,36 @@ def test_an_async_function_that_blocks_the_loop_is_answered_and_the_loop_replace
     workers: Workers, release: threading.Event, caplog: pytest.LogCaptureFixture
 ):
     async def block() -> None:
+        await asyncio.sleep(0.05)
         release.wait()
 
     with caplog.at_level(logging.WARNING):
+        started = workers.call(asyncio.sleep, {"delay": 0.3, "result": "slept"}, timeout_s=10)
         blocked = workers.call(block, {}, timeout_s=DEADLINE_S)
+        time.sleep(0.1)
         waiting = [workers.call(double_later, {"x": x}, timeout_s=2) for x in range(3)]
         assert blocked.result(5).timed_out
         assert [future.result(5).value for future in waiting] == [0, 2, 4]
+    release.set()
+    assert started.result(5).value == "slept"  # on the old loop, when it went on
     assert any("blocks its event loop" in record.getMessage() for record in caplog.records)
 
 
 def test_a_loop_that_was_blocked_after_its_function_was_answered_is_replaced_too(
     workers: Workers, release: threading.Event
 ):
+    blocked = threading.Event()
+
     async def block_when_cancelled() -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            time.sleep(0.6)
+            blocked.set()
             release.wait()
 
     assert workers.call(block_when_cancelled, {}, timeout_s=DEADLINE_S).result(5).timed_out
-    assert workers.call(double_later, {"x": 3}, timeout_s=DEADLINE_S).result(5).value == 6
+    assert blocked.wait(5)
+    assert workers.call(double_later, {"x": 3}, timeout_s=2).result(5).value == 6
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -289,6 +297,27 @@ def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch):
     assert pool.call(double, {"x": 5}, timeout_s=0.1).result(5).value == 10
     assert eventually(lambda: not any("tool" in thread.name for thread in set(threading.enumerate()) - before))
     assert pool.call(double, {"x": 6}, timeout_s=5).result(5).value == 12
+
+
+def test_closing_between_a_plain_function_and_its_awaitable_warns_of_nothing(
+    release: threading.Event, recwarn: pytest.WarningsRecorder
+):
+    """The loop is blocked, so that the coroutine that a plain function returned is never awaited."""
+
+    async def block() -> None:
+        release.wait()
+
+    pool = Workers(1, blocked_s=0.05)
+    pool.call(block, {}, timeout_s=60)
+    future = pool.call(begin_double, {"x": 1}, timeout_s=60)
+    pool.call(double, {"x": 1}, timeout_s=60).result(5)  # the only thread is through with the one before
+    pool.close()
+    assert "closed" in str(future.result(5).error)
+    release.set()
+    time.sleep(0.1)
+    del future
+    gc.collect()
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
 def test_arguments_are_forgotten_once_a_call_is_answered(workers: Workers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -38,12 +38,12 @@ class LoopThread:
         with self._lock:
             _stop(self._running)
 
-    def abandon(self) -> None:
-        """Ask the thread to end and do not wait for it: for a loop that a coroutine blocks."""
+    def abandon(self, tasks: Collection[asyncio.Task[Any]] = ()) -> None:
+        """Have the thread end when these of its tasks have, and do not wait for it: for a loop that seems blocked."""
         with self._lock:
             for loop, thread in self._running:
                 if thread.is_alive():
-                    loop.call_soon_threadsafe(loop.stop)
+                    asyncio.run_coroutine_threadsafe(_end_after(tasks), loop)
             self._running.clear()
 
 
@@ -64,6 +64,12 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()
+
+
+async def _end_after(tasks: Collection[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
+    asyncio.get_running_loop().stop()
 
 
 def _stop(running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]]) -> None:

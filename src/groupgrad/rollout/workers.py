@@ -53,6 +53,7 @@ class _Job:
         self.future.set_running_or_notify_cancel()  # nobody can cancel it, so it always gets its outcome
         self.open: Callable[[], Any] = functools.partial(function, **kwargs)
         self.then: Callable[[Any], Any] | None = None
+        self.awaitable: Any = None
         self.started: float | None = None
         self.settled = False
         self.timed_out = False
@@ -81,9 +82,9 @@ class Workers:
 
     Plain functions run on at most `num_threads` daemon threads, async ones on one event loop. A plain function past its
     deadline is answered as timed out and its thread is given up and replaced, so that the pool never shrinks; an async
-    one is cancelled. An async function that blocks the loop for `blocked_s` seconds after a deadline gets the loop
-    replaced; calls that had not started move to the new one. Daemon threads, so that what hangs does not keep the
-    interpreter from ending. Thread-safe. Usable again after `close`.
+    one is cancelled. A loop that does not move for `blocked_s` seconds after a deadline, since an async function
+    blocks it, is replaced; calls that had not started move to the new one. Daemon threads, so that what hangs does not
+    keep the interpreter from ending. Thread-safe. Usable again after `close`.
     """
 
     def __init__(self, num_threads: int = 16, *, blocked_s: float = 2.0):
@@ -148,6 +149,7 @@ class Workers:
             crew.ended = True
             loop, self._loop = self._loop, LoopThread("tool-loop")
             used, self._loop_used = self._loop_used, False
+            self._equipped = None
             self._queue.clear()
             self._deadlines.clear()
             self._has_work.notify_all()
@@ -191,7 +193,7 @@ class Workers:
                 if given_up:
                     self.num_given_up -= 1
                 if goes_on := not isinstance(ended, Outcome) and not job.settled:
-                    job.open = functools.partial(_same, ended)
+                    job.awaitable = ended
                     job.for_loop = True
             if goes_on:
                 self._submit(job)
@@ -260,7 +262,7 @@ class Workers:
                 job.loop.set_default_executor(_DaemonThreads())
             then = job.then
         try:
-            value = await job.open()
+            value = await (job.open() if job.awaitable is None else job.awaitable)
             outcome = Outcome(value if then is None else then(value), seconds=job.seconds)
         except asyncio.CancelledError as error:
             if job.settled:  # by us, at its deadline
@@ -289,7 +291,10 @@ class Workers:
                 return
             self._loop = LoopThread("tool-loop")
             moved = [job for job in self._open if job.for_loop and not job.begun_on_loop]
-        loop.abandon()
+            # Those that had started stay where they are, each with its deadline.
+            old, self._equipped = self._equipped, None
+            stay = [job.task for job in self._open if job.task is not None and job.loop is old]
+        loop.abandon(stay)
         logger.warning(
             "an async tool or environment method blocks its event loop; the loop was given up and replaced. Await what "
             "takes time, or make the function a plain one: plain functions run on threads of their own"
@@ -368,6 +373,8 @@ class Workers:
             job.settled = True
             job.open, job.then = _forgotten, None  # its deadline is remembered longer than its arguments should be
             self._open.discard(job)
+            unused = None if job.begun_on_loop else job.awaitable
+        _discard(unused)
         job.future.set_result(outcome)
         return True
 
@@ -398,10 +405,6 @@ def _answers(loop: LoopThread, seconds: float) -> bool:
 
 async def _nothing() -> None:
     return None
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _forgotten() -> Any:
