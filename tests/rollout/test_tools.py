@@ -739,8 +739,8 @@ def test_a_holder_that_fails_is_a_reply(workers: Workers):
         ({"timeout_s": 0}, "tool_timeout_s=0"),
         ({"timeout_s": float("inf")}, "tool_timeout_s=inf"),
         ({"timeout_s": float("nan")}, "tool_timeout_s=nan"),
-        ({"max_result_chars": 0}, "max_result_chars=0"),
-        ({"num_threads": 0}, "num_threads=0"),
+        ({"max_result_chars": 0}, "tool_max_result_chars=0"),
+        ({"num_threads": 0}, "tool_threads=0"),
     ],
 )
 def test_options_that_cannot_work_are_refused(changes: dict[str, Any], words: str):

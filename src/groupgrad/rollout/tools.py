@@ -37,9 +37,9 @@ class ToolOptions:
                 f"tool_timeout_s={self.timeout_s}: every call needs a deadline; set a number of seconds above 0"
             )
         if self.max_result_chars < 1:
-            raise ValueError(f"max_result_chars={self.max_result_chars}: no result could be read; set 1 or more")
+            raise ValueError(f"tool_max_result_chars={self.max_result_chars}: no result could be read; set 1 or more")
         if self.num_threads < 1:
-            raise ValueError(f"num_threads={self.num_threads}: no tool could ever run; set 1 or more")
+            raise ValueError(f"tool_threads={self.num_threads}: no tool could ever run; set 1 or more")
 
 
 @dataclass(slots=True, frozen=True)
