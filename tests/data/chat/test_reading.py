@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ def test_good_calls_beside_broken_ones_are_kept_in_order(families: Any, byte_tok
     assert [call.problem is None for call in turn.calls] == [True, False, True]
     assert turn.message["content"] == "a\n<tool_call>\nx\n</tool_call>\nb"
     assert len(turn.message["tool_calls"]) == 2
+
+
+def test_no_text_makes_reading_fail(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = byte_tokenizer(family.template, family.special, family.added)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    pieces = [*re.split(r"(\W)", chat._found.shown.one), *family.special, *'{}[]():,="\\\n', "f", "1", "é"]
+    rng = random.Random(11)
+    for _ in range(150):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 60)))
+        turn = parse(chat, text)
+        assert isinstance(turn.message["content"], str)
+        assert all((call.problem is None) <= bool(call.name) for call in turn.calls)
+        assert all(call.problem is None or call.arguments == {} for call in turn.calls)
 
 
 def test_a_turn_of_nothing_but_calls_is_cut(families: Any, byte_tokenizer: Any) -> None:

@@ -45,12 +45,48 @@ def test_with_a_parser_replies_are_rendered_all_the_same(byte_tokenizer: Any, ca
     assert chat.parse(tokenizer("f<|end|>")["input_ids"], SCHEMAS).calls[0].name == "f"
 
 
+def test_with_a_parser_replies_become_user_messages_where_there_is_no_role_for_tools(
+    byte_tokenizer: Any, caplog: Any
+) -> None:
+    """As in Gemma 3, whose template takes turns of the user and the model and nothing else."""
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
+        "{% endif %}{{ '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = byte_tokenizer(template, ("<start>", "<end>"))
+
+    def parser(text: str, ids: list[int]) -> dict[str, Any]:
+        return {"content": text}
+
+    with caplog.at_level(logging.WARNING):
+        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS, response_parser=parser)
+    assert "rendered as messages of the user" in caplog.text
+    replies = [{"role": "tool", "name": "f", "content": content, "tool_call_id": None} for content in ("OK", "7")]
+    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], {}, replies, SCHEMAS)) == (
+        "\n<start>user\nOK\n7<end>\n<start>assistant\n"
+    )
+
+
+def test_tools_are_shown_beside_replies_where_that_changes_them(families: Any, byte_tokenizer: Any) -> None:
+    family = families["json"]
+    template = family.template.replace(
+        "<tool_response>\\n' + m", "<tool_response>\\n' + (tools or []) | length | string + m"
+    )
+    assert template != family.template
+    tokenizer = byte_tokenizer(template, family.special)
+    reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], {}, [reply], SCHEMAS))
+
+
 def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
     template = (
+        "{{ tools | tojson if tools }}"
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
         "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</call>{% endfor %}"
         "{{ '\\n' }}{% endfor %}"
-        "{{ tools | tojson if tools }}{{ 'assistant: ' if add_generation_prompt }}"
+        "{{ 'assistant: ' if add_generation_prompt }}"
     )
     tokenizer = byte_tokenizer(template)
     chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)

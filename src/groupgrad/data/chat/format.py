@@ -99,10 +99,13 @@ class ChatFormat:
             raise ValueError(_unknown_syntax(shown))
         # Rendering the user's own tools may fail where the made-up ones did not: better now than in training.
         template.text([USER], schemas, prompt=True)
-        found = _Found(template, shown, syntax, reasoning, ReplyWriter(template, shown, syntax), own_parser)
+        replies = ReplyWriter(template, shown, syntax, schemas)
+        found = _Found(template, shown, syntax, reasoning, replies, own_parser)
         made = cls(found, response_parser)
         if schemas and not made.shows_tools:
             logger.warning("the chat template does not show tools to the model; describe them in the prompts")
+        if replies.as_user:
+            logger.warning("the chat template has no tool messages; tool replies are rendered as messages of the user")
         return made
 
     def prompt_ids(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> list[int]:

@@ -19,6 +19,8 @@ _RESULT = "Probe7Result"
 _VALUE = "Probe7Value"
 _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
 _DUMMY_NAME = "unknown_tool"
+_CALL = Call("probe_tool_one", {"akey": _VALUE}, "probe0001")
+_REPLY = {"role": "tool", "name": _CALL.name, "content": _RESULT, "tool_call_id": _CALL.id}
 
 
 @dataclass(slots=True)
@@ -33,30 +35,25 @@ class _Place:
 class ReplyWriter:
     """Writes tool replies as the template does; ValueError if no way to cut them out of it is found."""
 
-    def __init__(self, template: Template, shown: Shown, syntax: Syntax | None):
+    def __init__(self, template: Template, shown: Shown, syntax: Syntax | None, schemas: list[dict[str, Any]]):
         self._template, self._shown, self._syntax = template, shown, syntax
         self._several = bool(shown.two)
-        call = Call("probe_tool_one", {"akey": _VALUE}, "probe0001")
-        reply = {"role": "tool", "name": call.name, "content": _RESULT, "tool_call_id": call.id}
-        self._alone = template.attempt([USER, self._message([call])])
-        conversation = [USER, self._message([call]), reply]
-        answered = template.attempt(conversation, prompt=True)
-        if answered is None:
-            raise ValueError(
-                f"the chat template refuses the answer to a tool call: {template.failure}; give the tokenizer a chat "
-                "template that renders messages of the role 'tool' (tokenizer.chat_template = ...)"
-            )
-        place = self._locate(answered, 1)
-        if place is None or _RESULT not in answered[place.end :]:
-            raise ValueError(self._no_suffix(answered))
+        self.as_user = False
+        """Replies are put into a message of the user's, as the template has none for tools."""
+        # Short conversations are rendered faster; the tools themselves are in them only if they make a difference.
+        self._schemas: list[dict[str, Any]] | None = None
+        self._prompt = shown.generation_prompt
+        self._alone = template.attempt([USER, self._message([_CALL])])
+        place = self._answered()
         self.end_mark = self._find_end(place)
         """The token that ends a calling turn; None if the template has none."""
-        self._gap = "" if self.end_mark is None else answered[place.end : self.end_mark.end]
+        self._gap = "" if self.end_mark is None else place.text[place.end : self.end_mark.end]
         self._gap_ids = template.ids(self._gap) if self._gap else []
         self._check_tokens(place)
         # Special tokens that are part of a call end nothing.
         markup = {mark.id for mark in template.marks(shown.one + shown.two)}
         self._other_ends = set(template.tokenizer.all_special_ids) - markup
+        self._show_tools_if_needed(place, schemas)
 
     def ids(self, turn_ids: list[int], replies: list[dict[str, Any]]) -> list[int]:
         """Token ids to append to a sampled turn: what its end lacks, the replies, the generation prompt."""
@@ -69,13 +66,11 @@ class ReplyWriter:
 
     def rewritten(self) -> tuple[str, str] | None:
         """Two renderings of one turn that differ by what follows it; None if turns stay as they were rendered."""
-        call = Call("probe_tool_one", {"akey": _VALUE}, "probe0001")
-        reply = {"role": "tool", "name": call.name, "content": _RESULT, "tool_call_id": call.id}
         thought = {"reasoning_content": "Probe7Thought", "thinking": "Probe7Thought"}
         plain = {"role": "assistant", "content": "Probe7Answer"}
         histories = [
-            ([USER, self._message([call])], [reply], True),
-            ([USER, {**self._message([call]), **thought}], [reply], True),
+            ([USER, self._message([_CALL])], [_REPLY], True),
+            ([USER, {**self._message([_CALL]), **thought}], [_REPLY], True),
             ([USER, {**plain, **thought}], [{"role": "user", "content": "Probe7Next"}], False),
         ]
         for history, more, is_call in histories:
@@ -90,6 +85,39 @@ class ReplyWriter:
             if before[: ends[0]] != after[: ends[1]]:
                 return difference(before, after)
         return None
+
+    def _answered(self) -> _Place:
+        """A dummy conversation with one reply; ValueError if the template cannot render one behind a call."""
+        answered = self._template.attempt([USER, self._message([_CALL]), _REPLY], prompt=True)
+        failure = self._template.failure
+        place = None if answered is None else self._locate(answered, 1)
+        if place is not None and _RESULT in place.text[place.end :]:
+            return place
+        if not self._shown.one:
+            # Whoever reads calls that the template knows nothing of may have no role for tools either.
+            user = {"role": "user", "content": _RESULT}
+            rendered = self._template.attempt([USER, self._message([_CALL]), user], prompt=True)
+            place = None if rendered is None else self._locate(rendered, 1)
+            if place is not None and _RESULT in place.text[place.end :]:
+                self.as_user = True
+                return place
+        if answered is None:
+            raise ValueError(
+                f"the chat template refuses the answer to a tool call: {failure}; give the tokenizer a chat template "
+                "that renders messages of the role 'tool' (tokenizer.chat_template = ...)"
+            )
+        raise ValueError(self._no_suffix(answered))
+
+    def _show_tools_if_needed(self, place: _Place, schemas: list[dict[str, Any]]) -> None:
+        """Render replies with the tools in the prompt if that changes how they are rendered."""
+        without = place.text[place.end :]
+        plain_prompt = self._prompt
+        self._schemas, self._prompt = schemas, self._template.text([USER], schemas, prompt=True)
+        reply = {"role": "user", "content": _RESULT} if self.as_user else _REPLY
+        text = self._template.attempt([USER, self._message([_CALL]), reply], schemas, prompt=True)
+        shown = None if text is None else self._locate(text, 1)
+        if shown is None or shown.text[shown.end :] == without or not shown.text.startswith(self._gap, shown.end):
+            self._schemas, self._prompt = None, plain_prompt
 
     def _message(self, calls: list[Call]) -> dict[str, Any]:
         if self._shown.one:
@@ -107,12 +135,14 @@ class ReplyWriter:
             call_id = reply.get("tool_call_id") or f"call{number:05d}"
             calls.append(Call(name, {"akey": _VALUE}, call_id))
             messages.append({**reply, "role": "tool", "name": name, "tool_call_id": call_id})
+        if self.as_user:
+            messages = [{"role": "user", "content": "\n".join(str(reply.get("content")) for reply in replies)}]
         shown = calls if self._several else calls[:1]
-        rendered = self._template.attempt([USER, self._message(shown), *messages], prompt=True)
+        rendered = self._template.attempt([USER, self._message(shown), *messages], self._schemas, prompt=True)
         if rendered is None:
             for number, (call, message) in enumerate(zip(calls, messages)):
                 call.id = message["tool_call_id"] = f"call{number:05d}"
-            rendered = self._template.text([USER, self._message(shown), *messages], prompt=True)
+            rendered = self._template.text([USER, self._message(shown), *messages], self._schemas, prompt=True)
         place = self._locate(rendered, len(shown))
         if place is None or not rendered.startswith(self._gap, place.end):
             raise ValueError(self._no_suffix(rendered))
@@ -120,7 +150,7 @@ class ReplyWriter:
 
     def _locate(self, rendered: str, num_calls: int) -> _Place | None:
         """Where the calling turn of a dummy conversation ends."""
-        start = turn_start(rendered, self._shown.generation_prompt)
+        start = turn_start(rendered, self._prompt)
         if self._syntax is None or not self._shown.one:
             end = start - 1
             for _ in range(num_calls):
