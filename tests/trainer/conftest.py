@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from groupgrad import GRPOConfig, GRPOTrainer
 
 PROMPTS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz", "A", "BC", "DE", "F"]
-TIMES = ("runtime", "per_second", "step_time", "time/")
+TIMES = ("runtime", "per_second", "step_time", "time/", "tools/wait", "latency_s")
 
 
 @pytest.fixture(autouse=True)

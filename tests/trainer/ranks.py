@@ -52,6 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     # Few groups have a signal, so that often one rank alone has work, and in some steps none.
     "flat_groups": {**TWO_STEPS, "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row)},
     "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
+    # Turns are short and read as calls by their first token, so that ranks have rollouts of different numbers of turns.
+    "agents": {"agents": True, "max_completion_length": 80, "max_tool_calling_iterations": 3, "max_steps": 2},
     "lora": {"peft": True, "beta": 0.1, "max_steps": 2},
     "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
 }
@@ -60,6 +62,32 @@ CASES: dict[str, dict[str, Any]] = {
 def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:
     """Equal rewards but for every fifth prompt."""
     return [float(len(ids) + ids[0] % 3) if number % 5 == 0 else 0.5 for ids, number in zip(completion_ids, row)]
+
+
+class Tally:
+    """An environment that begins in a way of the row's own and gives a reward of its own."""
+
+    def reset(self, row: int, **columns: Any) -> str:
+        self.total = row
+        return f" {row}"
+
+    def add(self, number: int) -> int:
+        """Adds a number.
+
+        Args:
+            number: What to add.
+        """
+        self.total += number
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total % 5)
+
+
+def read_call(text: str, ids: list[int]) -> dict[str, Any]:
+    """Every other turn is a call."""
+    call = {"name": "add", "arguments": {"number": len(ids)}}
+    return {"role": "assistant", "content": text, "tool_calls": [call] if ids[0] % 2 else []}
 
 
 def module_from(path: Path) -> Any:
@@ -89,6 +117,14 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     if settings.pop("eval", None):
         extra["eval_dataset"] = {"five": HELP.prompts(5), "one": HELP.prompts(1)}
         settings |= {"eval_strategy": "steps", "num_generations_eval": 1, "per_device_eval_batch_size": 4 // ranks}
+    tokenizer, dataset = BASE.make_tokenizer(), HELP.prompts()
+    if settings.pop("agents", False):
+        sys.path.insert(0, str(TESTS / "helpers"))
+        from scripted_agents import with_tools
+
+        tokenizer = with_tools(tokenizer)
+        dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+        extra |= {"environment_factory": Tally, "response_parser": read_call}
     torch.manual_seed(0)
     model = BASE.make_model(0, initializer_range=0.15)
     model.generation_config.eos_token_id = [1, *range(4, 24)]
@@ -114,8 +150,8 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(**config),
-        train_dataset=HELP.prompts(),
-        processing_class=BASE.make_tokenizer(),
+        train_dataset=dataset,
+        processing_class=tokenizer,
         **extra,
     )
 

@@ -26,6 +26,7 @@ CASES = [
     "entropy",
     "flat_groups",
     "cut_groups",
+    "agents",
     "lora",
     "resumed",
 ]

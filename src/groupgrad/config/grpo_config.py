@@ -131,7 +131,7 @@ class GRPOConfig(legacy.LegacyArguments):
     tool_max_result_chars: int = _option(
         20_000, "Longest tool result in characters; longer ones are cut, which they say."
     )
-    tool_threads: int = _option(16, "Tools and environments that run at once, but for async ones.")
+    tool_threads: int = _option(64, "Tools and environments that run at once, but for async ones.")
 
     # --- vLLM ---
     use_vllm: bool = _option(False, "Sample with vLLM.")

@@ -28,7 +28,7 @@ class ToolOptions:
     """Seconds that a call may run before the model is told that it did not answer."""
     max_result_chars: int = 20_000
     """Characters of a result that the model gets to read; of a longer one it gets the beginning, and a notice."""
-    num_threads: int = 16
+    num_threads: int = 64
     """Plain functions that run at once; async ones have no limit."""
 
     def __post_init__(self) -> None:
