@@ -35,6 +35,7 @@ class ChannelSyntax:
     name: str = "channels with to=functions.name"
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
+        """The stretches of the text that hold calls, as `Syntax.read` has it."""
         regions: list[Region] = []
         at = 0
         while found := _CALL.search(text, at):

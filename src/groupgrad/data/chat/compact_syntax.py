@@ -34,9 +34,11 @@ class BracedCalls:
 
     @property
     def name(self) -> str:
+        """What the syntax is, for people."""
         return f"name{{key:value}} after {self.opening}"
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
+        """The stretches of the text that hold calls, as `Syntax.read` has it."""
         regions: list[Region] = []
         at = 0
         while found := self._open.search(text, at):
@@ -157,9 +159,11 @@ class PythonCalls:
 
     @property
     def name(self) -> str:
+        """What the syntax is, for people."""
         return f"a list of Python calls in {self.opening} tags"
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
+        """The stretches of the text that hold calls, as `Syntax.read` has it."""
         regions: list[Region] = []
         at = 0
         while found := self._open.search(text, at):

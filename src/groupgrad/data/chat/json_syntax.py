@@ -31,10 +31,12 @@ class JsonObjects:
 
     @property
     def name(self) -> str:
+        """What the syntax is, for people."""
         what = "a JSON list of calls" if self.in_list else "JSON objects"
         return f"{what} in {self.opening} tags" if self.closing else f"{what} after {self.opening}"
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
+        """The stretches of the text that hold calls, as `Syntax.read` has it."""
         regions: list[Region] = []
         at = 0
         while found := self._open.search(text, at):
@@ -84,6 +86,7 @@ class BareJson:
     _tag: re.Pattern[str] = field(default_factory=lambda: re.compile(re.escape("<|python_tag|>") + r"\s*"))
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
+        """The stretches of the text that hold calls, as `Syntax.read` has it."""
         tag = self._tag.search(text)
         found = tag or self._start.match(text)
         assert found is not None
@@ -148,9 +151,11 @@ class NamedJson:
 
     @property
     def name(self) -> str:
+        """What the syntax is, for people."""
         return f"a name and JSON arguments after {self.opening}"
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
+        """The stretches of the text that hold calls, as `Syntax.read` has it."""
         regions: list[Region] = []
         at = 0
         while found := self._open.search(text, at):

@@ -46,9 +46,11 @@ class KeyedValues:
 
     @property
     def name(self) -> str:
+        """What the syntax is, for people."""
         return f"keys and values ({self.key_opening.strip()}...) after {''.join(self.opening.split())}"
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
+        """The stretches of the text that hold calls, as `Syntax.read` has it."""
         regions: list[Region] = []
         at = 0
         while found := self._open.search(text, at):
