@@ -74,6 +74,7 @@ class _BraceReader:
         self.text, self.at, self.quote = text, at, quote
 
     def value(self) -> Any:
+        """The value that begins where the reader stands; ValueError if it is not well-formed."""
         self._skip()
         if self.quote and self.text.startswith(self.quote, self.at):
             return self._quoted(self.quote)
