@@ -1,12 +1,14 @@
 """Faster kernels for linear layers on CPUs while nothing is trained.
 
 For the few rows of a decode step the general matrix product behind `nn.functional.linear` packs the whole weight anew
-each time; oneDNN's reads it as it lies. It is the same sum over the same weights, in another order. Faster still is a
-copy of the weight in the order in which oneDNN's kernel wants it, made for one call of `sample` and dropped with it.
+each time; oneDNN's reads it as it lies, and so does our own (see `kernels`), which is faster up to some dozens of rows.
+It is the same sum over the same weights, in another order. oneDNN's is faster with a copy of the weight in the order in
+which it wants it, made for one call of `sample` and dropped with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,28 +18,54 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from groupgrad.engines.native.kernels import library
+
+FEW_ROWS = 64
+"""Up to which our own kernel is used."""
+
 
 @contextmanager
 def fast_linears(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
-    """Plain float32 linear layers of `model` that lie on a CPU run by oneDNN inside; gradients do not flow there.
+    """Plain float32 linear layers of `model` that lie on a CPU run by faster kernels; gradients do not flow there.
 
     With `pack` the weights are copied into the kernel's own order; inside, they must not change.
     """
     chosen: list[Any] = [module for module in model.modules() if _fits(module)] if _is_available() else []
+    own = None if pack or not chosen else library()
     try:
         for module in chosen:
             weight = _pack(module.weight) if pack else module.weight
-            module.forward = partial(_forward, module, weight)
+            is_own = own is not None and module.weight.is_contiguous()
+            module.forward = partial(_forward, module, weight, own if is_own else None)
         yield
     finally:
         for module in chosen:
             module.__dict__.pop("forward", None)
 
 
-def _forward(module: nn.Linear, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def _forward(module: nn.Linear, weight: torch.Tensor, own: ctypes.CDLL | None, input: torch.Tensor) -> torch.Tensor:
     if input.dtype != torch.float32:
         return F.linear(input, module.weight, module.bias)
+    num_rows = input.numel() // module.in_features
+    if own is not None and 0 < num_rows <= FEW_ROWS and input.shape[-1] == module.in_features:
+        return _own_product(module, own, input.contiguous(), num_rows)
     return _kernel(input, weight, module.bias, "none", [], "")
+
+
+def _own_product(module: nn.Linear, own: ctypes.CDLL, input: torch.Tensor, num_rows: int) -> torch.Tensor:
+    weight, bias = module.weight, module.bias
+    output = input.new_empty(*input.shape[:-1], len(weight))
+    failed = own.groupgrad_linear(
+        input.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        output.data_ptr(),
+        num_rows,
+        input.shape[-1],
+        len(weight),
+        torch.get_num_threads(),
+    )
+    return F.linear(input, weight, bias) if failed else output
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ TIMEOUT_S = 120.0
 """For one run of the compiler, which takes two seconds."""
 
 _SOURCE = Path(__file__).with_name("decode.cpp")
+_HEADER = Path(__file__).with_name("products.h")
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TARGETS = ("-march=native", "-mcpu=native")
 """What compilers call the machine that they run on; clang on ARM once knew the second only."""
@@ -114,7 +115,17 @@ def _key(compiler: str, runtime: str) -> str:
     except OSError:
         lines = []
     cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    parts = [_SOURCE.read_text(), *_FLAGS, *_TARGETS, compiler, version, runtime, platform.machine(), *cpu]
+    parts = [
+        _SOURCE.read_text(),
+        _HEADER.read_text(),
+        *_FLAGS,
+        *_TARGETS,
+        compiler,
+        version,
+        runtime,
+        platform.machine(),
+        *cpu,
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -179,8 +190,15 @@ def _run(command: list[str]) -> str:
 
 
 def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with its functions' types; RuntimeError if it does not compute what it should."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.groupgrad_chunk_rows.argtypes, found.groupgrad_chunk_rows.restype = [number], number
     found.groupgrad_decode.argtypes = [pointer] * 5 + [ctypes.c_int]
     found.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
+    inputs, weight, bias, output = (torch.linspace(-1, 1, n) for n in (9 * 37, 29 * 37, 29, 9 * 29))
+    pointers = [x.data_ptr() for x in (inputs, weight, bias, output)]
+    found.groupgrad_linear(*pointers, 9, 37, 29, torch.get_num_threads())
+    expected = torch.addmm(bias, inputs.view(9, 37), weight.view(29, 37).T)
+    if not torch.allclose(output.view(9, 29), expected, rtol=1e-4, atol=1e-4):
+        raise RuntimeError("a product by the compiled kernels differs from torch's")
     return found
