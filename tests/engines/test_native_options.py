@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -33,58 +32,6 @@ def texts(samples: list[Sample]) -> list[tuple[list[int], str]]:
 
 
 # ------------------------------------------------------------------------------------------- what is drawn
-
-
-def cut(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The distribution that top-k, then the nucleus, then min-p leave, renormalised each time."""
-    p = (logits.double() / temperature).softmax(-1)
-    if top_k:
-        p = torch.where(p >= p.topk(top_k).values[-1], p, 0.0)
-        p = p / p.sum()
-    if top_p < 1.0:
-        order = p.argsort(descending=True)
-        before = p[order].cumsum(0) - p[order]
-        p = p.index_fill(0, order[before >= top_p], 0.0)
-        p = p / p.sum()
-    if min_p:
-        p = torch.where(p >= min_p * p.max(), p, 0.0)
-        p = p / p.sum()
-    return p
-
-
-NUM_DRAWS = 4000
-CUTS = [
-    (1.0, 0, 1.0, 0.0),
-    (0.7, 0, 1.0, 0.0),
-    (0.7, 4, 1.0, 0.0),
-    (0.7, 0, 0.8, 0.0),
-    (1.3, 0, 1.0, 0.3),
-    (0.9, 6, 0.9, 0.1),
-]
-
-
-@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), CUTS)
-def test_first_two_tokens_follow_the_exact_distribution(temperature, top_k, top_p, min_p, build):
-    """Chi-square against the product of two cut distributions; an EOS first is a text of one token."""
-    model = build("qwen3", vocab_size=8, num_hidden_layers=1)
-    prompt = [3, 4, 5]
-
-    def after(ids: list[int]) -> list[float]:
-        logits = model(torch.tensor([ids])).logits[0, -1].detach()
-        return cut(logits, temperature, top_k, top_p, min_p).tolist()
-
-    expected: dict[tuple[int, ...], float] = {}
-    for a, p in enumerate(after(prompt)):
-        for b, q in enumerate(after([*prompt, a]) if a != 1 else [1.0]):
-            expected[(a, b) if a != 1 else (a,)] = p * q
-    asked = [Request(prompt, seed, 2) for seed in range(NUM_DRAWS)]
-    found = sample(model, asked, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p or None)
-    counts = Counter(tuple(s.ids) for s in found)
-    assert all(expected[ids] > 0 for ids in counts), "nothing that was cut is drawn"
-    chi_square = sum((counts[ids] - NUM_DRAWS * p) ** 2 / (NUM_DRAWS * p) for ids, p in expected.items() if p > 0)
-    freedom = sum(p > 0 for p in expected.values()) - 1
-    assert freedom >= 3
-    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK + 7])

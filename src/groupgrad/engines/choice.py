@@ -20,8 +20,7 @@ from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.models.attention import plannable
 from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
-from groupgrad.models.startup import measured_difference, tolerance
-from groupgrad.types import Batch, StepTotals
+from groupgrad.models.startup import batch_of, measured_difference, tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def _disagreement(
         samples = engine.sample(requests, SamplingOptions(max_new_tokens=5))
     except Exception as error:  # whatever a model's own code raises, generate is there
         return f"sampling random tokens failed: {type(error).__name__}: {error}"
-    batch = _as_batch(prompts, rows, [sample.ids for sample in samples]).to(next(model.parameters()).device)
+    batch = batch_of(prompts, rows, [sample.ids for sample in samples]).to(next(model.parameters()).device)
     with torch.no_grad(), evaluation_mode(model), precision():
         expected = score_tokens(model, batch, ForwardOptions(layout="dense")).logprobs.cpu()
         found = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
@@ -143,24 +142,6 @@ def _disagreement(
         if difference > tolerance(model):
             return f"its log-probs differ by {difference:.2g} nats from a plain forward pass on random tokens"
     return None
-
-
-def _as_batch(prompts: list[list[int]], rows: tuple[int, ...], completions: list[list[int]]) -> Batch:
-    lengths = torch.tensor([len(ids) for ids in completions])
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    prompt_lengths = torch.tensor([len(ids) for ids in prompts])
-    num_tokens = int(lengths.sum())
-    return Batch(
-        completion_ids=torch.tensor([token for ids in completions for token in ids]),
-        row_of_token=torch.arange(len(rows)).repeat_interleave(lengths),
-        offsets=offsets,
-        prompt_ids=torch.tensor([token for ids in prompts for token in ids]),
-        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompt_lengths.cumsum(0)]),
-        prompt_of_row=torch.tensor(rows),
-        trained=torch.ones(num_tokens, dtype=torch.bool),
-        advantages=torch.ones(len(rows)),
-        totals=StepTotals(rows=len(rows), tokens=num_tokens),
-    )
 
 
 def _name(model: nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -82,24 +82,30 @@ def random_batch(model: nn.Module) -> Batch:
     config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     stream = torch.Generator().manual_seed(0)
     pad = getattr(config, "pad_token_id", None)
-    lengths = torch.tensor([length for _, length in _ROWS])
-    prompts = torch.tensor(_PROMPTS)
-    ids = torch.randint(0, config.vocab_size, (int(lengths.sum() + prompts.sum()),), generator=stream)
+    lengths = [length for _, length in _ROWS]
+    ids = torch.randint(0, config.vocab_size, (sum(lengths) + sum(_PROMPTS),), generator=stream)
     # Some models take the padding token for a hint that a mask is missing.
     ids = torch.where(ids == (-1 if pad is None else pad), (ids + 1) % config.vocab_size, ids)
-    completion_ids, prompt_ids = ids[: int(lengths.sum())], ids[int(lengths.sum()) :]
-    num_rows, num_tokens = len(_ROWS), len(completion_ids)
+    *completions, prompts = ids.split([*lengths, sum(_PROMPTS)])
+    groups = [prompt.tolist() for prompt in prompts.split(list(_PROMPTS))]
+    return batch_of(groups, [group for group, _ in _ROWS], [row.tolist() for row in completions]).to(device)
+
+
+def batch_of(prompts: list[list[int]], prompt_of_row: Sequence[int], completions: list[list[int]]) -> Batch:
+    """Completions and the prompts that they continue (places in `prompts`) as a batch on the CPU; all is trained."""
+    lengths, prompt_lengths = (torch.tensor([len(ids) for ids in rows]) for rows in (completions, prompts))
+    num_rows, num_tokens = len(completions), int(lengths.sum())
     return Batch(
-        completion_ids=completion_ids,
+        completion_ids=torch.tensor([token for ids in completions for token in ids], dtype=torch.int64),
         row_of_token=torch.arange(num_rows).repeat_interleave(lengths),
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        prompt_ids=prompt_ids,
-        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompts.cumsum(0)]),
-        prompt_of_row=torch.tensor([prompt for prompt, _ in _ROWS]),
+        prompt_ids=torch.tensor([token for ids in prompts for token in ids], dtype=torch.int64),
+        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompt_lengths.cumsum(0)]),
+        prompt_of_row=torch.tensor(prompt_of_row),
         trained=torch.ones(num_tokens, dtype=torch.bool),
         advantages=torch.ones(num_rows),
         totals=StepTotals(rows=num_rows, tokens=num_tokens),
-    ).to(device)
+    )
 
 
 def other_prompts(batch: Batch) -> Batch:
