@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Both make their own environment first.
+# `make help` lists the commands. Each makes the environment that it needs first.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2

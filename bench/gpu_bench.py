@@ -57,33 +57,27 @@ def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int) -> Mode
     return ModelShape(151_936, hidden, layers, heads, 8, 128, intermediate, tied=True)
 
 
+def reasoning_card(name: str, shape: ModelShape, batch_rows: int, micro_batches: int, checkpointing: bool) -> Card:
+    """Long completions of ragged lengths in groups of 16, as in training a model to reason."""
+    workload = Workload(
+        name,
+        shape,
+        prompt_tokens=512,
+        limit=2048,
+        mean_length=512,
+        num_generations=16,
+        batch_rows=batch_rows,
+        micro_batches=micro_batches,
+    )
+    return Card(workload, checkpointing)
+
+
 CARDS: dict[str, Card] = {
-    "0.6b": Card(
-        Workload(
-            "0.6b",
-            qwen3_shape(1024, 28, 16, 3072),
-            prompt_tokens=512,
-            limit=2048,
-            mean_length=512,
-            num_generations=16,
-            batch_rows=128,
-            micro_batches=8,
-        ),
-        checkpointing=False,
-    ),
-    "4b": Card(
-        Workload(
-            "4b",
-            qwen3_shape(2560, 36, 32, 9728),
-            prompt_tokens=512,
-            limit=2048,
-            mean_length=512,
-            num_generations=16,
-            batch_rows=64,
-            micro_batches=4,
-        ),
-        checkpointing=True,
-    ),
+    card.workload.name: card
+    for card in (
+        reasoning_card("0.6b", qwen3_shape(1024, 28, 16, 3072), batch_rows=128, micro_batches=8, checkpointing=False),
+        reasoning_card("4b", qwen3_shape(2560, 36, 32, 9728), batch_rows=64, micro_batches=4, checkpointing=True),
+    )
 }
 TINY = Card(
     Workload(
