@@ -88,7 +88,9 @@ class GRPOConfig(legacy.LegacyArguments):
 
     # --- Generation ---
     rollout_engine: str = _option(
-        "auto", "What samples completions: 'native', 'transformers' (generate), or 'auto': native where it can."
+        "auto",
+        "What samples completions: 'native', 'transformers' (generate), or 'auto': native where the model and "
+        "generation_kwargs allow it, and otherwise generate, with a warning that says why.",
     )
     engine_kv_memory: str | None = _option(
         None,
@@ -112,7 +114,9 @@ class GRPOConfig(legacy.LegacyArguments):
     min_p: float | None = _option(None, "Leave out tokens less likely than this share of the most likely one, 0 to 1.")
     repetition_penalty: float = _option(1.0, "Above 1: make tokens that came before less likely; below 1: more.")
     generation_kwargs: dict | str | None = _option(
-        None, "Further options of the sampler, which override the ones above; dict or JSON text."
+        None,
+        "Further options of the sampler, which override the ones above; dict or JSON text. One that the native engine "
+        "lacks is an error with rollout_engine='native'; with 'auto' a warning names it, and generate samples.",
     )
     chat_template_kwargs: dict | str | None = _option(
         None, "Arguments for every rendering of the chat template; dict or JSON text."
