@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from scripted_agents import EOS, PlayingEngine, ask, call, make_agents, user, with_tools
 
+from groupgrad.data.chat import ChatFormat
 from groupgrad.errors import RolloutError
 from groupgrad.rollout.statistics import agent_metrics
 
@@ -397,6 +398,36 @@ def test_rows_choose_their_environment(tokenizer):
     assert [r.own_rewards for r in rollouts] == [{"Counter": 2.0}, {"Other": -2.0}]
     prompts = [text_of(tokenizer, request.prompt_ids) for request in engine.asked[:2]]
     assert ["subtract" in prompt for prompt in prompts] == [False, True]
+
+
+def test_what_a_template_refuses_fails_its_rollout_alone(tokenizer, monkeypatch):
+    with_tools(tokenizer)
+    engine = PlayingEngine(tokenizer, {0: [call("multiply", a=1, b=1), "ok"], 1: ["ok"], 2: ["ok"]})
+    agents = make_agents(engine, tokenizer, [multiply])
+
+    def refuse(*arguments: Any) -> list[int]:
+        raise ValueError("no such role")
+
+    monkeypatch.setattr(agents.chat, "reply_ids", refuse)
+    rollouts = agents(ask({row: user("go") for row in range(3)}))
+    agents.close()
+    assert [r.finish_reason for r in rollouts] == ["error", "eos", "eos"]
+    assert "cannot render a tool's reply: ValueError: no such role" in rollouts[0].trace.problem
+
+
+def test_a_turn_that_the_users_parser_cannot_read_is_text(tokenizer, caplog):
+    def parse(text: str, ids: list[int]) -> Any:
+        raise KeyError("lost")
+
+    with_tools(tokenizer)
+    engine = PlayingEngine(tokenizer, {0: ["one"], 1: ["two"]})
+    agents = make_agents(engine, tokenizer, [multiply])
+    agents.chat = ChatFormat.of(tokenizer, schemas=[], response_parser=parse)
+    rollouts = agents(ask({row: user("go") for row in range(2)}))
+    agents.close()
+    assert [r.completion[0]["content"] for r in rollouts] == ["one", "two"]
+    assert "lost" in rollouts[0].trace.problem
+    assert caplog.text.count("a turn could not be read") == 1
 
 
 # --- metrics ---

@@ -8,8 +8,9 @@ template puts between two turns. Nothing is decoded and tokenised again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,7 @@ class AgentRollouts:
         self._tools, self._environments = tuple(tools), environments
         self._workers = Workers(options.tools.num_threads)
         self._seats: list[Seat] = []
+        self._warned: set[str] = set()
 
     @property
     def is_exact(self) -> bool:
@@ -91,6 +93,12 @@ class AgentRollouts:
         if self._environments is not None:
             self._environments.close()
         self._workers.close()
+
+    def warn_once(self, what: str, problem: str) -> None:
+        """Tell the user of something that may happen in every turn."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s; said once: %s", what, problem)
 
     def _give_back(self) -> None:
         while self._seats and self._environments is not None:
@@ -123,6 +131,15 @@ class _Failed(Exception):
     """A rollout cannot begin; the text says why."""
 
 
+@contextmanager
+def _as_failure(what: str) -> Iterator[None]:
+    """What a template raises for words of a row or a tool is the rollout's failure, not the run's."""
+    try:
+        yield
+    except Exception as error:
+        raise _Failed(f"{what}: {type(error).__name__}: {error}") from error
+
+
 class _Agent:
     """One rollout under way."""
 
@@ -151,12 +168,13 @@ class _Agent:
     async def run(self) -> Rollout:
         """The finished rollout."""
         own_rewards: dict[str, float | None] = {}
+        prompt, reason = Prompt([], self._data, self._place.group), "error"
         try:
             prompt = await self._begin()
             reason = await self._converse(prompt)
             own_rewards = await self._ask_for_reward()
         except _Failed as failure:
-            prompt, reason, self._problem = Prompt([], self._data, self._place.group), "error", str(failure)
+            self._problem = str(failure)
         return self._rollout(prompt, reason, own_rewards)
 
     # ------------------------------------------------------------------------------------ beginning and end
@@ -169,7 +187,9 @@ class _Agent:
             if outcome.problem:
                 raise _Failed(outcome.problem)
             messages = add_observation(messages, outcome.observation)
-        ids = self._maker.chat.prompt_ids([*map(_as_text, drop_empty_fields(messages))], self._toolbox.schemas)
+        texts = [_as_text(message) for message in drop_empty_fields(messages)]
+        with _as_failure("the chat template cannot render the prompt"):
+            ids = self._maker.chat.prompt_ids(texts, self._toolbox.schemas)
         longest = self._maker.prompt_maker.max_context
         if longest is not None and len(ids) >= longest:
             raise _Failed(self._maker.prompt_maker.too_long_message(messages, len(ids)))
@@ -214,6 +234,9 @@ class _Agent:
             room, reason_if_full = self._room(prompt)
             turned = await self._turn(prompt, room, ticket)
             turn = chat.parse(turned.sample.ids, schemas)
+            if turn.problem is not None:
+                self._problem = turn.problem
+                self._maker.warn_once("a turn could not be read", turn.problem)
             self._messages.append(turn.message)
             if turned.sample.finish_reason == "length":
                 return reason_if_full
@@ -223,7 +246,8 @@ class _Agent:
                 return "tool_limit"
             messages = [_message(reply, call) for reply, call in zip(await self._replies(turn.calls), turn.calls)]
             texts = [_as_text(message) for message in messages]
-            reply_ids = chat.reply_ids(turned.sample.ids, turn.message, texts, schemas)
+            with _as_failure("the chat template cannot render a tool's reply"):
+                reply_ids = chat.reply_ids(turned.sample.ids, turn.message, texts, schemas)
             if len(reply_ids) >= self._room(prompt)[0]:
                 return "context" if reason_if_full == "context" else "tool_budget"
             self._messages += messages
