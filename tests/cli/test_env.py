@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scripted_agents import with_tools
 
 from groupgrad.cli import main as cli
 
@@ -14,6 +15,17 @@ def test_it_says_how_a_model_would_run_and_why(model_dir, capsys):
     assert "native engine: it samples from the modules that train, and its log-probs agree" in text
     assert "shared layout, output head in tiles (within" in text
     assert "because" not in text
+
+
+def test_it_says_what_the_chat_template_does_with_tools(model_dir, make_tokenizer, capsys):
+    assert cli.main(["env", "--model", str(model_dir)]) == 0
+    assert "tools" in (text := capsys.readouterr().out)
+    assert "not to be had: the chat template shows no tool calls" in text
+    with_tools(make_tokenizer()).save_pretrained(model_dir)
+    assert cli.main(["env", "--model", str(model_dir)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tools")]
+    assert "calls as JSON" in line
+    assert "turns end with '<eos>'" in line
 
 
 def test_it_names_what_a_model_cannot_do(build, tmp_path, capsys):

@@ -45,6 +45,7 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
 
     from groupgrad.engines.base import SamplingOptions
     from groupgrad.engines.choice import EngineOptions, choose_engine
+    from groupgrad.engines.native.kernels import build as kernels
     from groupgrad.models import load
     from groupgrad.models.forward import ForwardOptions
     from groupgrad.models.startup import check_layout
@@ -60,8 +61,23 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     lines = {
         "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
         "sampled by": f"{engine.name} engine: {engine.reason}",
+        "CPU kernels": kernels.status(),
         "scored in": f"{layout.layout} layout, output head {head}{agreement}",
     }
     if layout.reason is not None:
         lines["because"] = layout.reason
-    return lines
+    return {**lines, "tools": _tools_line(model, name, trust_remote_code)}
+
+
+def _tools_line(model: Any, name: str, trust_remote_code: bool) -> str:
+    """What the model's chat template does with tools."""
+    from groupgrad.data.chat import ChatFormat
+    from groupgrad.models import load
+
+    try:
+        tokenizer = load.load_tokenizer(model, name, revision=None, trust_remote_code=trust_remote_code)
+        chat = ChatFormat.of(load.inner_tokenizer(tokenizer), schemas=[])
+    except (OSError, ValueError, ImportError) as error:
+        return f"not to be had: {str(error).splitlines()[0]}"
+    ends = ", ".join(map(repr, load.inner_tokenizer(tokenizer).convert_ids_to_tokens(list(chat.end_ids))))
+    return f"calls as {chat.name}; turns end with {ends}"
