@@ -378,6 +378,45 @@ def test_a_rollout_func_may_have_the_policy_sampled(tokenizer: Any, make_model: 
     assert first["prompt_ids"][0] == trainer.prompt_maker.token_ids(trainer.train_dataset[7]["prompt"])
     assert [len(values) for values in first["logprobs"]] == [len(ids) for ids in first["completion_ids"]]
 
+def test_agents_are_evaluated_too_and_their_environments_closed(tokenizer: Any, make_model: Any, calling: Any) -> None:
+    closed: list[int] = []
+
+    class Counter:
+        def reset(self, **row: Any) -> None:
+            self.value = 0
+
+        def add(self, step: int) -> int:
+            """Adds.
+
+            Args:
+                step: How much.
+            """
+            self.value += step
+            return self.value
+
+        def get_reward(self) -> float:
+            return float(self.value)
+
+        def close(self) -> None:
+            closed.append(id(self))
+
+    calling(lambda n: call("add", step=n))
+    trainer = make(
+        tokenizer,
+        make_model,
+        {"num_generations_eval": 2},
+        environment_factory=Counter,
+        eval_dataset=Dataset.from_list(CHAT[:4]),
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_reward"] == metrics["eval_rewards/Counter/mean"] > 0
+    assert metrics["eval_tools/call_frequency"] == 1.0
+    assert metrics["eval_rollouts/eos"] == 1.0
+    assert len(closed) == len(set(closed)) == 8
+    trainer.train()
+    assert len(closed) == 16
+    assert trainer.state.log_history[0]["tools/call_frequency"] == 1.0
+
 
 def test_completions_tables_show_what_was_called(
     tokenizer: Any, make_model: Any, calling: Any, capsys: Any, tmp_path: Path
