@@ -121,7 +121,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="model, data and sampling all follow from it (default 0)")
     parser.add_argument("--output_dir", default="runs/demo", help="where everything is written (default runs/demo)")
     parser.add_argument("--warm_up_steps", type=int, default=800, help="supervised steps, 64 rows each (default 800)")
-    parser.add_argument("--grpo_steps", type=int, default=150, help="GRPO steps, 256 rows each (default 150)")
+    parser.add_argument("--grpo_steps", type=int, default=200, help="GRPO steps, 256 rows each (default 200)")
     return parser.parse_args(arguments)
 
 
