@@ -88,7 +88,9 @@ def talk(session: Session, talks: Sequence[Talk]) -> None:
         open_talks[row.ticket] = row
     while session.num_open:
         for ticket, sample in session.advance():
-            row = open_talks.pop(ticket)
+            row = open_talks.pop(ticket, None)
+            if row is None:
+                continue
             row.said.append(Said(row.request(), sample))
             if not row.is_over:
                 row.ticket = session.submit(row.request())
@@ -385,6 +387,25 @@ def test_rows_that_come_are_worth_more_than_rows_that_may_come_back(build):
         talk(session, [rows[0]])
     assert engine.statistics.num_restored == 0
     assert engine.statistics.num_prefilled == 7 + 9 + 7 + (8 + 2)
+    assert_said_as_if_alone(model, rows, ENDLESS)
+
+
+def test_what_waiting_rows_take_back_is_left_to_them_up_to_half_of_the_bound(build):
+    """Beside a row of 40 tokens there is room for neither of two rows that go on; the 10 tokens they left stay."""
+    model = build("qwen3")
+    engine = NativeEngine(model, kv_memory=80 * BYTES)
+    rows = [Talk([Turn(SHORT, i, 6), Turn([20], 10 + i, 30)]) for i in range(2)]
+    with engine.session(ENDLESS) as session:
+        for row in rows:
+            row.ticket = session.submit(row.request())
+        while session.num_open:
+            for ticket, sample in session.advance():
+                rows[ticket].said.append(Said(rows[ticket].request(), sample))
+        session.submit(Request([14], 5, 40))
+        session.advance()
+        talk(session, rows)
+    assert engine.statistics.num_waited > 0
+    assert engine.statistics.num_restored == 5 + 5
     assert_said_as_if_alone(model, rows, ENDLESS)
 
 
