@@ -232,7 +232,7 @@ class _Agent:
         ticket: int | None = None
         for number_of_round in range(1 << 62):
             room, reason_if_full = self._room(prompt)
-            turned = await self._turn(prompt, room, ticket)
+            turned = await self._turn(prompt, room, ticket, is_last=number_of_round == limit)
             turn = chat.parse(turned.sample.ids, schemas)
             if turn.problem is not None:
                 self._problem = turn.problem
@@ -263,9 +263,10 @@ class _Agent:
             return longest - len(prompt.ids) - len(self._ids), "context"
         return left, "length"
 
-    async def _turn(self, prompt: Prompt, room: int, ticket: int | None) -> Turned:
+    async def _turn(self, prompt: Prompt, room: int, ticket: int | None, *, is_last: bool) -> Turned:
         seed = turn_seed(self._place.seed, self._num_turns)
-        turned = await Turn(Request(prompt.ids + self._ids, seed, room, continues=ticket, keep=True))
+        may_go_on = bool(self._toolbox.schemas) and not is_last
+        turned = await Turn(Request(prompt.ids + self._ids, seed, room, continues=ticket, keep=may_go_on))
         self._num_turns += 1
         self._add(turned.sample.ids, turned.sample)
         return turned
