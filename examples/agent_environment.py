@@ -1,0 +1,184 @@
+"""An agent that learns to find a treasure: `python examples/agent_environment.py`, offline, minutes on two cores.
+
+An environment is a class: `reset` begins an episode, public methods are the model's tools, and what happened so far is
+its state. Here it is a field of five by five: the model is told where it stands and where the treasure lies, walks
+there step by step, and digs. The reward is what `get_reward` says; there is no reward function at all.
+
+1. Warm-up: demonstrations by wanderers, who walk mostly at random, show what a call looks like.
+2. GRPO with `environment_factory=TreasureHunt`: the way to the treasure is found by trying.
+3. Held-out pairs of start and treasure, before and after. A call is correct if the environment could do it: the call
+   was readable, no edge of the field was in the way, and there was something to dig up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from itertools import product
+from random import Random
+from typing import Any
+
+# Threads that spin while they wait slow a run down when anything else wants the same cores. OpenMP reads this when
+# PyTorch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from datasets import Dataset
+from transformers.utils import get_json_schema
+from transformers.utils import logging as transformers_logging
+
+from groupgrad import GRPOTrainer
+from tiny_agent import (
+    Message,
+    call,
+    make_config,
+    make_model,
+    make_tokenizer,
+    measure,
+    parse,
+    run,
+    say,
+    warm_up,
+)
+
+SIZE = 5
+DIRECTIONS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
+SPARE_CALLS = 1
+"""Calls that may be wasted: enough for one slip, not for a walk at random."""
+
+
+class TreasureHunt:
+    """A walk on a field to a treasure, with as many calls as the shortest way takes, and few to spare.
+
+    The trainer makes one for each rollout, and resets and uses it again in the next round.
+    """
+
+    def reset(self, start: list[int], treasure: list[int], **_: Any) -> str:
+        """Begin at `start`; the arguments are the row's columns, and what is returned goes to the end of the prompt."""
+        self._place, self._treasure = tuple(start), tuple(treasure)
+        self._calls_left = calls_needed(start, treasure) + SPARE_CALLS
+        self._found = False
+        return f"you are at {start[0]} {start[1]}, treasure at {treasure[0]} {treasure[1]}"
+
+    def move(self, direction: str) -> str:
+        """Walk one step.
+
+        Args:
+            direction: One of north, south, east and west.
+
+        Returns:
+            Where you are then.
+        """
+        self._take_turn()
+        if direction not in DIRECTIONS:
+            raise ValueError("no such direction")
+        x, y = (old + by for old, by in zip(self._place, DIRECTIONS[direction]))
+        if not (0 <= x < SIZE and 0 <= y < SIZE):
+            # Whatever a tool raises is told to the model as the call's reply; the rollout goes on.
+            raise ValueError("the field ends here")
+        self._place = (x, y)
+        return f"you are at {x} {y}"
+
+    def dig(self) -> str:
+        """Dig where you are.
+
+        Returns:
+            What you found.
+        """
+        self._take_turn()
+        if self._place != self._treasure:
+            raise ValueError("nothing here")
+        self._found = True
+        return "gold"
+
+    def get_reward(self) -> float:
+        """1 for the treasure, else 0: asked once, at the end of the rollout."""
+        return float(self._found)
+
+    # A leading underscore keeps a method from being a tool.
+    def _take_turn(self) -> None:
+        if self._calls_left == 0:
+            raise ValueError("it is dark")
+        self._calls_left -= 1
+
+
+WORDS = (
+    *("move", "dig", '{"direction": "', '"}', "{}", "(direction) ", "() "),
+    *(*DIRECTIONS, "up", "you are at ", ", treasure at ", "Find it: ", "gold", "done", "lost"),
+    *("Error: ValueError: ", "no such direction", "the field ends here", "nothing here", "it is dark"),
+)
+"""What the tokenizer keeps whole, so that a call is nine tokens."""
+
+
+def calls_needed(start: list[int], treasure: list[int]) -> int:
+    """Calls on the shortest way: the steps and one to dig."""
+    return sum(abs(a - b) for a, b in zip(start, treasure)) + 1
+
+
+def make_splits(seed: int, num_held_out: int = 200) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All pairs of two places as data-set rows, shuffled: those to train on, and held-out ones."""
+    fields = [list(field) for field in product(range(SIZE), repeat=2)]
+    prompt = [say("Find it: ", "user")]
+    rows = [{"prompt": prompt, "start": a, "treasure": b} for a, b in product(fields, fields) if a != b]
+    Random(seed).shuffle(rows)
+    return rows[num_held_out:], rows[:num_held_out]
+
+
+def demonstrate(row: dict[str, Any], rng: Random) -> list[Message]:
+    """What a wanderer does: about half of the steps lead nearer, some calls make no sense, some give up."""
+    hunt = TreasureHunt()
+    messages = [say(row["prompt"][0]["content"] + hunt.reset(**row), "user")]
+    while rng.random() > 0.04:
+        (x, y), (to_x, to_y) = hunt._place, hunt._treasure
+        nearer = ["east"] * (x < to_x) + ["west"] * (x > to_x) + ["north"] * (y < to_y) + ["south"] * (y > to_y)
+        is_there = not nearer
+        if rng.random() < (0.7 if is_there else 0.15):
+            messages.append(call("dig"))
+        else:
+            direction = rng.choice(nearer if nearer and rng.random() < 0.4 else [*DIRECTIONS, "up"])
+            messages.append(call("move", direction=direction))
+        function = messages[-1]["tool_calls"][0]["function"]
+        try:
+            reply = getattr(hunt, function["name"])(**function["arguments"])
+        except ValueError as error:
+            reply = f"Error: ValueError: {error}"
+        messages.append(say(reply, "tool"))
+        if reply == "gold":
+            return [*messages, say("done")]
+        if reply.endswith("it is dark"):
+            break
+    return [*messages, say("lost")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the example; 0 if what it claims was met."""
+    started = time.perf_counter()
+    options = parse(__doc__, "agent_environment", warm_up_steps=200, grpo_steps=100).parse_args(arguments)
+    transformers_logging.disable_progress_bar()
+    grpo, held_out = make_splits(options.seed)
+    tokenizer = make_tokenizer(WORDS)
+    model = make_model(tokenizer, options.seed)
+    hunt = TreasureHunt()
+    warm_up(
+        model,
+        tokenizer,
+        lambda rng: demonstrate(rng.choice(grpo), rng),
+        [get_json_schema(tool) for tool in (hunt.move, hunt.dig)],
+        num_steps=options.warm_up_steps,
+        batch_size=24,
+        seed=options.seed,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        args=make_config(options, max_completion_length=320, max_tool_calling_iterations=12),
+        train_dataset=Dataset.from_list(grpo),
+        eval_dataset=Dataset.from_list(held_out),
+        processing_class=tokenizer,
+        environment_factory=TreasureHunt,
+    )
+    success, wrong_calls = "eval_rewards/TreasureHunt/mean", "eval_tools/failure_frequency"
+    return run(trainer, lambda: measure(trainer, success=success, wrong_calls=wrong_calls), started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
