@@ -5,12 +5,13 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: bench demo test test-all check format clean help
+.PHONY: bench bench-agents demo test test-all check format clean help
 
 help:
 	@echo "make demo    make a small model, train it with GRPO, show before and after"
 	@echo "make test    run the test suite"
 	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
+	@echo "make bench-agents   time both at training agents with tools (ten minutes or so)"
 	@echo "make check   lint, format, types, import floors"
 
 demo: $(VENV)/.groupgrad
@@ -24,6 +25,9 @@ test-all: $(VENV)/.groupgrad-dev
 
 bench: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/run.py $(BENCH_ARGS)
+
+bench-agents: $(VENV)/.groupgrad
+	$(VENV)/bin/python bench/agents.py $(BENCH_ARGS)
 
 check: $(VENV)/.groupgrad-dev
 	$(VENV)/bin/ruff check .

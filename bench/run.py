@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,17 +50,17 @@ class Worker:
     @classmethod
     def start(cls, trainer: str, python: Path, workload: Workload, folder: Path, *extra: str) -> Worker:
         """Start the process; it loads while others do too."""
-        log = BENCH / ".logs" / f"{workload.name}-{trainer}.log"
-        log.parent.mkdir(exist_ok=True)
         command = [str(python), str(BENCH / "worker.py"), "--trainer", trainer, "--workload", workload.name]
+        command += ["--folder", str(folder), *extra]
+        return cls.launch(trainer, command, BENCH / ".logs" / f"{workload.name}-{trainer}.log")
+
+    @classmethod
+    def launch(cls, trainer: str, command: Sequence[str], log: Path) -> Worker:
+        """Start a process of this command, which writes its errors to `log`."""
+        log.parent.mkdir(exist_ok=True)
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [*command, "--folder", str(folder), *extra],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                bufsize=1,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
             )
         return cls(trainer, process, log)
 

@@ -1,0 +1,249 @@
+"""Times groupgrad and TRL at training agents, in turn, and writes `bench/RESULTS-agents.md`.
+
+    python bench/agents.py [--repetitions 3] [--without_trl] [--keep_trl]
+
+A step is 64 rollouts of 4 turns. In one kind of step each tool call sleeps 0.2 seconds or not at all, by chance; in the
+other tools are free. TRL is the newest that the package index has, in an environment of its own. Each trainer is a
+process that takes one optimizer step when it is told to and otherwise waits, so that a change in the machine's speed
+meets both. Before the first run the task's model is taught to call tools, which takes some minutes once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # before torch comes; whoever only imports this keeps his environment
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+from agents_task import NUM_GENERATIONS, NUM_ROLLOUTS, NUM_TURNS, SHAPE, SLEEP_S, TEMPERATURE, prepare
+from environments import make_trl_environment
+from report import describe_machine, judged, shown, table
+from run import BENCH, Worker
+
+KINDS = ("free", "sleeping")
+TARGETS = {"free": 2.0, "sleeping": 4.0}
+"""How many times faster than TRL a step shall be."""
+HIDDEN_TARGET = 0.8
+
+
+@dataclass(slots=True, frozen=True)
+class Steps:
+    """The measured steps of one trainer with one kind of tools, as its worker sent them."""
+
+    steps: tuple[dict[str, Any], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the median step."""
+        return statistics.median(step["seconds"] for step in self.steps)
+
+    @property
+    def range(self) -> str:
+        """Of seconds, for people."""
+        return f"{min(s['seconds'] for s in self.steps):.2f}-{max(s['seconds'] for s in self.steps):.2f}"
+
+    def logged(self, name: str) -> float | None:
+        """Median of a number that the trainer logs; None if it does not."""
+        values = [step["logged"][name] for step in self.steps if name in step["logged"]]
+        return statistics.median(values) if values else None
+
+    def mean(self, number: Callable[[dict[str, Any]], float]) -> float:
+        """Of a number of each step."""
+        return statistics.fmean(number(step) for step in self.steps)
+
+    @property
+    def turns(self) -> float:
+        """Turns of the mean rollout."""
+        return self.mean(lambda step: statistics.fmean(step["turns"]))
+
+    @property
+    def calls(self) -> float:
+        """Tool calls of the mean rollout."""
+        return self.mean(lambda step: step["num_calls"] / len(step["turns"]))
+
+    @property
+    def finished(self) -> float:
+        """Share of rollouts with all turns that end with an answer."""
+        return self.mean(lambda step: statistics.fmean(step["finished"]))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the mean completion, the tools' among them."""
+        return self.mean(lambda step: statistics.fmean(step["tokens"]))
+
+    @property
+    def slept_s(self) -> float:
+        """Seconds that all calls of a step slept, one after the other."""
+        return self.mean(lambda step: step["slept_s"])
+
+    @property
+    def seconds_per_token(self) -> float:
+        """All steps' seconds over all their completion tokens, which evens out lengths drawn by chance."""
+        return sum(step["seconds"] for step in self.steps) / sum(sum(step["tokens"]) for step in self.steps)
+
+
+Measured = dict[str, dict[str, Steps]]
+"""Steps by kind and trainer."""
+
+
+def measure(pythons: dict[str, Path], folder: Path, *, repetitions: int, extra: Sequence[str] = ()) -> Any:
+    """Steps of each trainer in turn, after one of each kind for warming up; with them the versions of libraries."""
+    workers: dict[str, Worker] = {}
+    for trainer, python in pythons.items():
+        command = [str(python), str(BENCH / "agents_worker.py"), "--trainer", trainer, "--folder", str(folder)]
+        own = extra if trainer == "groupgrad" else ()
+        workers[trainer] = Worker.launch(trainer, [*command, *own], BENCH / ".logs" / f"agents-{trainer}.log")
+    steps: dict[str, dict[str, list[Any]]] = {kind: {trainer: [] for trainer in workers} for kind in KINDS}
+    try:
+        for worker in workers.values():
+            worker.versions = worker.read("ready")["versions"]
+        for number in range(-1, repetitions):
+            order = list(workers.values()) if number % 2 == 0 else list(workers.values())[::-1]
+            # Sleeping warms up nothing that a free step does not.
+            for kind in KINDS if number >= 0 else ("free",):
+                for worker in order:
+                    step = worker.ask(f"step {kind}")
+                    tell(number, kind, worker.trainer, step)
+                    if number >= 0:
+                        steps[kind][worker.trainer].append(step)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    measured = {kind: {name: Steps(tuple(taken)) for name, taken in of.items()} for kind, of in steps.items()}
+    return measured, {trainer: worker.versions for trainer, worker in workers.items()}
+
+
+def tell(number: int, kind: str, trainer: str, step: dict[str, Any]) -> None:
+    """Print a step."""
+    hidden = step["logged"].get("tools/wait_hidden")
+    print(
+        f"  {'warm-up' if number < 0 else f'step {number + 1}':8} {kind:8} {trainer:9} {step['seconds']:7.2f} s"
+        f" (of processors {step['cpu_s']:.2f} s)"
+        f"  {sum(step['turns'])} turns  {step['num_calls']} calls  {sum(step['tokens']):,} tokens"
+        f"  slept {step['slept_s']:.1f} s" + (f"  hidden {hidden:.0%}" if hidden is not None else ""),
+        flush=True,
+    )
+
+
+def render(measured: Measured, versions: dict[str, dict[str, str]], machine: str) -> str:
+    """The report as markdown."""
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    told = "; ".join(f"{trainer}: {', '.join(f'{k} {v}' for k, v in of.items())}" for trainer, of in versions.items())
+    count = len(measured["free"]["groupgrad"].steps)
+    parts = [
+        "# Agents",
+        f"Written by `make bench-agents`, {date}; {count} steps of each kind and trainer, in turn, after a warm-up.",
+        f"Machine: {machine}.",
+        f"Versions: {told}.",
+        f"A step is {NUM_ROLLOUTS} rollouts, {NUM_GENERATIONS} a prompt, of {NUM_TURNS} turns: in each but the last "
+        "the model says some words (their number is geometric) and calls a tool. Model: "
+        f"Qwen3's architecture and chat template, {SHAPE.describe()}, taught to do so. Where tools sleep, a call "
+        f"sleeps {SLEEP_S} s or not at all, half of all calls each, decided by its arguments; the tool is a plain "
+        "function. Both trainers run the same configuration through their common public API: float32, AdamW, "
+        f"on-policy, `beta=0`, temperature {TEMPERATURE}.",
+        "## Speed",
+        "Seconds of a whole optimizer step, medians; the ratio is TRL's over ours. Per token: all steps' seconds over "
+        "all completion tokens. Hidden: the share of the rollouts' waiting for tools during which the engine sampled "
+        f"others; target {HIDDEN_TARGET:.0%}.",
+        _speed_table(measured),
+        "## The same work",
+        "Means over all steps. Slept: what a step's calls slept, one after the other. Processors: the "
+        "time that a trainer's process used of all cores together, which other work on the machine changes little.",
+        _work_table(measured),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _speed_table(measured: Measured) -> str:
+    rows = []
+    for kind, series in measured.items():
+        ours, theirs = series["groupgrad"], series.get("trl")
+        times = theirs.seconds / ours.seconds if theirs else None
+        per_token = theirs.seconds_per_token / ours.seconds_per_token if theirs else None
+        target = HIDDEN_TARGET if kind == "sleeping" else None
+        rows.append(
+            [
+                f"tools {kind}" if kind == "sleeping" else f"{kind} tools",
+                f"{ours.seconds:.2f} ({ours.range})",
+                f"{theirs.seconds:.2f} ({theirs.range})" if theirs else "-",
+                judged(times, TARGETS[kind], at_least=True, show=lambda x: f"{x:.2f}×"),
+                shown(per_token, ".2f", "×"),
+                f"{TARGETS[kind]:g}×",
+                judged(ours.logged("tools/wait_hidden"), target, at_least=True, show=lambda x: f"{x:.0%}"),
+                f"{shown(ours.logged('time/sampling'))} + {shown(ours.logged('time/training'))}",
+                f"{statistics.median(s['generate_s'] for s in theirs.steps):.2f}" if theirs else "-",
+            ]
+        )
+    header = ["", "groupgrad, s (range)", "TRL, s (range)", "ratio", "per token", "target", "wait hidden"]
+    return table([*header, "ours: sampling + training, s", "TRL: in `generate`, s"], rows)
+
+
+def _work_table(measured: Measured) -> str:
+    rows = []
+    for kind, series in measured.items():
+        for trainer, steps in series.items():
+            rows.append(
+                [
+                    f"{kind}, {trainer}",
+                    f"{steps.turns:.2f}",
+                    f"{steps.calls:.2f}",
+                    f"{steps.finished:.0%}",
+                    f"{steps.tokens:.0f}",
+                    f"{shown(steps.logged('completions/mean_length'), '.0f')}",
+                    f"{shown(steps.logged('tools/failure_frequency'), '.1%')}",
+                    f"{steps.slept_s:.1f}",
+                    f"{steps.mean(lambda step: step['cpu_s']):.1f}",
+                ]
+            )
+    header = ["", "turns a rollout", "calls a rollout", "took all turns", "tokens a completion", "of them sampled"]
+    return table([*header, "calls that failed", "slept a step, s", "processors, s a step"], rows)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--repetitions", type=int, default=3, help="steps of each kind and trainer (default 3)")
+    parser.add_argument("--without_trl", action="store_true", help="groupgrad alone: no ratio, no report file")
+    parser.add_argument("--keep_trl", action="store_true", help="do not look for a newer TRL")
+    parser.add_argument("--teaching_steps", type=int, default=120, help="steps in which the model learns to call")
+    parser.add_argument("--profile", type=Path, help="write a Python profile of each of groupgrad's steps to FILE.N")
+    parser.add_argument("--output", type=Path, help="file for the report (default: bench/RESULTS-agents.md)")
+    options = parser.parse_args(arguments)
+    if options.output is None and not (options.without_trl or options.profile):
+        options.output = BENCH / "RESULTS-agents.md"
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and report."""
+    options = parse(arguments)
+    machine = describe_machine()
+    pythons = {"groupgrad": Path(sys.executable)}
+    if not options.without_trl:
+        there = BENCH / ".venv-trl" / "bin" / "python"
+        pythons["trl"] = there if options.keep_trl and there.exists() else make_trl_environment(BENCH / ".venv-trl")
+    folder = prepare(BENCH / ".models", num_steps=options.teaching_steps)
+    extra = ["--profile", str(options.profile)] if options.profile else []
+    measured, versions = measure(pythons, folder, repetitions=options.repetitions, extra=extra)
+    report = render(measured, versions, machine)
+    print(report)
+    if options.output is not None:
+        options.output.write_text(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
