@@ -93,6 +93,11 @@ trainer = GRPOTrainer(
 trainer.train()
 '''
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 CHAT = [{"prompt": [{"role": "user", "content": f"Increment by {i}."}]} for i in range(1, 9)]
 
 
