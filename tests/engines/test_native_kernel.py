@@ -46,6 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("Mistral", {"sliding_window": 6}),
     "window in one layer": ("Qwen2", {"hidden_size": 32, **WINDOWS}),
     "norms of heads, tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "work for three threads": ("Qwen3", {"hidden_size": 150, "intermediate_size": 300, "head_dim": 32}),
     "wide heads": ("Qwen3", {"head_dim": 76, "rope_parameters": YARN}),
 }
 
@@ -60,6 +61,14 @@ def fresh(monkeypatch, tmp_path):
     yield tmp_path / "groupgrad" / "kernels"
     monkeypatch.undo()
     build._library.cache_clear()
+
+
+@pytest.fixture
+def threads():
+    """Sets how many torch, and so the kernels, may use; as before afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def make(family: str, changes: dict[str, Any]) -> Any:
@@ -124,7 +133,8 @@ def test_what_is_behind_a_weight_is_not_touched():
 @needs_kernels
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("max_rows", [None, 5])
-def test_steps_give_the_numbers_of_the_model(kind: str, max_rows: int | None, monkeypatch, caplog):
+def test_steps_give_the_numbers_of_the_model(kind: str, max_rows: int | None, threads, monkeypatch, caplog):
+    threads(3 if "threads" in kind else 1)
     model = make(*KINDS[kind])
     assert isinstance(form(model), CompiledModel)
     own = []
@@ -171,6 +181,8 @@ def test_modules_that_are_not_plain_are_called():
         (layer.self_attn, "q_proj", nn.Sequential(layer.self_attn.q_proj)),
         (model.model, "norm", nn.Sequential(model.model.norm)),
         (model.model.rotary_emb, "rope_type", "dynamic"),
+        (layer.mlp.up_proj, "weight", nn.Parameter(layer.mlp.up_proj.weight.T.contiguous().T)),
+        (layer.mlp.up_proj, "out_features", 49),
     ):
         original = getattr(place, name)
         setattr(place, name, other)

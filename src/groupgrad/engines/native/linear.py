@@ -35,8 +35,8 @@ def fast_linears(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     try:
         for module in chosen:
             weight = _pack(module.weight) if pack else module.weight
-            is_own = own is not None and module.weight.is_contiguous()
-            module.forward = partial(_forward, module, weight, own if is_own else None)
+            kernels = own if lies_plainly(module.weight) else None
+            module.forward = partial(_forward, module, weight, kernels)
         yield
     finally:
         for module in chosen:
@@ -82,10 +82,16 @@ def _fits(module: nn.Module) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
 
 
+def lies_plainly(parameter: torch.Tensor) -> bool:
+    """True if its numbers can be read from its address on: shards and quantised weights bring a class of their own."""
+    return type(parameter) is nn.Parameter and parameter.is_contiguous()
+
+
 def is_plain(module: Any) -> bool:
     """True if the module computes a linear layer and nothing else, for all that can be seen."""
     forward = module.__dict__.get("forward")
-    return type(module) is nn.Linear and (forward is None or getattr(forward, "func", None) is _forward)
+    is_unchanged = type(module) is nn.Linear and (forward is None or getattr(forward, "func", None) is _forward)
+    return is_unchanged and module.weight.shape == (module.out_features, module.in_features)
 
 
 def _is_available() -> bool:

@@ -47,7 +47,8 @@ struct Rows {
 
 namespace {
 
-constexpr long QUERIES = 16;  // that read a prompt's keys together, unless one row has more heads
+constexpr long QUERIES = 16;     // that read a prompt's keys together, unless one row has more heads
+constexpr long SMALL = 1 << 21;  // multiplications that are done before other threads would have begun
 
 // All threads: output (rows, stride) at column `column` = input times the layer's weight, plus its bias.
 void linear(const Packed &input, const Linear &layer, long outputs, float *tile, float *output, long stride) {
@@ -373,8 +374,14 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
                     {packed + input, n, heads},
                     {packed + input + mixed, n, model->inner}};
     float *scratch = projected + n * across;
+    const auto work = [&] { step.run(Scratch(scratch + omp_get_thread_num() * each, *model), logits); };
+    const long weights = model->num_layers * (model->hidden * (across + heads + 3 * model->inner));
+    if (n * (weights + model->hidden * model->vocabulary) < SMALL) {
+        work();
+        return 0;
+    }
 #pragma omp parallel num_threads(threads)
-    step.run(Scratch(scratch + omp_get_thread_num() * each, *model), logits);
+    work();
     return 0;
 }
 
@@ -385,12 +392,17 @@ int groupgrad_linear(const float *input, const float *weight, const float *bias,
     if (!memory.start) return 1;
     const Packed packed{memory.start, rows, width};
     float *tiles = memory.start + rows * padded(width);
-#pragma omp parallel num_threads(threads)
-    {
+    const auto work = [&] {
 #pragma omp for
         for (long row = 0; row < rows; row++) packed.put(row, 0, input + row * width, width);
         linear(packed, {weight, bias}, outputs, tiles + omp_get_thread_num() * TILE, output, outputs);
+    };
+    if (rows * width * outputs < SMALL) {
+        work();
+        return 0;
     }
+#pragma omp parallel num_threads(threads)
+    work();
     return 0;
 }
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from groupgrad.engines.native.attention import Standing
 from groupgrad.engines.native.kernels.build import library
-from groupgrad.engines.native.linear import is_plain
+from groupgrad.engines.native.linear import is_plain, lies_plainly
 from groupgrad.engines.native.store import Store
 from groupgrad.models.attention import AttentionCall
 
@@ -228,7 +228,7 @@ def _fits(inner: Any, parts: list[_Parts]) -> bool:
         return False
     width = backbone.layers[0].self_attn.head_dim
     is_whole = width % 2 == 0 and 2 * backbone.rotary_emb.inv_freq.numel() == width
-    return is_whole and all(parameter.is_contiguous() for parameter in inner.parameters())
+    return is_whole and all(map(lies_plainly, inner.parameters()))
 
 
 def _is_norm(module: Any) -> bool:
