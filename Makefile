@@ -5,10 +5,11 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: bench bench-agents demo test test-all check format clean help
+.PHONY: agents bench bench-agents demo test test-all check format clean help
 
 help:
 	@echo "make demo    make a small model, train it with GRPO, show before and after"
+	@echo "make agents  train two small agents: one with a calculator, one in an environment"
 	@echo "make test    run the test suite"
 	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
 	@echo "make bench-agents   time both at training agents with tools (ten minutes or so)"
@@ -16,6 +17,10 @@ help:
 
 demo: $(VENV)/.groupgrad
 	$(VENV)/bin/python examples/demo.py $(DEMO_ARGS)
+
+agents: $(VENV)/.groupgrad
+	$(VENV)/bin/python examples/agent_calculator.py $(AGENTS_ARGS)
+	$(VENV)/bin/python examples/agent_environment.py $(AGENTS_ARGS)
 
 test: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)

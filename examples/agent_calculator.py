@@ -100,8 +100,8 @@ class Question:
 
 
 def make_question(rng: Random) -> Question:
-    """Half of the questions take two steps."""
-    a, b, c = (rng.randint(10, 99) for _ in range(3))
+    """Half of the questions take two steps; numbers are large enough for products of four digits."""
+    a, b, c = (rng.randint(32, 99) for _ in range(3))
     return Question(a, b, *rng.choice([("*", None), ("+", None), ("*", c), ("*", c)]))
 
 
@@ -114,23 +114,22 @@ def make_splits(seed: int, *, num_grpo: int = 1024, num_held_out: int = 256) -> 
     return questions[num_held_out:], questions[:num_held_out]
 
 
-HABITS = {"careful": 0.20, "wrong tool": 0.15, "wrong number": 0.15, "broken call": 0.10, "guess": 0.40}
+HABITS = {"careful": 0.20, "wrong tool": 0.20, "broken call": 0.10, "deaf": 0.10, "guess": 0.40}
 """Share of each way of answering among the demonstrations."""
 
 
 def demonstrate(question: Question, habit: str, rng: Random) -> list[Message]:
     """How a user of this habit answers; from a wrong step on, everything follows from it."""
     messages = [say(question.text, "user")]
+    guess = say(str(question.results[-1] + rng.choice((-110, -100, -10, 10, 100, 110))))
     if habit == "guess":
-        return [*messages, say(str(question.results[-1] + rng.choice((-11, -10, -1, 1, 10, 11))))]
+        return [*messages, guess]
     steps = [("multiply" if question.operator == "*" else "async_add", question.b)]
     steps += [] if question.c is None else [("async_add", question.c)]
     slip_at, value = rng.randrange(len(steps)), question.a
     for place, (name, number) in enumerate(steps):
         if place == slip_at and habit == "wrong tool":
             name = "async_add" if name == "multiply" else "multiply"
-        if place == slip_at and habit == "wrong number":
-            number = rng.randint(10, 99)
         if place == slip_at and habit == "broken call":
             # Without its closing brace no JSON parser reads it; the tool's reply would say so.
             text = f'{{"name": "{name}", "arguments": {{"a": {value}, "b": {number}}}'
@@ -138,7 +137,7 @@ def demonstrate(question: Question, habit: str, rng: Random) -> list[Message]:
         messages.append(call(name, a=value, b=number))
         value = value * number if name == "multiply" else value + number
         messages.append(say(str(value), "tool"))
-    return [*messages, say(str(value))]
+    return [*messages, guess if habit == "deaf" else say(str(value))]
 
 
 def answer_reward(completions: list[list[Message]], results: list[list[int]], log_metric: Any, **_: Any) -> list[float]:
@@ -156,7 +155,7 @@ def answer_reward(completions: list[list[Message]], results: list[list[int]], lo
 def main(arguments: list[str] | None = None) -> int:
     """Run the example; 0 if what it claims was met."""
     started = time.perf_counter()
-    options = parse(__doc__, "agent_calculator", warm_up_steps=300, grpo_steps=100).parse_args(arguments)
+    options = parse(__doc__, "agent_calculator", warm_up_steps=400, grpo_steps=100).parse_args(arguments)
     transformers_logging.disable_progress_bar()
     grpo, held_out = make_splits(options.seed)
     tokenizer = make_tokenizer(WORDS)
@@ -180,8 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
         processing_class=tokenizer,
         tools=TOOLS,
     )
-    success, wrong_calls = "eval_rewards/answer_reward/mean", "eval_calls/wrong"
-    return run(trainer, lambda: measure(trainer, success=success, wrong_calls=wrong_calls), started)
+    return run(trainer, lambda: measure(trainer, reward="answer_reward", wrong_calls="eval_calls/wrong"), started)
 
 
 if __name__ == "__main__":

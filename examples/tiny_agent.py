@@ -200,14 +200,15 @@ class Measured:
     """The first rollouts, for people."""
 
 
-def measure(trainer: GRPOTrainer, *, success: str, wrong_calls: str) -> Measured:
-    """Sample the held-out tasks with the policy as it is; the arguments name the metrics that are shares of these."""
+def measure(trainer: GRPOTrainer, *, reward: str, wrong_calls: str) -> Measured:
+    """Sample the held-out tasks with the policy as it is: a task is solved if the reward of this name is above 0, and
+    the metric `wrong_calls` is the share of calls that were wrong."""
     metrics = trainer.evaluate()
     files = (Path(str(trainer.args.output_dir)) / "completions").glob("eval_*.parquet")
     records = pd.read_parquet(max(files, key=lambda path: path.stat().st_mtime_ns))
     shown = [transcript([*row.prompt, *row.completion]) for row in records.head(2).itertuples()]
     correct_calls = 1 - metrics[wrong_calls] if metrics["eval_tools/call_frequency"] else 0.0
-    return Measured(metrics[success], correct_calls, metrics, shown)
+    return Measured(float((records[reward] > 0).mean()), correct_calls, metrics, shown)
 
 
 def transcript(messages: Sequence[Message]) -> str:

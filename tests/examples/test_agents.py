@@ -152,15 +152,13 @@ def test_held_out_questions_are_nowhere_else(calculator) -> None:
     assert calculator.make_splits(2)[1] != held_out
 
 
-@pytest.mark.parametrize("habit", ["careful", "wrong tool", "wrong number", "broken call", "guess"])
+@pytest.mark.parametrize("habit", ["careful", "wrong tool", "broken call", "deaf", "guess"])
 def test_only_careful_users_are_right(calculator, habit) -> None:
     rng = Random(0)
     questions = [calculator.make_question(rng) for _ in range(200)]
     answers = [calculator.demonstrate(question, habit, rng)[1:] for question in questions]
     rewards = calculator.answer_reward(answers, [q.results for q in questions], log_metric=lambda *_: None)
-    right = sum(rewards) / 200
-    # A number that is drawn at random is the right one once in ninety times.
-    assert right == 1.0 if habit == "careful" else right < 0.05
+    assert rewards == [float(habit == "careful")] * 200
 
 
 def test_a_perfect_imitator_can_still_double(calculator) -> None:
@@ -189,8 +187,8 @@ def test_reward_looks_at_the_answer_and_calls_are_counted_one_by_one(shared_part
 def test_a_hunt_by_hand(hunting) -> None:
     hunt = hunting.TreasureHunt()
     assert hunt.reset(start=[0, 1], treasure=[1, 2], prompt=[]) == "you are at 0 1, treasure at 1 2"
-    assert hunt.move("east") == "you are at 1 1"
-    assert hunt.move("north") == "you are at 1 2"
+    assert hunt.move("east") == "you are at 1 1, treasure at 1 2"
+    assert hunt.move("north") == "you are at 1 2, treasure at 1 2"
     assert hunt.get_reward() == 0.0
     assert hunt.dig() == "gold"
     assert hunt.get_reward() == 1.0
@@ -207,20 +205,21 @@ def test_mistakes_are_told_and_cost_calls(hunting) -> None:
         hunt.move("north")
     with pytest.raises(ValueError, match="no such direction"):
         hunt.move("up")
-    # Two calls were needed and one could be wasted.
+    # Two calls were needed and two could be wasted, so the fourth was the last.
+    assert hunt.move("south") == "you are at 0 3, treasure at 0 3"
     with pytest.raises(ValueError, match="it is dark"):
-        hunt.move("south")
+        hunt.dig()
     assert hunt.get_reward() == 0.0
 
 
-def test_one_slip_is_forgiven(hunting) -> None:
+def test_a_slip_costs_a_tenth(hunting) -> None:
     hunt = hunting.TreasureHunt()
     hunt.reset(start=[4, 4], treasure=[4, 3])
     with pytest.raises(ValueError, match="the field ends here"):
         hunt.move("east")
     hunt.move("south")
     hunt.dig()
-    assert hunt.get_reward() == 1.0
+    assert hunt.get_reward() == 0.9
 
 
 def test_held_out_pairs_are_nowhere_else(hunting) -> None:
@@ -236,7 +235,7 @@ def test_wanderers_seldom_find_anything(hunting) -> None:
     grpo, _ = hunting.make_splits(0)
     walks = [hunting.demonstrate(rng.choice(grpo), rng) for _ in range(500)]
     found = [walk for walk in walks if walk[-2]["content"] == "gold"]
-    assert 0.05 < len(found) / 500 < 0.3
+    assert 0.1 < len(found) / 500 < 0.4
     assert {walk[-1]["content"] for walk in found} == {"done"}
 
 
