@@ -10,6 +10,7 @@ from groupgrad import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("groupgrad.cli.train", "train a model with GRPO on a data set"),
+    "vllm-serve": ("groupgrad.cli.vllm_serve", "serve a model with vLLM, for a trainer that pushes weights to it"),
     "env": ("groupgrad.cli.env", "print versions and devices, for a bug report"),
 }
 """Command -> (module with `main(argv) -> exit status`, one line of help)."""
@@ -17,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def usage() -> str:
     """The text of `groupgrad --help`."""
-    rows = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
     return (
         f"usage: groupgrad COMMAND [options]\n\n"
         f"Group relative policy optimization (GRPO) for language models.\n\n"

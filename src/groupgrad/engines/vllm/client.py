@@ -1,0 +1,351 @@
+"""Sampling from a vLLM server that `groupgrad vllm-serve` started, and pushing weights to it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call, wait_until_up
+from groupgrad.engines.vllm.sampling import sampling_fields
+from groupgrad.engines.vllm.session import ServerSession
+from groupgrad.engines.vllm.wire import (
+    BUCKET_BYTES,
+    Bucket,
+    TensorNote,
+    dtype_name,
+    model_sizes,
+    notes_as_lists,
+    pack,
+    torch_dtype,
+)
+from groupgrad.models.forward import unwrap
+from groupgrad.models.weights import adapter_files, served_weights
+
+logger = logging.getLogger(__name__)
+
+PUSH_ATTEMPTS = 3
+"""Times that a push is tried when the server goes away in the middle of it."""
+
+
+class Transport(Protocol):
+    """Carries buckets to the workers of a server. One over NCCL, from GPU to GPU, would be another class like this."""
+
+    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+        """Return when all workers have loaded the bucket."""
+        ...
+
+
+class HttpTransport:
+    """Buckets as bodies of HTTP calls; the server hands them to its workers."""
+
+    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+        """Return when all workers have loaded the bucket."""
+        query = {"stamp": stamp, "first": bucket.first, "count": bucket.count}
+        call(address, "bucket", bucket.data, query=query, timeout_s=timeout_s)
+
+
+@dataclass(slots=True, frozen=True)
+class Expected:
+    """What the trainer needs of a server."""
+
+    vocab_size: int
+    num_tokens: int
+    """Longest prompt and completion together; 0 if no length is known."""
+    sizes: dict[str, Any]
+    """Of `wire.model_sizes`."""
+
+    @classmethod
+    def of(cls, model: nn.Module, num_tokens: int) -> Expected:
+        """Of the policy."""
+        inner: Any = unwrap(model)
+        base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        config = base.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return cls(int(text.vocab_size), num_tokens, {**model_sizes(config), "architecture": type(base).__name__})
+
+
+@dataclass(slots=True)
+class _Pushed:
+    """What was pushed last, so that a server that was started again can be given it."""
+
+    model: nn.Module
+    kind: Literal["weights", "adapter"]
+    stamp: str
+    version: int
+
+
+class VLLMServerEngine:
+    """Samples from a vLLM server; `sampling.py` says of which distribution its log-probs are.
+
+    Call `connect` before anything else, and `push` or `push_adapter` whenever the policy has changed. With several
+    ranks each has an engine; those with `pushes=False` are told by `expect` which weights the server has.
+
+    `timeout_s` bounds every wait: for the server to come up, for a push, for a token. A server that was started again
+    while rows were sampled is found, given the weights, and asked for the rows that are missing. The policy must not
+    change while rows are sampled, since it is what is pushed then.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        timeout_s: float = 240.0,
+        regex: str | None = None,
+        pushes: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        transport: Transport | None = None,
+    ):
+        self.address, self.timeout_s = address, timeout_s
+        self._regex, self._pushes, self._bucket_bytes = regex, pushes, bucket_bytes
+        self._transport: Transport = transport or HttpTransport()
+        self._expected: Expected | None = None
+        self._info: dict[str, Any] = {}
+        self._pushed: _Pushed | None = None
+        self._stamp: str | None = None
+        self._checked: list[dict[str, Any]] = []
+
+    @property
+    def stamp(self) -> str:
+        """Of the weights that samples come from: the version, and a word that no other push has. ValueError if
+        nothing was pushed."""
+        if self._stamp is None:
+            raise ValueError("no weights were pushed to the vLLM server yet; call push before sampling")
+        return self._stamp
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that samples come from. ValueError if nothing was pushed."""
+        return int(self.stamp.rpartition("-")[0])
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the server said of itself when it was last asked: model, `vocab_size`, `dtype`, `max_model_len`, ..."""
+        return dict(self._info)
+
+    def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
+        """Wait for the server and see that it serves this model, in contexts of `num_tokens`, with these options.
+
+        TimeoutError if none comes up in time; ValueError, with both sides' story, for one that does not fit.
+        """
+        self._expected = Expected.of(model, num_tokens)
+        self._find()
+        if options is not None:
+            self.check(sampling_fields(options, regex=self._regex))
+
+    def check(self, fields: dict[str, Any]) -> None:
+        """ValueError if the server refuses these fields of `SamplingParams`."""
+        if fields in self._checked:
+            return
+        try:
+            call(self.address, "check", {"sampling": fields}, timeout_s=self.timeout_s)
+        except ServerRefused as refused:
+            raise ValueError(f"{refused}; the fields are {fields}: see generation_kwargs and the regex") from None
+        self._checked.append(fields)
+
+    def push(self, model: nn.Module, version: int) -> str:
+        """Send all weights, adapters merged, as that version; gives their stamp. Collective if they are sharded.
+
+        The server has the version when all of it has arrived and was verified; until then it does not sample.
+        """
+        return self._push_new(model, "weights", version)
+
+    def push_adapter(self, model: nn.Module, version: int) -> str:
+        """Send the active LoRA adapter as that version; gives its stamp. Collective if it is sharded.
+
+        The server samples with it from the weights that it read from disk, in its own precision.
+        """
+        return self._push_new(model, "adapter", version)
+
+    def expect(self, stamp: str) -> None:
+        """Sample from the weights of this stamp, which another rank has pushed."""
+        self._stamp = stamp
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        """One sample a request, in order."""
+        with self.session(options) as session:
+            tickets = [session.submit(request) for request in requests]
+            samples: dict[int, Sample] = {}
+            while session.num_open:
+                samples.update(session.advance())
+        return [samples[ticket] for ticket in tickets]
+
+    @contextmanager
+    def session(self, options: SamplingOptions) -> Iterator[ServerSession]:
+        """A session over the server. What has not ended when it is closed is given up."""
+        fields = sampling_fields(options, regex=self._regex)
+        stamp = self.stamp
+        self.check(fields)
+        session = ServerSession(self.address, stamp, fields, self.recover, self.timeout_s)
+        try:
+            yield session
+        finally:
+            session.close()
+
+    def recover(self, reason: str) -> None:
+        """See to it that the server is there with the current weights; `reason` is why that is in doubt.
+
+        RuntimeError if another trainer has pushed to it; TimeoutError if it does not come back in time.
+        """
+        known = self._info.get("start_id")
+        logger.warning("vLLM server %s: %s; looking for it", self.address, reason)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            self._find(reason)
+            if self._info["whole"] and self._info["stamp"] == self._stamp:
+                return
+            if self._info["start_id"] == known:
+                other = self._info["stamp"] if self._info["whole"] else self._info["pushing"]
+                raise RuntimeError(
+                    f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
+                    f"{self._stamp!r}: another trainer uses the same server; give each a server of its own"
+                )
+            if self._pushes and self._pushed is not None:
+                logger.warning("vLLM server %s was started again; pushing %s", self.address, self._stamp)
+                self._push()
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the vLLM server {self.address} was started again, and the rank that pushes weights did not give "
+                    f"it {self._stamp!r} within {self.timeout_s:g} s"
+                )
+            time.sleep(0.25)
+
+    def _find(self, reason: str | None = None) -> None:
+        try:
+            self._info = wait_until_up(self.address, timeout_s=self.timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}" + (f"; it is looked for because {reason}" if reason else "")) from None
+        if self._expected is not None:
+            problems = misfits(self._expected, self._info)
+            if problems:
+                raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
+
+    def _push_new(self, model: nn.Module, kind: Literal["weights", "adapter"], version: int) -> str:
+        if self._expected is None:
+            self.connect(model)
+        if not self._pushes:
+            # Where parameters are sharded, making whole ones needs every rank.
+            for _ in served_weights(model) if kind == "weights" else adapter_files(model).tensors:
+                pass
+            return self._stamp or ""
+        self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
+        self._pushed = _Pushed(model, kind, self._stamp, version)
+        self._push()
+        return self._stamp
+
+    def _push(self) -> None:
+        """Push what is current, again if the server goes away meanwhile and comes back."""
+        assert self._pushed is not None
+        pushed = self._pushed
+        started = time.monotonic()
+        for attempt in range(1, PUSH_ATTEMPTS + 1):
+            try:
+                if pushed.kind == "weights":
+                    self._push_weights(pushed)
+                else:
+                    self._push_adapter(pushed)
+                break
+            except (ServerGone, ServerSilent, ServerRefused) as error:
+                story = f"pushing version {pushed.version} to {self.address} failed: {error}"
+                gone_again = isinstance(error, ServerGone) or self._info.get("start_id") != self._start_id_now()
+                if not gone_again or attempt == PUSH_ATTEMPTS or _is_sharded(pushed.model):
+                    raise type(error)(*_arguments(error, f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})")) from error
+                logger.warning("%s; trying again", story)
+                self._find(f"it went away in the middle of a push ({error})")
+        logger.debug("pushed %s in %.2f s", pushed.stamp, time.monotonic() - started)
+
+    def _start_id_now(self) -> str | None:
+        try:
+            return call(self.address, "info", timeout_s=5.0)["start_id"]
+        except (ConnectionError, ServerRefused):
+            return None
+
+    def _push_weights(self, pushed: _Pushed) -> None:
+        served = torch_dtype(self._info["dtype"])
+        notes = [
+            TensorNote(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
+            for name, empty in served_weights(pushed.model, shapes_only=True)
+        ]
+        stamp, timeout_s = pushed.stamp, self.timeout_s
+        announcement = {"stamp": stamp, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
+        # The server waits that long for rows to end; its answer needs a moment more.
+        call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
+        checksum = 0
+        tensors = (tensor for _, tensor in served_weights(pushed.model))
+        for bucket in pack(notes, tensors, bucket_bytes=self._bucket_bytes):
+            self._transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
+            checksum = bucket.checksum
+        call(self.address, "commit", {"stamp": stamp, "checksum": checksum}, timeout_s=timeout_s)
+
+    def _push_adapter(self, pushed: _Pushed) -> None:
+        from safetensors.torch import save
+
+        files = adapter_files(pushed.model)
+        rank, largest = int(files.config["r"]), int(self._info["max_lora_rank"])
+        if rank > largest:
+            has = f"takes adapters up to rank {largest}" if largest else "was started without --enable-lora"
+            raise ValueError(
+                f"the adapter has rank {rank}, but the vLLM server {self.address} {has}; start it with --enable-lora "
+                f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
+            )
+        served = torch_dtype(self._info["dtype"])
+        tensors = {name: tensor.detach().to("cpu", served).contiguous() for name, tensor in files.tensors.items()}
+        config = json.dumps(files.config, default=str).encode()
+        body = io.BytesIO()
+        body.write(config)
+        body.write(save(tensors))
+        data = body.getvalue()
+        query = {
+            "stamp": pushed.stamp,
+            "checksum": zlib.crc32(data),
+            "config_bytes": len(config),
+            "timeout_s": self.timeout_s,
+        }
+        call(self.address, "adapter", data, query=query, timeout_s=self.timeout_s + 5.0)
+
+
+def misfits(expected: Expected, info: dict[str, Any]) -> list[str]:
+    """Why a server that says `info` of itself cannot serve this training; empty if it can."""
+    problems = []
+    sizes = {name: value for name, value in info["sizes"].items() if value is not None}
+    wrong = [
+        f"{name} {value!r} (the policy has {expected.sizes[name]!r})"
+        for name, value in sizes.items()
+        if name in expected.sizes and expected.sizes[name] is not None and expected.sizes[name] != value
+    ]
+    if wrong:
+        problems.append(
+            f"it serves {info['model']}, another model: {', '.join(wrong)}; start it with the policy's model"
+        )
+    if info["vocab_size"] != expected.vocab_size:
+        problems.append(
+            f"its vocabulary has {info['vocab_size']} tokens, the policy's {expected.vocab_size}; save the policy with "
+            "its resized embeddings and serve that"
+        )
+    if expected.num_tokens > info["max_model_len"]:
+        problems.append(
+            f"its context holds {info['max_model_len']} tokens, but prompt and completion may have "
+            f"{expected.num_tokens}; start it with --max-model-len {expected.num_tokens} or more, or lower "
+            "max_completion_length"
+        )
+    return problems
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """True if whole parameters can only be made by all ranks together, so that none can push again by itself."""
+    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def _arguments(error: Exception, story: str) -> tuple[Any, ...]:
+    return (error.status, story) if isinstance(error, ServerRefused) else (story,)

@@ -1,0 +1,174 @@
+"""Calls of a server's routes: JSON or bytes out, JSON back, a deadline on every wait."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+POLL_S = 0.25
+"""Seconds between two looks for a server that is not up yet."""
+
+
+class ServerGone(ConnectionError):
+    """The server cannot be reached, or ended in the middle of an answer."""
+
+
+class ServerSilent(ConnectionError):
+    """The server took the call and did not answer in time."""
+
+
+class ServerRefused(RuntimeError):
+    """The server answered that it will not; the message is the server's own."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(slots=True, frozen=True)
+class Address:
+    """Where a server is."""
+
+    host: str
+    port: int
+    secure: bool = False
+    path: str = ""
+
+    @classmethod
+    def of(cls, base_url: str | None = None, host: str = "0.0.0.0", port: int = 8000) -> Address:
+        """From a URL, or from host and port. ValueError for a URL that is none."""
+        if base_url is None:
+            return cls("127.0.0.1" if host == "0.0.0.0" else host, port)
+        parts = urllib.parse.urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"vllm_server_base_url is {base_url!r}, which is no address; write it like 'http://localhost:8000'"
+            )
+        secure = parts.scheme == "https"
+        return cls(parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/"))
+
+    def __str__(self) -> str:
+        return f"http{'s' if self.secure else ''}://{self.host}:{self.port}{self.path}"
+
+
+def call(
+    address: Address,
+    name: str,
+    body: bytes | bytearray | Mapping[str, Any] | None = None,
+    *,
+    query: Mapping[str, Any] | None = None,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """The answer of the route `/groupgrad/<name>`, called with POST if there is a body.
+
+    Raises `ServerGone`, `ServerSilent` or `ServerRefused`.
+    """
+    connection, response = _send(address, name, body, query, timeout_s)
+    try:
+        return json.loads(_told(address, name, timeout_s, response.read) or b"{}")
+    except ValueError:
+        raise ServerRefused(502, f"the answer of {address}/groupgrad/{name} is no JSON") from None
+    finally:
+        connection.close()
+
+
+class Stream:
+    """An answer that comes line by line."""
+
+    def __init__(self, address: Address, name: str, body: Mapping[str, Any], *, timeout_s: float):
+        self._address, self._name, self._timeout_s = address, name, timeout_s
+        self._connection, self._response = _send(address, name, body, None, timeout_s)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Lines of JSON until the answer ends. Raises `ServerGone` or `ServerSilent`."""
+        try:
+            while line := _told(self._address, self._name, self._timeout_s, self._response.readline):
+                yield json.loads(line)
+        except ValueError as error:
+            raise ServerGone(f"{self._address} ended in the middle of a line: {error}") from None
+        finally:
+            self._connection.close()
+
+    def close(self) -> None:
+        """Stop listening, from any thread: the server gives up what it was doing."""
+        socket = self._connection.sock
+        if socket is not None:
+            import contextlib
+            import socket as sockets
+
+            with contextlib.suppress(OSError):
+                socket.shutdown(sockets.SHUT_RDWR)
+
+
+def wait_until_up(address: Address, *, timeout_s: float) -> dict[str, Any]:
+    """What `/groupgrad/info` says, as soon as it says something.
+
+    TimeoutError after `timeout_s`, with what was seen last; ServerRefused for a server of another kind.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return call(address, "info", timeout_s=max(0.1, min(left, 10.0)))
+        except ServerRefused as refused:
+            if refused.status in (404, 405):
+                raise ServerRefused(
+                    refused.status,
+                    f"a server answers at {address}, but it has no /groupgrad/info: it was not started by "
+                    "`groupgrad vllm-serve`, or something else uses that port",
+                ) from None
+            seen: Exception = refused
+        except ConnectionError as error:
+            seen = error
+        if time.monotonic() >= deadline:
+            raise TimeoutError(
+                f"no vLLM server came up at {address} within {timeout_s:g} s (last: {seen}); start one with `groupgrad "
+                "vllm-serve --model NAME`, look into its output, or set vllm_server_base_url or vllm_server_timeout"
+            )
+        time.sleep(POLL_S)
+
+
+def _send(
+    address: Address, name: str, body: Any, query: Mapping[str, Any] | None, timeout_s: float
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
+    connection = kind(address.host, address.port, timeout=timeout_s)
+    path = f"{address.path}/groupgrad/{name}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+    data = json.dumps(body).encode() if isinstance(body, Mapping) else body
+    try:
+
+        def exchange() -> http.client.HTTPResponse:
+            connection.request("GET" if data is None else "POST", path, body=data)
+            return connection.getresponse()
+
+        response = _told(address, name, timeout_s, exchange)
+        if response.status != 200:
+            raise ServerRefused(response.status, _reason(response.read()))
+    except BaseException:
+        connection.close()
+        raise
+    return connection, response
+
+
+def _told(address: Address, name: str, timeout_s: float, action: Any) -> Any:
+    """What `action` gives, its failures as `ServerGone` or `ServerSilent`."""
+    try:
+        return action()
+    except TimeoutError:
+        raise ServerSilent(f"{address} did not answer /groupgrad/{name} within {timeout_s:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerGone(f"{address} is not there: {type(error).__name__}: {error}") from None
+    except (AttributeError, ValueError) as error:  # another thread closed the connection meanwhile
+        raise ServerGone(f"the connection to {address} was closed: {error}") from None
+
+
+def _reason(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["error"])
+    except (ValueError, KeyError, TypeError):
+        return data.decode(errors="replace")[:500] or "no reason given"

@@ -1,0 +1,84 @@
+"""Rows that a server samples, told line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from groupgrad.engines.vllm.sampling import sampled_logprobs, sampling_params
+
+HEARTBEAT_S = 1.0
+"""Seconds between lines that show life while no row ends."""
+
+
+class RowStream:
+    """The rows of one call of `generate`: each is sampled by itself, by its own seed.
+
+    `body` has `stamp`, `sampling`, `prompts` (lists of ids) and `rows`: each with `row` (its name in the answer),
+    `prompt` (place in `prompts`), `seed` and `max_tokens`. TypeError or ValueError if vLLM refuses the options.
+    """
+
+    def __init__(self, engine: Any, body: dict[str, Any], adapter: Any):
+        from vllm.sampling_params import RequestOutputKind
+
+        self._engine, self._stamp, self._adapter = engine, body["stamp"], adapter
+        self._prompts: list[list[int]] = body["prompts"]
+        self._rows = [
+            (
+                row,
+                sampling_params(
+                    body["sampling"],
+                    {"seed": row["seed"], "max_tokens": row["max_tokens"]},
+                    output_kind=RequestOutputKind.DELTA,
+                ),
+            )
+            for row in body["rows"]
+        ]
+        self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_tokens = 0
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """One line of JSON for each row as it ends (`ids`, `logprobs`, `reason`, or an `error`), and between them
+        lines with the number of `tokens` sampled so far."""
+        self._tasks = [asyncio.create_task(self._sample(row, params)) for row, params in self._rows]
+        left = len(self._rows)
+        while left:
+            try:
+                line = await asyncio.wait_for(self._lines.get(), HEARTBEAT_S)
+                left -= 1
+            except asyncio.TimeoutError:
+                line = {"tokens": self._num_tokens}
+            yield json.dumps(line).encode() + b"\n"
+
+    async def close(self) -> None:
+        """Give up rows that have not ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _sample(self, row: dict[str, Any], params: Any) -> None:
+        line: dict[str, Any] = {"row": row["row"], "stamp": self._stamp}
+        ids: list[int] = []
+        logprobs: list[float] = []
+        try:
+            # vLLM's own answers carry the ids of requests: they must be new.
+            outputs = self._engine.generate(
+                {"prompt_token_ids": self._prompts[row["prompt"]]},
+                params,
+                f"groupgrad-{uuid.uuid4().hex}",
+                lora_request=self._adapter,
+            )
+            async for output in outputs:
+                part = output.outputs[0]
+                ids.extend(part.token_ids)
+                logprobs.extend(sampled_logprobs(part.token_ids, part.logprobs if part.token_ids else []))
+                self._num_tokens += len(part.token_ids)
+                line["reason"] = part.finish_reason
+            line |= {"ids": ids, "logprobs": logprobs}
+        except Exception as error:  # of one row: told to the trainer, which knows whose it is
+            line["error"] = f"{type(error).__name__}: {error}"
+        self._lines.put_nowait(line)

