@@ -1,13 +1,13 @@
 """An agent that learns to find a treasure: `python examples/agent_environment.py`, offline, minutes on two cores.
 
 An environment is a class: `reset` begins an episode, public methods are the model's tools, and what happened so far is
-its state. Here it is a field of five by five: the model is told where it stands and where the treasure lies, walks
-there step by step, and digs. The reward is what `get_reward` says; there is no reward function at all.
+its state. Here it is a field of five by five: the model is told how far away the treasure is, walks there step by step,
+and digs. The reward is what `get_reward` says; there is no reward function at all.
 
 1. Warm-up: demonstrations by wanderers, who walk mostly at random, show what a call looks like.
 2. GRPO with `environment_factory=TreasureHunt`: the way to the treasure is found by trying.
-3. Held-out pairs of start and treasure, before and after. A call is correct if the environment could do it: the call
-   was readable, no edge of the field was in the way, and there was something to dig up.
+3. Held-out tasks, before and after: treasures at distances that no training task begins with. A call is correct if the
+   environment could do it: it was readable, no edge of the field was in the way, and there was something to dig up.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
 from random import Random
 from typing import Any
 
-# Threads that spin while they wait slow a run down when anything else wants the same cores. OpenMP reads this when
-# PyTorch is first imported.
+# Threads that spin while they wait slow everything else down. OpenMP reads this when PyTorch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from datasets import Dataset
@@ -56,7 +56,8 @@ class TreasureHunt:
     def reset(self, start: list[int], treasure: list[int], **_: Any) -> str:
         """Begin at `start`; the arguments are the row's columns, and what is returned goes to the end of the prompt."""
         self._place, self._treasure = tuple(start), tuple(treasure)
-        self._calls_left = calls_needed(start, treasure) + SPARE_CALLS
+        # The steps of the shortest way, one call to dig, and the spare ones.
+        self._calls_left = sum(ways_to(start, treasure).values()) + 1 + SPARE_CALLS
         self._found = False
         return self._view()
 
@@ -67,7 +68,7 @@ class TreasureHunt:
             direction: One of north, south, east and west.
 
         Returns:
-            Where you are then, and where the treasure is.
+            Where the treasure is, seen from there.
         """
         self._take_turn()
         if direction not in DIRECTIONS:
@@ -100,8 +101,8 @@ class TreasureHunt:
 
     # A leading underscore keeps a method from being a tool.
     def _view(self) -> str:
-        (x, y), (to_x, to_y) = self._place, self._treasure
-        return f"you are at {x} {y}, treasure at {to_x} {to_y}"
+        ways = ways_to(self._place, self._treasure)
+        return "treasure: " + (", ".join(f"{steps} {direction}" for direction, steps in ways.items()) or "here")
 
     def _take_turn(self) -> None:
         if self._calls_left == 0:
@@ -111,24 +112,36 @@ class TreasureHunt:
 
 WORDS = (
     *("move", "dig", '{"direction": "', '"}', "{}", "(direction) ", "() "),
-    *(*DIRECTIONS, "up", "you are at ", ", treasure at ", "Find it: ", "gold", "done", "lost"),
+    *(*DIRECTIONS, "up", "Find the ", "treasure: ", "here", ", ", "gold", "done", "lost"),
     *("Error: ValueError: ", "no such direction", "the field ends here", "nothing here", "it is dark"),
 )
 """What the tokenizer keeps whole, so that a call is nine tokens."""
 
 
-def calls_needed(start: list[int], treasure: list[int]) -> int:
-    """Calls on the shortest way: the steps and one to dig."""
-    return sum(abs(a - b) for a, b in zip(start, treasure)) + 1
+def ways_to(place: Sequence[int], treasure: Sequence[int]) -> dict[str, int]:
+    """Steps to walk in each direction, those without steps left out."""
+    east, north = (there - here for here, there in zip(place, treasure))
+    steps = {"east": east, "west": -east, "north": north, "south": -north}
+    return {direction: count for direction, count in steps.items() if count > 0}
 
 
-def make_splits(seed: int, num_held_out: int = 200) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All pairs of two places as data-set rows, shuffled: those to train on, and held-out ones."""
-    fields = [list(field) for field in product(range(SIZE), repeat=2)]
-    prompt = [say("Find it: ", "user")]
-    rows = [{"prompt": prompt, "start": a, "treasure": b} for a, b in product(fields, fields) if a != b]
-    Random(seed).shuffle(rows)
-    return rows[num_held_out:], rows[:num_held_out]
+def make_splits(seed: int, num_held_out: int = 20) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All pairs of two places as data-set rows, shuffled: those to train on, and held-out ones.
+
+    How far a treasure of a held-out row is to the east and to the north is in no row to train on: there are 80 such
+    distances, of which `num_held_out` are held out.
+    """
+    rng = Random(seed)
+    distances = [pair for pair in product(range(1 - SIZE, SIZE), repeat=2) if pair != (0, 0)]
+    held_out = set(rng.sample(distances, num_held_out))
+    parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for x, y, to_x, to_y in product(range(SIZE), repeat=4):
+        row = {"prompt": [say("Find the ", "user")], "start": [x, y], "treasure": [to_x, to_y]}
+        if (x, y) != (to_x, to_y):
+            parts[(to_x - x, to_y - y) in held_out].append(row)
+    for rows in parts:
+        rng.shuffle(rows)
+    return parts
 
 
 def demonstrate(row: dict[str, Any], rng: Random) -> list[Message]:
@@ -136,12 +149,11 @@ def demonstrate(row: dict[str, Any], rng: Random) -> list[Message]:
     hunt = TreasureHunt()
     messages = [say(row["prompt"][0]["content"] + hunt.reset(**row), "user")]
     while rng.random() > 0.04:
-        (x, y), (to_x, to_y) = hunt._place, hunt._treasure
-        nearer = ["east"] * (x < to_x) + ["west"] * (x > to_x) + ["north"] * (y < to_y) + ["south"] * (y > to_y)
+        nearer = list(ways_to(hunt._place, hunt._treasure))
         if rng.random() < (0.1 if nearer else 0.8):
             messages.append(call("dig"))
         else:
-            direction = rng.choice(nearer if nearer and rng.random() < 0.5 else [*DIRECTIONS, "up"])
+            direction = rng.choice(nearer if nearer and rng.random() < 0.4 else [*DIRECTIONS, "up"])
             messages.append(call("move", direction=direction))
         function = messages[-1]["tool_calls"][0]["function"]
         try:
@@ -159,7 +171,7 @@ def demonstrate(row: dict[str, Any], rng: Random) -> list[Message]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the example; 0 if what it claims was met."""
     started = time.perf_counter()
-    options = parse(__doc__, "agent_environment", warm_up_steps=300, grpo_steps=100).parse_args(arguments)
+    options = parse(__doc__, "agent_environment", warm_up_steps=200, grpo_steps=100).parse_args(arguments)
     transformers_logging.disable_progress_bar()
     grpo, held_out = make_splits(options.seed)
     tokenizer = make_tokenizer(WORDS)

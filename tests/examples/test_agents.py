@@ -186,9 +186,9 @@ def test_reward_looks_at_the_answer_and_calls_are_counted_one_by_one(shared_part
 
 def test_a_hunt_by_hand(hunting) -> None:
     hunt = hunting.TreasureHunt()
-    assert hunt.reset(start=[0, 1], treasure=[1, 2], prompt=[]) == "you are at 0 1, treasure at 1 2"
-    assert hunt.move("east") == "you are at 1 1, treasure at 1 2"
-    assert hunt.move("north") == "you are at 1 2, treasure at 1 2"
+    assert hunt.reset(start=[0, 1], treasure=[1, 2], prompt=[]) == "treasure: 1 east, 1 north"
+    assert hunt.move("east") == "treasure: 1 north"
+    assert hunt.move("north") == "treasure: here"
     assert hunt.get_reward() == 0.0
     assert hunt.dig() == "gold"
     assert hunt.get_reward() == 1.0
@@ -206,7 +206,7 @@ def test_mistakes_are_told_and_cost_calls(hunting) -> None:
     with pytest.raises(ValueError, match="no such direction"):
         hunt.move("up")
     # Two calls were needed and two could be wasted, so the fourth was the last.
-    assert hunt.move("south") == "you are at 0 3, treasure at 0 3"
+    assert hunt.move("south") == "treasure: here"
     with pytest.raises(ValueError, match="it is dark"):
         hunt.dig()
     assert hunt.get_reward() == 0.0
@@ -222,12 +222,22 @@ def test_a_slip_costs_a_tenth(hunting) -> None:
     assert hunt.get_reward() == 0.9
 
 
-def test_held_out_pairs_are_nowhere_else(hunting) -> None:
+def test_held_out_distances_are_nowhere_else(hunting) -> None:
     grpo, held_out = hunting.make_splits(1)
-    places = [{(*row["start"], *row["treasure"]) for row in part} for part in (grpo, held_out)]
-    assert [len(part) for part in places] == [400, 200]
-    assert not places[0] & places[1]
-    assert hunting.calls_needed([0, 1], [3, 0]) == 5
+    assert len(grpo) + len(held_out) == 25 * 24
+    distances = [
+        {tuple(hunting.ways_to(row["start"], row["treasure"]).items()) for row in part} for part in (grpo, held_out)
+    ]
+    assert [len(part) for part in distances] == [60, 20]
+    assert not distances[0] & distances[1]
+    assert hunting.make_splits(1) == (grpo, held_out)
+    assert hunting.make_splits(2)[1] != held_out
+
+
+def test_ways_by_hand(hunting) -> None:
+    assert hunting.ways_to([0, 1], [3, 0]) == {"east": 3, "south": 1}
+    assert hunting.ways_to([2, 1], [0, 4]) == {"west": 2, "north": 3}
+    assert hunting.ways_to([2, 2], [2, 2]) == {}
 
 
 def test_wanderers_seldom_find_anything(hunting) -> None:
