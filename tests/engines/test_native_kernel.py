@@ -220,8 +220,16 @@ def test_two_processes_may_compile_at_once(fresh: Path):
 
 
 @needs_kernels
-def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path):
+@pytest.mark.parametrize("has_home", [True, False])
+def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path, has_home: bool, monkeypatch):
     fresh.parent.write_text("no folder")
+    if not has_home:
+
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
     assert library() is not None
 
 

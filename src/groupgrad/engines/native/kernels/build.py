@@ -131,7 +131,10 @@ def _key(compiler: str, runtime: str) -> str:
 
 def _cache() -> Path:
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "groupgrad" / "kernels"
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "groupgrad" / "kernels"
+    except RuntimeError:  # the user has no home
+        return Path(os.devnull) / "kernels"
 
 
 def _read(path: Path) -> ctypes.CDLL | None:

@@ -182,6 +182,8 @@ void panel(const float *block, const float *weights, long count, long width, flo
         const long some = std::min(SLICE, width - start);
         long n = 0;
         for (; n + N <= count; n += N) dots<M, N>(slice, from + n * width, width, some, start > 0, tile + n * M);
+        if (N > 4)
+            for (; n + 4 <= count; n += 4) dots<M, 4>(slice, from + n * width, width, some, start > 0, tile + n * M);
         for (; n < count; n++) dots<M, 1>(slice, from + n * width, width, some, start > 0, tile + n * M);
     }
 }
