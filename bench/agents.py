@@ -1,6 +1,6 @@
 """Times groupgrad and TRL at training agents, in turn, and writes `bench/RESULTS-agents.md`.
 
-    python bench/agents.py [--repetitions 3] [--without_trl] [--keep_trl]
+    python bench/agents.py [--repetitions 3] [--quick] [--without_trl] [--keep_trl]
 
 A step is 64 rollouts of 4 turns. In one kind of step each tool call sleeps 0.2 seconds or not at all, by chance; in the
 other tools are free. TRL is the newest that the package index has, in an environment of its own. Each trainer is a
@@ -97,8 +97,10 @@ Measured = dict[str, dict[str, Steps]]
 """Steps by kind and trainer."""
 
 
-def measure(pythons: dict[str, Path], folder: Path, *, repetitions: int, extra: Sequence[str] = ()) -> Any:
-    """Steps of each trainer in turn, after one of each kind for warming up; with them the versions of libraries."""
+def measure(
+    pythons: dict[str, Path], folder: Path, *, repetitions: int, warm_up: int, extra: Sequence[str] = ()
+) -> tuple[Measured, dict[str, dict[str, str]]]:
+    """Steps of each trainer in turn, after those for warming up; with them the versions of libraries."""
     workers: dict[str, Worker] = {}
     for trainer, python in pythons.items():
         command = [str(python), str(BENCH / "agents_worker.py"), "--trainer", trainer, "--folder", str(folder)]
@@ -108,7 +110,7 @@ def measure(pythons: dict[str, Path], folder: Path, *, repetitions: int, extra: 
     try:
         for worker in workers.values():
             worker.versions = worker.read("ready")["versions"]
-        for number in range(-1, repetitions):
+        for number in range(-warm_up, repetitions):
             order = list(workers.values()) if number % 2 == 0 else list(workers.values())[::-1]
             # Sleeping warms up nothing that a free step does not.
             for kind in KINDS if number >= 0 else ("free",):
@@ -136,15 +138,16 @@ def tell(number: int, kind: str, trainer: str, step: dict[str, Any]) -> None:
     )
 
 
-def render(measured: Measured, versions: dict[str, dict[str, str]], machine: str) -> str:
+def render(measured: Measured, versions: dict[str, dict[str, str]], machine: str, *, warm_up: int) -> str:
     """The report as markdown."""
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     told = "; ".join(f"{trainer}: {', '.join(f'{k} {v}' for k, v in of.items())}" for trainer, of in versions.items())
     count = len(measured["free"]["groupgrad"].steps)
     parts = [
         "# Agents",
-        f"Written by `make bench-agents`, {date}; {count} steps of each kind and trainer, in turn, after a warm-up.",
-        f"Machine: {machine}.",
+        f"Written by `make bench-agents`, {date}; steps of each kind and trainer, in turn: {count}, "
+        f"{'after a warm-up' if warm_up else 'without a warm-up'}.",
+        f"Machine: {machine}; {os.environ.get('OMP_NUM_THREADS', 'all')} threads a trainer.",
         f"Versions: {told}.",
         f"A step is {NUM_ROLLOUTS} rollouts, {NUM_GENERATIONS} a prompt, of {NUM_TURNS} turns: in each but the last "
         "the model says some words (their number is geometric) and calls a tool. Model: "
@@ -216,12 +219,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--repetitions", type=int, default=3, help="steps of each kind and trainer (default 3)")
+    parser.add_argument("--quick", action="store_true", help="one step of each kind and trainer, no warm-up")
     parser.add_argument("--without_trl", action="store_true", help="groupgrad alone: no ratio, no report file")
     parser.add_argument("--keep_trl", action="store_true", help="do not look for a newer TRL")
-    parser.add_argument("--teaching_steps", type=int, default=120, help="steps in which the model learns to call")
+    parser.add_argument("--teaching_steps", type=int, default=150, help="steps in which the model learns to call")
     parser.add_argument("--profile", type=Path, help="write a Python profile of each of groupgrad's steps to FILE.N")
     parser.add_argument("--output", type=Path, help="file for the report (default: bench/RESULTS-agents.md)")
     options = parser.parse_args(arguments)
+    options.warm_up = 0 if options.quick else 1
+    options.repetitions = 1 if options.quick else options.repetitions
     if options.output is None and not (options.without_trl or options.profile):
         options.output = BENCH / "RESULTS-agents.md"
     return options
@@ -237,8 +243,9 @@ def main(arguments: list[str] | None = None) -> int:
         pythons["trl"] = there if options.keep_trl and there.exists() else make_trl_environment(BENCH / ".venv-trl")
     folder = prepare(BENCH / ".models", num_steps=options.teaching_steps)
     extra = ["--profile", str(options.profile)] if options.profile else []
-    measured, versions = measure(pythons, folder, repetitions=options.repetitions, extra=extra)
-    report = render(measured, versions, machine)
+    counts = {"repetitions": options.repetitions, "warm_up": options.warm_up}
+    measured, versions = measure(pythons, folder, **counts, extra=extra)
+    report = render(measured, versions, machine, warm_up=options.warm_up)
     print(report)
     if options.output is not None:
         options.output.write_text(report)

@@ -1,9 +1,10 @@
 """The task of `agents.py`: a model that asks a tool three times and then answers, the tool, and the prompts.
 
 A model with random weights calls no tools, so this one is trained for some minutes on made-up conversations, to take
-four turns: in each it says some random words, in number geometric, and then calls `look` with the number it was told
-last and a random word; told 0, it answers. The tokenizer is made here, of a few thousand tokens, so that the output
-head does not decide the time; its chat template is the text of Qwen3's.
+four turns: in each it repeats the number that it was told, says some random words, in number geometric, and then calls
+`look` with that number and a random word; told 0, it answers. Each number has its own words, and every number stands
+equally far before its turn, so that all of it depends on a few tokens and is learned fast. The tokenizer is made here,
+of a few thousand tokens, so that the output head does not decide the time; its chat template is Qwen3's own text.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from materials import make_model, read_qwen3_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -170,7 +172,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def question(rng: random.Random) -> list[dict[str, str]]:
     """A prompt: some words to look up."""
     words = " ".join(rng.choices(SPOKEN, k=12))
-    return [{"role": "user", "content": f"What is to be said of this: {words}? Things to look up: {NUM_TURNS - 1}"}]
+    # As many tokens between the number and the turn as behind the number in a tool's reply.
+    return [{"role": "user", "content": f"What is to be said of this: {words}? Look up {NUM_TURNS - 1} in all"}]
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]], *, with_tools: bool = True) -> str:
@@ -179,24 +182,27 @@ def render(tokenizer: Any, messages: list[dict[str, str]], *, with_tools: bool =
     return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
 
 
-def demonstrate(rng: random.Random) -> list[str]:
+def demonstrate(rng: random.Random, mean_words: float = MEAN_WORDS) -> list[str]:
     """What the model says in its turns, without their end marks; the replies between them are `REPLY`."""
     turns = []
     for left in reversed(range(NUM_TURNS)):
+        own_words = SPOKEN[left::NUM_TURNS]
         count = 1
-        while rng.random() > 1 / MEAN_WORDS:
+        while rng.random() > 1 / mean_words:
             count += 1
-        said = "".join(f" {word}" for word in rng.choices(SPOKEN, k=count))
-        call = {"name": "look", "arguments": {"n": left, "about": rng.choice(SPOKEN)}}
+        said = str(left) + "".join(f" {word}" for word in rng.choices(own_words, k=count))
+        call = {"name": "look", "arguments": {"n": left, "about": rng.choice(own_words)}}
         turns.append(f"{said}\n<tool_call>\n{json.dumps(call)}\n</tool_call>" if left else f"{said}.")
     return turns
 
 
-def conversation(tokenizer: Any, rng: random.Random, *, with_tools: bool = True) -> tuple[list[int], list[bool]]:
+def conversation(
+    tokenizer: Any, rng: random.Random, *, with_tools: bool = True, mean_words: float = MEAN_WORDS
+) -> tuple[list[int], list[bool]]:
     """Token ids of a whole conversation, and which of them the model is to say (its end marks among them)."""
     ids = tokenizer(render(tokenizer, question(rng), with_tools=with_tools), add_special_tokens=False)["input_ids"]
     said = [False] * len(ids)
-    for number, turn in enumerate(turns := demonstrate(rng)):
+    for number, turn in enumerate(turns := demonstrate(rng, mean_words)):
         own = tokenizer(turn + "<|im_end|>", add_special_tokens=False)["input_ids"]
         left = len(turns) - 1 - number
         between = REPLY.format(left - 1).removeprefix("<|im_end|>") if left else ""
@@ -205,39 +211,41 @@ def conversation(tokenizer: Any, rng: random.Random, *, with_tools: bool = True)
     return ids, said
 
 
-def batches(
-    tokenizer: Any, *, num_batches: int, batch_size: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and labels, (batch_size, longest) int64; -100 where the model says nothing.
+def batches(tokenizer: Any, *, num_batches: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and labels, (rows, longest) int64; -100 where the model says nothing.
 
-    In the first half prompts are without the tool's schema, which takes twice the time.
+    In the first two thirds turns have few words and prompts no schema, which takes a quarter of the time a row.
     """
     rng = random.Random(seed)
     for number in range(num_batches):
-        later = 2 * number >= num_batches
-        drawn = [conversation(tokenizer, rng, with_tools=later) for _ in range(batch_size)]
+        short = 3 * number < 2 * num_batches
+        mean_words, rows = (3, 8) if short else (MEAN_WORDS, 4)
+        drawn = [conversation(tokenizer, rng, with_tools=not short, mean_words=mean_words) for _ in range(rows)]
         longest = max(len(ids) for ids, _ in drawn)
-        ids = torch.full((batch_size, longest), tokenizer.pad_token_id)
-        labels = torch.full((batch_size, longest), -100)
+        ids = torch.full((rows, longest), tokenizer.pad_token_id)
+        labels = torch.full((rows, longest), -100)
         for row, (tokens, said) in enumerate(drawn):
             ids[row, : len(tokens)] = torch.tensor(tokens)
             labels[row, : len(tokens)] = torch.tensor([t if own else -100 for t, own in zip(tokens, said)])
         yield ids, labels
 
 
-def train(
-    model: PreTrainedModel, tokenizer: Any, *, num_steps: int, batch_size: int = 4, learning_rate: float = 3e-3
-) -> list[float]:
+def train(model: PreTrainedModel, tokenizer: Any, *, num_steps: int, learning_rate: float = 3e-3) -> list[float]:
     """Teach the model to hold such conversations; gives each step's loss in nats a token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
+    words = torch.tensor(tokenizer([f" {word}" for word in SPOKEN], add_special_tokens=False)["input_ids"]).flatten()
     losses = []
     model.train()
-    for step, (ids, labels) in enumerate(batches(tokenizer, num_batches=num_steps, batch_size=batch_size, seed=0)):
+    for step, (ids, labels) in enumerate(batches(tokenizer, num_batches=num_steps, seed=0)):
         share = step / num_steps
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, share / 0.1 + 1e-2) * (1 - share)
         # No padding mask is needed: padding stands behind everything that has a label.
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        values = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        # What follows a word is random; taken in full, its noise would drown what is to be learned.
+        weights = torch.where(torch.isin(ids[:, :-1], words), 0.1, 1.0) * (labels[:, 1:] >= 0)
+        loss = (weights * values).sum() / weights.sum()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -89,7 +89,7 @@ def test_the_report_has_ratios_and_marks_missed_targets():
 
     ours, theirs = (step(4.0), step(2.0), step(3.0)), (step(9.0), step(10.0), step(9.0))
     measured = {kind: {"groupgrad": agents.Steps(ours), "trl": agents.Steps(theirs)} for kind in ("free", "sleeping")}
-    report = agents.render(measured, {"groupgrad": {"groupgrad": "0"}, "trl": {"trl": "1"}}, "a machine")
+    report = agents.render(measured, {"groupgrad": {"groupgrad": "0"}, "trl": {"trl": "1"}}, "a machine", warm_up=1)
     free, sleeping = (line for line in report.splitlines() if "tools" in line and "(2.00-4.00)" in line)
     assert "| 3.00 (2.00-4.00) | 9.00 (9.00-10.00) | 3.00× | 3.11× | 2× | 90% | 1.00 + 2.00 |" in free
     assert "| 3.00× (missed) | 3.11× | 4× | 90% |" in sleeping
