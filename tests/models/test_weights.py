@@ -63,6 +63,15 @@ def test_merged_weights_compute_what_the_adapter_computes(changes: dict[str, Any
     assert [key for key, _ in served_weights(model, shapes_only=True)] == [key for key, _ in served_weights(model)]
 
 
+def test_the_weights_below_an_adapter_are_those_it_was_put_on(build: Any) -> None:
+    before = {key: value.clone() for key, value in build("qwen3").state_dict().items()}
+
+    served = dict(served_weights(adapted(build("qwen3")), merge=False))
+
+    assert set(served) == set(before)
+    assert all(torch.equal(served[key], before[key]) for key in before)
+
+
 def test_a_float32_adapter_is_merged_into_bfloat16_weights_with_one_rounding(build: Any) -> None:
     model = adapted(build("qwen3").to(torch.bfloat16))
     layer = model.get_base_model().model.layers[0].self_attn.q_proj

@@ -36,11 +36,13 @@ class _Source:
     """Its name within that layer's base."""
 
 
-def served_weights(model: nn.Module, *, shapes_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def served_weights(
+    model: nn.Module, *, merge: bool = True, shapes_only: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all weights, tied ones once, layer by layer, adapters merged; collective if they are sharded.
 
     Names and layouts are those that `save_pretrained` writes. Weights are merged in float32, in a copy of one layer at
-    a time: the training weights are not touched. With `shapes_only` the tensors are empty, on the meta device; their
+    a time: the training weights are not touched. Without `merge` they are those below the adapter. With `shapes_only` the tensors are empty, on the meta device; their
     order, names and shapes are the same, and nothing is gathered or merged.
 
     ValueError for adapters that cannot be merged (prompt tuning, quantized layers, ties).
@@ -52,7 +54,10 @@ def served_weights(model: nn.Module, *, shapes_only: bool = False) -> Iterator[t
             made: dict[str, torch.Tensor] = {}
             merged: dict[int, dict[str, torch.Tensor]] = {}
             for source in sources:
-                made[source.name] = _shape(source.tensor) if shapes_only else _value(source, merged)
+                if shapes_only:
+                    made[source.name] = _shape(source.tensor)
+                else:
+                    made[source.name] = _value(source, merged) if merge else _whole(source.tensor)
             yield from _as_saved(base, made).items()
 
 

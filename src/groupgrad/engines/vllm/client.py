@@ -113,6 +113,8 @@ class VLLMServerEngine:
         self._info: dict[str, Any] = {}
         self._pushed: _Pushed | None = None
         self._stamp: str | None = None
+        self._base = f"base-{uuid.uuid4().hex[:8]}"
+        """Stamp of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
 
     @property
@@ -161,9 +163,9 @@ class VLLMServerEngine:
         return self._push_new(model, "weights", version)
 
     def push_adapter(self, model: nn.Module, version: int) -> str:
-        """Send the active LoRA adapter as that version; gives its stamp. Collective if it is sharded.
+        """Send the active LoRA adapter as that version; gives its stamp. ValueError if the model is sharded.
 
-        The server samples with it from the weights that it read from disk, in its own precision.
+        The weights below it are sent once to each start of the server, in the server's own dtype.
         """
         return self._push_new(model, "adapter", version)
 
@@ -234,9 +236,11 @@ class VLLMServerEngine:
     def _push_new(self, model: nn.Module, kind: Literal["weights", "adapter"], version: int) -> str:
         if self._expected is None:
             self.connect(model)
+        if kind == "adapter" and _is_sharded(model):
+            raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
         if not self._pushes:
             # Where parameters are sharded, making whole ones needs every rank.
-            for _ in served_weights(model) if kind == "weights" else adapter_files(model).tensors:
+            for _ in served_weights(model) if _is_sharded(model) else ():
                 pass
             return self._stamp or ""
         self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
@@ -252,7 +256,7 @@ class VLLMServerEngine:
         for attempt in range(1, PUSH_ATTEMPTS + 1):
             try:
                 if pushed.kind == "weights":
-                    self._push_weights(pushed)
+                    self._push_weights(pushed.model, pushed.stamp, merge=True)
                 else:
                     self._push_adapter(pushed)
                 break
@@ -271,18 +275,18 @@ class VLLMServerEngine:
         except (ConnectionError, ServerRefused):
             return None
 
-    def _push_weights(self, pushed: _Pushed) -> None:
+    def _push_weights(self, model: nn.Module, stamp: str, *, merge: bool) -> None:
         served = torch_dtype(self._info["dtype"])
         notes = [
             TensorNote(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
-            for name, empty in served_weights(pushed.model, shapes_only=True)
+            for name, empty in served_weights(model, merge=merge, shapes_only=True)
         ]
-        stamp, timeout_s = pushed.stamp, self.timeout_s
+        timeout_s = self.timeout_s
         announcement = {"stamp": stamp, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
         # The server waits that long for rows to end; its answer needs a moment more.
         call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
         checksum = 0
-        tensors = (tensor for _, tensor in served_weights(pushed.model))
+        tensors = (tensor for _, tensor in served_weights(model, merge=merge))
         for bucket in pack(notes, tensors, bucket_bytes=self._bucket_bytes):
             self._transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
             checksum = bucket.checksum
@@ -299,6 +303,9 @@ class VLLMServerEngine:
                 f"the adapter has rank {rank}, but the vLLM server {self.address} {has}; start it with --enable-lora "
                 f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
             )
+        if self._info["base"] != self._base:
+            self._push_weights(pushed.model, self._base, merge=False)
+            self._info["base"] = self._base
         served = torch_dtype(self._info["dtype"])
         tensors = {name: tensor.detach().to("cpu", served).contiguous() for name, tensor in files.tensors.items()}
         config = json.dumps(files.config, default=str).encode()
@@ -308,6 +315,7 @@ class VLLMServerEngine:
         data = body.getvalue()
         query = {
             "stamp": pushed.stamp,
+            "base": self._base,
             "checksum": zlib.crc32(data),
             "config_bytes": len(config),
             "timeout_s": self.timeout_s,

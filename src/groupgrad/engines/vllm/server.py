@@ -52,6 +52,8 @@ class Weights:
 
     stamp: str = AS_LOADED
     """Of the last push that was verified."""
+    base: str = AS_LOADED
+    """Of the last push of weights that was verified, whatever adapters came after it."""
     whole: bool = True
     """False from the beginning of a push until one has been verified."""
     pushing: str | None = None
@@ -139,6 +141,7 @@ class Routes:
             "max_lora_rank": _max_lora_rank(engine),
             "quantization": config.quantization,
             "stamp": weights.stamp,
+            "base": weights.base,
             "whole": weights.whole,
             "pushing": weights.pushing,
             "num_sampling": weights.num_sampling,
@@ -183,10 +186,6 @@ class Routes:
         body = await request.json()
         weights = self._weights
         async with weights.lock:
-            if _max_lora_rank(engine):
-                raise Refusal(
-                    400, "this server was started with --enable-lora: push an adapter to it, or start it without"
-                )
             await self._drained(float(body["timeout_s"]))
             weights.whole, weights.pushing, weights.adapter = False, str(body["stamp"]), None
             weights.tensors = len(body["tensors"])
@@ -211,6 +210,7 @@ class Routes:
                 problem = _problem(found, weights.tensors, int(body["checksum"]))
                 if problem is not None:
                     raise Refusal(422, f"worker {worker} refuses the push {body['stamp']!r}: {problem}")
+            weights.base = body["stamp"]
             await self._become(engine, body["stamp"])
         return {"stamp": weights.stamp}
 
@@ -230,6 +230,10 @@ class Routes:
         weights = self._weights
         async with weights.lock:
             await self._drained(float(request.query_params["timeout_s"]))
+            if weights.base != request.query_params["base"]:
+                raise Refusal(
+                    409, f"the adapter {stamp!r} belongs to other weights than {weights.base!r}, which are here"
+                )
             folder = Path(self._adapters.name) / str(weights.num_adapters)
             folder.mkdir()
             (folder / "adapter_config.json").write_bytes(data[:size])

@@ -7,6 +7,7 @@ it says that what arrived is what was sent; a NCCL transport would take its plac
 
 from __future__ import annotations
 
+import logging
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,8 @@ class WeightReceiver:
             raise RuntimeError("a push was ended that had not begun")
         model: Any = self._groupgrad_model()
         # Parameters that vLLM makes out of others after loading are not there while layers are being loaded.
-        names = {name for name, _ in model.named_parameters()} if push.named else set()
+        # Where adapters can be added, the layers that take them lie one level deeper than the names that are loaded.
+        names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} if push.named else set()
         self._groupgrad_finish()
         return {
             "tensors": push.num_tensors,
@@ -99,8 +101,15 @@ class WeightReceiver:
 
         runner: Any = self.model_runner  # pyright: ignore[reportAttributeAccessIssue]
         self._groupgrad_push = None
-        with self._groupgrad_config():
-            finalize_layerwise_reload(self._groupgrad_model(), runner.model_config)
+        # vLLM warns of every layer that has nothing to load, such as rotary embeddings; we count for ourselves.
+        log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            with self._groupgrad_config():
+                finalize_layerwise_reload(self._groupgrad_model(), runner.model_config)
+        finally:
+            log.setLevel(level)
         if hasattr(runner, "reset_lora_state"):
             runner.reset_lora_state()
 

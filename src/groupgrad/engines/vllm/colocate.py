@@ -1,0 +1,327 @@
+"""vLLM in the process that trains: a second copy of the weights on the same device, refreshed by `push`.
+
+One process holds one engine. With several ranks each samples its own rows, and vLLM joins the ranks' process group
+("external launcher"); that form has not been tried on several devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from groupgrad import compat, dist
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.vllm.sampling import (
+    LOGPROBS_MODE,
+    row_fields,
+    sampled_logprobs,
+    sampling_fields,
+    sampling_params,
+)
+from groupgrad.engines.vllm.wire import TensorNote, dtype_name, notes_as_lists, torch_dtype
+from groupgrad.engines.vllm.worker import EXTENSION
+from groupgrad.models.forward import unwrap
+from groupgrad.models.weights import served_weights
+
+TENSORS_AT_A_TIME = 64
+
+
+@dataclass(slots=True, frozen=True)
+class ColocateOptions:
+    """How vLLM is started in the training process."""
+
+    max_num_seqs: int
+    """Rows sampled at the same time."""
+    max_model_len: int | None = None
+    """Tokens of prompt and completion together; None: what the model's config says."""
+    memory_utilization: float = 0.3
+    """Share of the device's memory that vLLM takes for its weights and cache (of the machine's memory on a CPU)."""
+    dtype: str = "bfloat16"
+    """In which vLLM holds the weights and computes."""
+    model_impl: str = "vllm"
+    """`vllm`, or `transformers` for transformers' code inside vLLM."""
+    sleep_mode: bool = False
+    """Let `sleep` give the memory back while training runs; not on CPUs."""
+    tensor_parallel_size: int = 1
+    regex: str | None = None
+    """What every completion must match."""
+    trust_remote_code: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM` by their own names; they win over the fields above."""
+
+
+class VLLMColocateEngine:
+    """Samples with vLLM in this process; `sampling.py` says of which distribution its log-probs are.
+
+    Only the policy's config and tokenizer are read when it starts; weights come with the first `push`.
+    ImportError without vLLM, ValueError for options that cannot work here.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, options: ColocateOptions):
+        compat.require("vllm", 'vllm_mode="colocate"')
+        if options.tensor_parallel_size != 1:
+            raise ValueError(
+                f"vllm_tensor_parallel_size is {options.tensor_parallel_size}, but vLLM in the training process runs "
+                'on one device; set it to 1, or use vllm_mode="server" and give it to `groupgrad vllm-serve`'
+            )
+        self._options = options
+        self._folder = tempfile.TemporaryDirectory(prefix="groupgrad-vllm-")
+        _save_config(model, tokenizer, Path(self._folder.name))
+        self._llm = _start(self._folder.name, options)
+        self._stamp: str | None = None
+        self._asleep = False
+        self._last: tuple[nn.Module, int] | None = None
+
+    @property
+    def stamp(self) -> str:
+        """Of the weights that samples come from: the version, and a word that no other push has. ValueError if
+        nothing was pushed, or a push failed."""
+        if self._stamp is None:
+            raise ValueError("vLLM has no whole weights: call push before sampling (the last push failed, or none was)")
+        return self._stamp
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that samples come from. ValueError if there are none."""
+        return int(self.stamp.rpartition("-")[0])
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return int(self._engine.model_config.max_model_len)
+
+    def push(self, model: nn.Module, version: int) -> str:
+        """Give vLLM all weights, adapters merged, as that version; gives their stamp. Collective if they are sharded.
+
+        RuntimeError if rows are being sampled, or if parameters of vLLM's model were left without new values.
+        """
+        if self._engine.has_unfinished_requests():
+            raise RuntimeError("weights cannot change while rows are sampled; close the session first")
+        self._wake()
+        self._stamp, self._last = None, (model, version)
+        dtype = torch_dtype(self._options.dtype)
+        notes = [
+            TensorNote(name, dtype_name(dtype if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
+            for name, empty in served_weights(model, shapes_only=True)
+        ]
+        with torch.no_grad():
+            self._llm.collective_rpc("groupgrad_begin", args=(notes_as_lists(notes),))
+            for tensors in _chunks(served_weights(model), dtype):
+                self._llm.collective_rpc("groupgrad_tensors", args=(tensors,))
+            for found in self._llm.collective_rpc("groupgrad_commit"):
+                if found["missing"] or found["tensors"] != len(notes):
+                    raise RuntimeError(
+                        f"vLLM got {found['tensors']} of {len(notes)} tensors, and nothing for "
+                        f"{', '.join(found['missing']) or 'no parameter'}; its model is not the policy's "
+                        f"({type(unwrap(model)).__name__})"
+                    )
+        self._llm.reset_prefix_cache()
+        self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
+        return self._stamp
+
+    def check(self, options: SamplingOptions) -> None:
+        """ValueError if vLLM refuses the sampling options."""
+        fields = sampling_fields(options, regex=self._options.regex)
+        try:
+            sampling_params(fields, {"seed": 0, "max_tokens": 1})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"vLLM refuses the sampling options {fields}: {error}; see generation_kwargs") from None
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        """One sample a request, in order."""
+        with self.session(options) as session:
+            tickets = [session.submit(request) for request in requests]
+            samples: dict[int, Sample] = {}
+            while session.num_open:
+                samples.update(session.advance())
+        return [samples[ticket] for ticket in tickets]
+
+    @contextmanager
+    def session(self, options: SamplingOptions) -> Iterator[ColocateSession]:
+        """A session over the engine. What has not ended when it is closed is given up."""
+        if self._asleep and self._last is not None:
+            # Sleeping dropped the weights: what wakes up is given them again before it samples.
+            self.push(*self._last)
+        assert self.stamp
+        self.check(options)
+        session = ColocateSession(self._engine, sampling_fields(options, regex=self._options.regex))
+        try:
+            yield session
+        finally:
+            session.close()
+
+    def sleep(self) -> None:
+        """Give vLLM's memory back until the next `push` or sample; nothing happens without `sleep_mode`."""
+        if self._options.sleep_mode and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = True
+
+    def close(self) -> None:
+        """End vLLM in this process."""
+        self._engine.engine_core.shutdown()
+        self._folder.cleanup()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    @property
+    def _engine(self) -> Any:
+        return self._llm.llm_engine
+
+
+class ColocateSession:
+    """Requests may come at any time; each `advance` is one step of vLLM's engine."""
+
+    def __init__(self, engine: Any, fields: dict[str, Any]):
+        self._engine, self._fields = engine, fields
+        self._tickets: dict[str, int] = {}
+        self._num_submitted = 0
+
+    def submit(self, request: Request) -> int:
+        """The ticket of a request that is sampled from now on. ValueError, in vLLM's words, if it does not fit."""
+        from vllm.sampling_params import RequestOutputKind
+
+        ticket = self._num_submitted
+        self._num_submitted += 1
+        name = f"groupgrad-{uuid.uuid4().hex}"
+        told = RequestOutputKind.FINAL_ONLY
+        params = sampling_params(self._fields, row_fields(request), output_kind=told)
+        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_ids)}, params)
+        self._tickets[name] = ticket
+        return ticket
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """Sample about a token for each request under way; those that ended by it, in ticket order."""
+        ended: list[tuple[int, Sample]] = []
+        if not self._tickets:
+            return ended
+        # vLLM draws from the global stream too, and then takes each row's own draws.
+        stream = torch.get_rng_state()
+        outputs = self._engine.step()
+        torch.set_rng_state(stream)
+        for output in outputs:
+            if output.finished:
+                part = output.outputs[0]
+                ids = list(part.token_ids)
+                reason = "eos" if part.finish_reason == "stop" else "length"
+                sample = Sample(ids, reason, sampled_logprobs(ids, part.logprobs))
+                ended.append((self._tickets.pop(output.request_id), sample))
+        return sorted(ended, key=lambda pair: pair[0])
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted that have not ended."""
+        return len(self._tickets)
+
+    def release(self, ticket: int) -> None:
+        """Nothing is kept but what vLLM's prefix cache holds, so nothing happens."""
+
+    def close(self) -> None:
+        """Give up rows that have not ended."""
+        if self._tickets:
+            self._engine.abort_request(list(self._tickets))
+            self._tickets.clear()
+
+
+def _chunks(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Any]]]:
+    chunk: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in tensors:
+        chunk.append((name, tensor.to(dtype) if tensor.is_floating_point() else tensor))
+        if len(chunk) == TENSORS_AT_A_TIME:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """What vLLM needs to build the model without its weights."""
+    inner: Any = unwrap(model)
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    base.config.save_pretrained(folder)
+    # A config that was made in code names no architecture.
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["architectures"] = config.get("architectures") or [type(base).__name__]
+    path.write_text(json.dumps(config))
+    tokenizer.save_pretrained(folder)
+
+
+def _start(folder: str, options: ColocateOptions) -> Any:
+    # In this process, and without moving the threads that train to cores of vLLM's choice.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    with _undisturbed():
+        from vllm.platforms import current_platform
+
+        from vllm import LLM
+
+        if options.sleep_mode and current_platform.is_cpu():
+            raise ValueError("vllm_enable_sleep_mode=True, but vLLM cannot sleep on a CPU; set it to False")
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "dtype": options.dtype,
+            "max_num_seqs": options.max_num_seqs,
+            "max_model_len": options.max_model_len,
+            "gpu_memory_utilization": options.memory_utilization,
+            "model_impl": options.model_impl,
+            "enable_sleep_mode": options.sleep_mode,
+            "trust_remote_code": options.trust_remote_code,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "load_format": "dummy",
+            "generation_config": "vllm",
+            "logprobs_mode": LOGPROBS_MODE,
+            "worker_extension_cls": EXTENSION,
+        }
+        if dist.is_active():
+            _join_ranks()
+            arguments["distributed_executor_backend"] = "external_launcher"
+        return LLM(**{**arguments, **options.extra})
+
+
+def _join_ranks() -> None:
+    """What vLLM's external launcher reads; a launcher such as torchrun has set it already."""
+    os.environ.setdefault("RANK", str(dist.rank()))
+    os.environ.setdefault("LOCAL_RANK", str(dist.rank()))
+    os.environ.setdefault("WORLD_SIZE", str(dist.world_size()))
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "12345")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Undo what starting vLLM does to the process: it seeds the global random streams, and on a CPU takes
+    `torch.set_num_threads` away and loses the number of threads."""
+    streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        torch.set_rng_state(streams[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        torch.set_num_threads = set_num_threads
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_threads(num_threads)
+        torch.set_default_dtype(dtype)
