@@ -42,8 +42,9 @@ def served_weights(
     """Name and tensor of all weights, tied ones once, layer by layer, adapters merged; collective if they are sharded.
 
     Names and layouts are those that `save_pretrained` writes. Weights are merged in float32, in a copy of one layer at
-    a time: the training weights are not touched. Without `merge` they are those below the adapter. With `shapes_only` the tensors are empty, on the meta device; their
-    order, names and shapes are the same, and nothing is gathered or merged.
+    a time: the training weights are not touched. Without `merge` they are those below the adapter. With `shapes_only`
+    the tensors are empty, on the meta device; their order, names and shapes are the same, and nothing is gathered or
+    merged.
 
     ValueError for adapters that cannot be merged (prompt tuning, quantized layers, ties).
     """
