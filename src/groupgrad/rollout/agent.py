@@ -85,7 +85,10 @@ class AgentRollouts:
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Calls, failures, latencies, turns, waiting."""
-        return agent_metrics(rollouts)
+        schemas = [tool.schema for tool in self._tools]
+        if self._environments is not None:
+            schemas += [schema for of_kind in self._environments.schemas.values() for schema in of_kind]
+        return agent_metrics(rollouts, {schema["function"]["name"] for schema in schemas})
 
     def close(self) -> None:
         """Close every environment, and end the threads of tools. May be called any number of times."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 from groupgrad.metrics import Metric, maximum, mean_of, minimum
@@ -30,9 +30,10 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     return metrics
 
 
-def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+def agent_metrics(rollouts: Sequence[Rollout], tools: Collection[str]) -> dict[str, Metric]:
     """What agents did: turns, calls by tool, failures, latencies (seconds a call), waiting (seconds a rollout).
 
+    `tools` are the names of those that exist; other names, which models make up without end, have no metrics.
     `tools/wait_hidden` is the share of the waiting during which the engine worked for other rollouts.
     """
     traces = [rollout.trace for rollout in rollouts if rollout.trace is not None]
@@ -47,7 +48,7 @@ def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     }
     if wait_s:
         metrics["tools/wait_hidden"] = mean_of(hidden_s, wait_s)
-    for name in dict.fromkeys(use.name for use in uses):
+    for name in dict.fromkeys(use.name for use in uses if use.name in tools):
         mine = [use for use in uses if use.name == name]
         metrics[f"tools/{name}/call_frequency"] = mean_of(len(mine), len(rollouts))
         metrics[f"tools/{name}/failure_frequency"] = mean_of(sum(use.failed for use in mine), len(mine))
