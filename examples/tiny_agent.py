@@ -84,6 +84,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         num_key_value_heads=4,
         head_dim=16,
         initializer_range=0.1,  # tokens that differ from the start are copied sooner; 0.02 is for wide models
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 100.0,
+        },  # conversations are short: tell near places apart
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
@@ -230,7 +234,8 @@ def run(trainer: GRPOTrainer, measured: Callable[[], Measured], started: float) 
     print(f"Before GRPO: success {before.success:.1%}, correct calls {before.correct_calls:.1%}\n")
     trainer.train()
     after = measured()
-    history, folder = trainer.state.log_history, Path(str(trainer.args.output_dir))
+    # Training begins a log of its own, without what was measured before it.
+    history, folder = [{**before.metrics, "step": 0}, *trainer.state.log_history], Path(str(trainer.args.output_dir))
     trainer.save_model()
     write_metrics(history, folder / "metrics.jsonl")
     plot_rewards(history, folder / "rewards.png")

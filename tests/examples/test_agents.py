@@ -152,7 +152,7 @@ def test_held_out_questions_are_nowhere_else(calculator) -> None:
     assert calculator.make_splits(2)[1] != held_out
 
 
-@pytest.mark.parametrize("habit", ["careful", "wrong tool", "broken call", "deaf", "guess"])
+@pytest.mark.parametrize("habit", ["careful", "wrong tool", "broken call", "guess"])
 def test_only_careful_users_are_right(calculator, habit) -> None:
     rng = Random(0)
     questions = [calculator.make_question(rng) for _ in range(200)]
