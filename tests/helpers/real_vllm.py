@@ -1,0 +1,132 @@
+"""A real vLLM server and what the tests ask of it; a module of its own, as tests cannot import a conftest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.vllm.client import VLLMServerEngine
+from groupgrad.engines.vllm.http import Address
+
+START_S = 240.0
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; a test needs a thousandth of it
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+}
+OPTIONS = SamplingOptions(max_new_tokens=12, eos_ids=(1,))
+
+
+class Served:
+    """A server process that can be killed and started again on its port."""
+
+    def __init__(self, folder: Path, log: Path, *options: str):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = log
+        self.command = [sys.executable, "-m", "groupgrad.cli.main", "vllm-serve", "--model", str(folder)]
+        self.command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
+        self.command += ["--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager", *options]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Served:
+        """Begin to start; it takes a while until it answers."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env={**os.environ, **SETTINGS}, start_new_session=True
+            )
+        return self
+
+    @property
+    def address(self) -> Address:
+        return Address.of(port=self.port)
+
+    def engine(self, **options: Any) -> VLLMServerEngine:
+        return VLLMServerEngine(self.address, **{"timeout_s": START_S, "bucket_bytes": 40_000, **options})
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes below the server's own."""
+        assert self.process is not None
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        """End it at once, with all below it."""
+        if self.process is not None:
+            family = self.workers() if self.process.poll() is None else []
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def vary(model: Any, seed: int, only: str = "") -> Any:
+    """The model with other weights, large enough to tell tokens apart; of parameters whose name has `only` in it."""
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if only in name:
+                parameter.add_(0.15 * torch.randn(parameter.shape, generator=stream))
+    return model
+
+
+def requests(num_rows: int = 6, *, tokens: int = 12) -> list[Request]:
+    """Rows of groups of two, each with a seed of its own."""
+    return [Request([4 + i // 2, 20, 30, 41 - i // 2], seed=1000 + i, max_new_tokens=tokens) for i in range(num_rows)]
+
+
+@torch.no_grad()
+def true_logprobs(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """(tokens, V), by a plain forward pass in float32."""
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def mean_difference(model: Any, rows: list[Request], samples: list[Sample], temperature: float = 1.0) -> float:
+    """Between the log-probs that came with samples and the model's own, in nats, over all tokens."""
+    differences = []
+    for row, sample in zip(rows, samples):
+        table = true_logprobs(model, row.prompt_ids, sample.ids, temperature)
+        own = table.gather(-1, torch.tensor(sample.ids)[:, None]).squeeze(-1)
+        assert sample.logprobs is not None
+        differences.append((own - torch.tensor(sample.logprobs)).abs())
+    return float(torch.cat(differences).mean())
+
+
+def is_greedy(model: Any, row: Request, sample: Sample) -> bool:
+    """True if each token is the one that the model holds most likely."""
+    return true_logprobs(model, row.prompt_ids, sample.ids).argmax(-1).tolist() == sample.ids
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)

@@ -1,0 +1,58 @@
+"""A real vLLM and a small model for it. Everything here is skipped where vLLM cannot be imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_vllm import SIZES, Served, vary
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(600))
+            if not HAS_VLLM:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(scope="session")
+def folder(make_model: Any, make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What servers read from disk: weights that no test samples from."""
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    make_model(seed=99, **SIZES).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def serve(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """Makes a server of the model in `folder`, or in another, and kills it in the end."""
+    made: list[Served] = []
+
+    def make(*options: str, of: Path = folder) -> Served:
+        made.append(Served(of, tmp_path_factory.mktemp("log") / "server.log", *options))
+        return made[-1]
+
+    yield make
+    for served in made:
+        served.kill()
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Served]) -> Iterator[Served]:
+    """One server for all tests of a module."""
+    served = serve().start()
+    yield served
+    served.kill()
+
+
+@pytest.fixture
+def policy(make_model: Any) -> Any:
+    return vary(make_model(seed=1, **SIZES).eval(), 1)

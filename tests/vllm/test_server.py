@@ -1,0 +1,213 @@
+"""Sampling from a real vLLM server, and what it says of weights that did not arrive whole."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, requests, true_logprobs, vary
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.vllm.client import HttpTransport, VLLMServerEngine
+from groupgrad.engines.vllm.http import Address, ServerRefused, call
+from groupgrad.engines.vllm.wire import Bucket
+
+
+@pytest.fixture
+def engine(server: Served, policy: Any) -> VLLMServerEngine:
+    engine = server.engine()
+    engine.connect(policy, num_tokens=64, options=OPTIONS)
+    return engine
+
+
+def test_each_push_is_what_is_sampled_from(engine: VLLMServerEngine, policy: Any) -> None:
+    rows, greedy = requests(), replace(OPTIONS, temperature=0.0)
+    texts = []
+    for version in range(3):
+        vary(policy, version)
+        engine.push(policy, version)
+        assert engine.version == version
+        samples = engine.sample(rows, OPTIONS)
+        assert mean_difference(policy, rows, samples) < 1e-5
+        assert all(is_greedy(policy, row, sample) for row, sample in zip(rows, engine.sample(rows, greedy)))
+        texts.append([sample.ids for sample in samples])
+    assert texts[0] != texts[1] != texts[2]
+
+
+def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMServerEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    rows = requests()
+
+    together = [sample.ids for sample in engine.sample(rows, OPTIONS)]
+    alone = [engine.sample([row], OPTIONS)[0].ids for row in rows]
+
+    assert together == alone
+    assert together[0] != together[1]
+
+
+def test_requests_may_come_while_others_are_sampled(engine: VLLMServerEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    first, second = requests(2, tokens=60), requests(4)[2:]
+    expected = [sample.ids for sample in engine.sample(first + second, OPTIONS)]
+
+    with engine.session(OPTIONS) as session:
+        tickets = [session.submit(row) for row in first]
+        found = dict(session.advance())
+        tickets += [session.submit(row) for row in second]
+        while session.num_open:
+            found.update(session.advance())
+
+    assert [found[ticket].ids for ticket in tickets] == expected
+
+
+def test_log_probs_are_of_the_temperature_softmax(engine: VLLMServerEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    rows = requests()
+    samples = engine.sample(rows, replace(OPTIONS, temperature=0.6))
+    assert mean_difference(policy, rows, samples, temperature=0.6) < 1e-5
+
+
+def test_cuts_renormalise_log_probs_over_what_is_left(engine: VLLMServerEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    rows = requests()
+    for row, sample in zip(rows, engine.sample(rows, replace(OPTIONS, top_k=3))):
+        left = true_logprobs(policy, row.prompt_ids, sample.ids).topk(3, dim=-1)
+        renormalised = left.values.log_softmax(-1)
+        for place, (token, logprob) in enumerate(zip(sample.ids, sample.logprobs or [])):
+            rank = left.indices[place].tolist().index(token)
+            assert logprob == pytest.approx(float(renormalised[place, rank]), abs=1e-5)
+
+
+def test_rows_end_at_the_ids_that_end_completions(engine: VLLMServerEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    rows = requests()
+    free = engine.sample(rows, replace(OPTIONS, eos_ids=()))
+    assert all(sample.finish_reason == "length" and len(sample.ids) == 12 for sample in free)
+
+    stop = free[0].ids[5]
+    ended = engine.sample(rows[:1], replace(OPTIONS, eos_ids=(stop,)))[0]
+
+    assert ended.ids == free[0].ids[: free[0].ids.index(stop) + 1] and ended.finish_reason == "eos"
+
+
+def test_every_completion_matches_the_regex(server: Served, policy: Any, tokenizer: Any) -> None:
+    engine = server.engine(regex="[0-9]{2}-[a-z]")
+    engine.push(policy, 0)
+    for sample in engine.sample(requests(), OPTIONS):
+        text = tokenizer.decode(sample.ids)
+        assert text[:2].isdigit() and text[2] == "-" and text[3].islower() and sample.ids[-1] == 1
+
+
+class Flips(HttpTransport):
+    """A transport that loses a bit of the second bucket."""
+
+    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+        if bucket.number == 1:
+            bucket.data[17] ^= 1
+        super().send(address, stamp, bucket, timeout_s=timeout_s)
+
+
+def test_weights_that_arrived_changed_are_refused(server: Served, policy: Any) -> None:
+    engine = server.engine(transport=Flips())
+    with pytest.raises(ServerRefused, match=r"pushing version 3 .*its bytes have the checksum") as caught:
+        engine.push(policy, 3)
+    assert caught.value.status == 422
+    _nothing_is_sampled(server, engine)
+
+
+def test_a_push_that_leaves_weights_out_is_refused(server: Served, policy: Any) -> None:
+    engine = server.engine()
+    engine.connect(policy)
+    del policy.lm_head.weight
+    with pytest.raises(ServerRefused, match=r"nothing was sent for lm_head\.weight"):
+        engine.push(policy, 0)
+    _nothing_is_sampled(server, engine)
+
+
+def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
+    server: Served, engine: VLLMServerEngine, policy: Any
+) -> None:
+    engine.push(policy, 0)
+    before = [sample.ids for sample in engine.sample(requests(), OPTIONS)]
+    call(server.address, "begin", {"stamp": "1-dead", "tensors": [], "timeout_s": 5.0}, timeout_s=30.0)
+    _nothing_is_sampled(server, engine, "1-dead")
+
+    engine.push(policy, 1)
+    assert [sample.ids for sample in engine.sample(requests(), OPTIONS)] == before
+
+
+def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "") -> None:
+    """Neither by our route nor by vLLM's own."""
+    body = {"stamp": engine.stamp, "sampling": {}, "prompts": [], "rows": []}
+    with pytest.raises(ServerRefused, match="nothing is sampled until one has") as caught:
+        call(server.address, "generate", body, timeout_s=10.0)
+    assert caught.value.status == 503 and other in str(caught.value)
+    data = json.dumps({"model": "x", "prompt": [5, 6]}).encode()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{server.address}/v1/completions", data)
+    assert refused.value.code == 503
+
+
+def test_a_trainer_whose_server_another_one_pushed_to_is_told(server: Served, policy: Any) -> None:
+    mine, other = server.engine(), server.engine()
+    mine.push(policy, 0)
+    stamp = other.push(policy, 0)
+    with pytest.raises(RuntimeError, match=f"has the weights '{stamp}', .*another trainer uses the same server"):
+        mine.sample(requests(), OPTIONS)
+
+
+def test_ranks_sample_what_another_rank_pushed(server: Served, policy: Any) -> None:
+    main, other = server.engine(), server.engine(pushes=False)
+    other.connect(policy)
+    other.expect(main.push(policy, 4))
+    assert other.version == 4
+    assert [s.ids for s in other.sample(requests(), OPTIONS)] == [s.ids for s in main.sample(requests(), OPTIONS)]
+
+
+def test_nothing_is_sampled_before_a_push(engine: VLLMServerEngine) -> None:
+    with pytest.raises(ValueError, match="no weights were pushed"):
+        engine.sample(requests(), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens", "words"),
+    [
+        ({"vocab_size": 100}, 0, "its vocabulary has 92 tokens, the policy's 100"),
+        ({"num_hidden_layers": 3}, 0, r"another model: num_hidden_layers 2 \(the policy has 3\)"),
+        ({}, 129, "its context holds 128 tokens, but prompt and completion may have 129"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_at_once(
+    changes: dict[str, int], num_tokens: int, words: str, server: Served, make_model: Any
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        server.engine().connect(make_model(**{**SIZES, **changes}), num_tokens=num_tokens)
+
+
+def test_options_that_vllm_does_not_know_are_refused_at_once(server: Served, policy: Any) -> None:
+    options = SamplingOptions(max_new_tokens=4, extra={"temperatur": 1.0})
+    with pytest.raises(ValueError, match="'temperatur'"):
+        server.engine().connect(policy, options=options)
+
+
+def test_a_row_that_does_not_fit_is_named(engine: VLLMServerEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    with pytest.raises(ValueError, match=r"row 1 \(a prompt of 140 tokens\)"):
+        engine.sample([*requests(1), Request([5] * 140, seed=1, max_new_tokens=4)], OPTIONS)
+    assert len(engine.sample(requests(), OPTIONS)) == 6
+
+
+def test_what_is_given_up_is_not_sampled_on(server: Served, engine: VLLMServerEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    with engine.session(OPTIONS) as session:
+        session.submit(replace(requests(1)[0], max_new_tokens=100))
+        session.advance()
+    # A push waits for rows to end; these are gone.
+    engine.push(policy, 1)
+    assert call(server.address, "info", timeout_s=10.0)["num_sampling"] == 0
+    assert torch.isfinite(torch.tensor(mean_difference(policy, requests(1), engine.sample(requests(1), OPTIONS))))
