@@ -1,0 +1,133 @@
+"""vLLM in the process that trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requests, vary
+
+from groupgrad.engines.base import open_session
+from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+
+COLOCATE = ColocateOptions(max_num_seqs=16, max_model_len=128, dtype="float32", extra={"enforce_eager": True})
+
+
+@pytest.fixture(scope="module")
+def engine(make_model: Any, make_tokenizer: Any) -> Iterator[VLLMColocateEngine]:
+    """Its own weights are random: whatever is sampled right was pushed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        engine = VLLMColocateEngine(make_model(seed=5, **SIZES), make_tokenizer(), COLOCATE)
+        yield engine
+        engine.close()
+
+
+def test_each_push_is_what_is_sampled_from(engine: VLLMColocateEngine, policy: Any) -> None:
+    rows = requests()
+    texts = []
+    for version in range(3):
+        engine.push(vary(policy, version), version)
+        assert engine.version == version
+        samples = engine.sample(rows, OPTIONS)
+        assert mean_difference(policy, rows, samples) < 1e-5
+        greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))
+        assert all(is_greedy(policy, row, sample) for row, sample in zip(rows, greedy))
+        texts.append([sample.ids for sample in samples])
+    assert texts[0] != texts[1] != texts[2]
+
+
+def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMColocateEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    rows = requests()
+    together = [sample.ids for sample in engine.sample(rows, OPTIONS)]
+    assert together == [engine.sample([row], OPTIONS)[0].ids for row in rows]
+    assert together == [sample.ids for sample in engine.sample(rows[::-1], OPTIONS)][::-1]
+
+
+def test_merged_adapters_are_sampled_from(engine: VLLMColocateEngine, policy: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = vary(peft.get_peft_model(policy, config).eval(), 3, only="lora_")
+    engine.push(model, 0)
+    assert mean_difference(model, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+
+
+def test_requests_may_come_while_others_are_sampled(engine: VLLMColocateEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    rows = requests(4, tokens=20)
+    expected = [sample.ids for sample in engine.sample(rows, OPTIONS)]
+    with open_session(engine, OPTIONS) as session:
+        tickets = [session.submit(row) for row in rows[:2]]
+        found = dict(session.advance())
+        tickets += [session.submit(row) for row in rows[2:]]
+        with pytest.raises(RuntimeError, match="while rows are sampled"):
+            engine.push(policy, 1)
+        while session.num_open:
+            found.update(session.advance())
+    assert [found[ticket].ids for ticket in tickets] == expected
+
+
+def test_rows_that_are_given_up_leave_nothing_behind(engine: VLLMColocateEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    with engine.session(OPTIONS) as session:
+        session.submit(requests(1)[0])
+        session.advance()
+    engine.push(policy, 1)
+    assert len(engine.sample(requests(), OPTIONS)) == 6
+
+
+def test_the_process_goes_on_as_if_vllm_was_not_there(engine: VLLMColocateEngine, policy: Any) -> None:
+    def streams() -> list[Any]:
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+    before = streams()
+    engine.push(policy, 0)
+    engine.sample(requests(), OPTIONS)
+    assert streams() == before
+
+    ids = torch.tensor([[4, 5, 6]])
+    policy(ids, labels=ids).loss.backward()
+    assert policy.lm_head.weight.grad is not None and torch.isfinite(policy.lm_head.weight.grad).all()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+
+
+def test_a_push_that_leaves_weights_out_is_refused_and_nothing_sampled(engine: VLLMColocateEngine, policy: Any) -> None:
+    del policy.model.layers[1].mlp.down_proj.weight
+    with pytest.raises(RuntimeError, match=r"nothing for model\.layers\.1\.mlp\.down_proj\.weight"):
+        engine.push(policy, 7)
+    with pytest.raises(ValueError, match="no whole weights"):
+        engine.sample(requests(), OPTIONS)
+
+
+def test_structure_comes_from_generation_kwargs(engine: VLLMColocateEngine, policy: Any, tokenizer: Any) -> None:
+    engine.push(policy, 0)
+    options = replace(OPTIONS, extra={"structured_outputs": {"choice": ["yes", "no"]}})
+    texts = {tokenizer.decode(sample.ids[:-1]) for sample in engine.sample(requests(), options)}
+    assert texts <= {"yes", "no"}
+
+
+def test_options_that_vllm_does_not_know_are_refused(engine: VLLMColocateEngine) -> None:
+    with pytest.raises(ValueError, match="'temperatur'"):
+        engine.check(replace(OPTIONS, extra={"temperatur": 1.0}))
+
+
+def test_sleep_on_a_cpu_is_refused(policy: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True, but vLLM cannot sleep on a CPU"):
+        VLLMColocateEngine(policy, tokenizer, replace(COLOCATE, sleep_mode=True))
+
+
+def test_several_devices_for_one_engine_are_refused(policy: Any, tokenizer: Any) -> None:
+    assert importlib.util.find_spec("vllm") is not None
+    with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size is 2, .*set it to 1"):
+        VLLMColocateEngine(policy, tokenizer, replace(COLOCATE, tensor_parallel_size=2))
