@@ -11,9 +11,11 @@ meets both. Before the first run the task's model is taught to call tools, which
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -98,9 +100,18 @@ Measured = dict[str, dict[str, Steps]]
 
 
 def measure(
-    pythons: dict[str, Path], folder: Path, *, repetitions: int, warm_up: int, extra: Sequence[str] = ()
+    pythons: dict[str, Path],
+    folder: Path,
+    *,
+    repetitions: int,
+    warm_up: int,
+    minutes: float = math.inf,
+    extra: Sequence[str] = (),
 ) -> tuple[Measured, dict[str, dict[str, str]]]:
-    """Steps of each trainer in turn, after those for warming up; with them the versions of libraries."""
+    """Steps of each trainer in turn, after those for warming up; with them the versions of libraries.
+
+    No second or third step of a kind is begun after `minutes`.
+    """
     workers: dict[str, Worker] = {}
     for trainer, python in pythons.items():
         command = [str(python), str(BENCH / "agents_worker.py"), "--trainer", trainer, "--folder", str(folder)]
@@ -110,7 +121,10 @@ def measure(
     try:
         for worker in workers.values():
             worker.versions = worker.read("ready")["versions"]
+        started = time.monotonic()
         for number in range(-warm_up, repetitions):
+            if number >= 1 and time.monotonic() - started > 60 * minutes:
+                break
             order = list(workers.values()) if number % 2 == 0 else list(workers.values())[::-1]
             # Sleeping warms up nothing that a free step does not.
             for kind in KINDS if number >= 0 else ("free",):
@@ -219,6 +233,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--repetitions", type=int, default=3, help="steps of each kind and trainer (default 3)")
+    parser.add_argument("--minutes", type=float, default=6.0, help="begin no further repetition after them (default 6)")
     parser.add_argument("--quick", action="store_true", help="one step of each kind and trainer, no warm-up")
     parser.add_argument("--without_trl", action="store_true", help="groupgrad alone: no ratio, no report file")
     parser.add_argument("--keep_trl", action="store_true", help="do not look for a newer TRL")
@@ -243,7 +258,11 @@ def main(arguments: list[str] | None = None) -> int:
         pythons["trl"] = there if options.keep_trl and there.exists() else make_trl_environment(BENCH / ".venv-trl")
     folder = prepare(BENCH / ".models", num_steps=options.teaching_steps)
     extra = ["--profile", str(options.profile)] if options.profile else []
-    counts = {"repetitions": options.repetitions, "warm_up": options.warm_up}
+    counts: dict[str, Any] = {
+        "repetitions": options.repetitions,
+        "warm_up": options.warm_up,
+        "minutes": options.minutes,
+    }
     measured, versions = measure(pythons, folder, **counts, extra=extra)
     report = render(measured, versions, machine, warm_up=options.warm_up)
     print(report)
