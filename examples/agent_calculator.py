@@ -1,6 +1,6 @@
 """An agent that learns to use a calculator: `python examples/agent_calculator.py`, offline, minutes on two cores.
 
-A question is `37*58+16=`, with numbers that the model never saw together. Two small layers cannot multiply in their
+A question is `17*28+16=`, with numbers that the model never saw together. Two small layers cannot multiply in their
 head, so the way to a right answer is: call `multiply`, read the result, call `async_add` with it, say the result.
 
 1. Warm-up: demonstrations by sloppy users show what a call looks like. Most of them go wrong somewhere.
@@ -154,7 +154,7 @@ def answer_reward(completions: list[list[Message]], results: list[list[int]], lo
 def main(arguments: list[str] | None = None) -> int:
     """Run the example; 0 if what it claims was met."""
     started = time.perf_counter()
-    options = parse(__doc__, "agent_calculator", warm_up_steps=400, grpo_steps=60).parse_args(arguments)
+    options = parse(__doc__, "agent_calculator", warm_up_steps=700, grpo_steps=60).parse_args(arguments)
     transformers_logging.disable_progress_bar()
     grpo, held_out = make_splits(options.seed)
     tokenizer = make_tokenizer(WORDS)

@@ -220,10 +220,14 @@ def transcript(messages: Sequence[Message]) -> str:
     turns: list[str] = []
     for message in messages:
         turn = message["content"] or ""
-        # In a table read from disk a column that a row lacks is None.
+        # In a table read from disk a column that a row lacks is None, and whole numbers may have become floats.
         for entry in () if message.get("tool_calls") is None else message["tool_calls"]:
             name, arguments = entry["function"]["name"], entry["function"]["arguments"]
-            turn += f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items() if value is not None)})"
+            given = {key: value for key, value in arguments.items() if value is not None and value == value}
+            values = [
+                f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in given.items()
+            ]
+            turn += f"{name}({', '.join(values)})"
         turns.append(turn)
     return " | ".join(turns)
 
