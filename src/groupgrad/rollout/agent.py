@@ -127,7 +127,7 @@ class _Place:
     seed: int
     step: int
     prompts: dict[Any, Prompt]
-    """The round's prompts so far, by group and token ids: rollouts of like beginnings share one."""
+    """The round's prompts so far, by group, kind of environment and text: rollouts of like beginnings share one."""
 
 
 class _Failed(Exception):
@@ -191,13 +191,18 @@ class _Agent:
                 raise _Failed(outcome.problem)
             messages = add_observation(messages, outcome.observation)
         texts = [_as_text(message) for message in drop_empty_fields(messages)]
+        key = (self._place.group, "" if self._seat is None else self._seat.name, str(texts))
+        if key not in self._place.prompts:
+            self._place.prompts[key] = self._make_prompt(messages, texts)
+        return self._place.prompts[key]
+
+    def _make_prompt(self, messages: list[dict[str, Any]], texts: list[dict[str, Any]]) -> Prompt:
         with _as_failure("the chat template cannot render the prompt"):
             ids = self._maker.chat.prompt_ids(texts, self._toolbox.schemas)
         longest = self._maker.prompt_maker.max_context
         if longest is not None and len(ids) >= longest:
             raise _Failed(self._maker.prompt_maker.too_long_message(messages, len(ids)))
-        key = (self._place.group, tuple(ids))
-        return self._place.prompts.setdefault(key, Prompt(ids, {**self._data, "prompt": messages}, self._place.group))
+        return Prompt(ids, {**self._data, "prompt": messages}, self._place.group)
 
     async def _ask_for_reward(self) -> dict[str, float | None]:
         """The environment's own reward under its name; none if it gives none."""
