@@ -99,7 +99,7 @@ class GRPOConfig(legacy.LegacyArguments):
     )
     engine_pack_weights: bool = _option(
         False,
-        "Native engine on a CPU in float32, for models whose decode steps are not compiled: copy linear layers' weights "
+        "Native engine on a CPU in float32, for models whose decode steps are not compiled: copy layers' weights "
         "into the library's own order for each round of sampling; faster, at the cost of that memory while sampling. "
         "Compiled steps read the weights as they lie.",
     )
