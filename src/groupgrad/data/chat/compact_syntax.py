@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.data.chat.literals import tight, widened
+from groupgrad.data.chat.literals import opened_regions, tight, widened
 from groupgrad.data.chat.records import Call, Parameters, Region
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -39,12 +39,7 @@ class BracedCalls:
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
         """The stretches of the text that hold calls, as `Syntax.read` has it."""
-        regions: list[Region] = []
-        at = 0
-        while found := self._open.search(text, at):
-            region = self._region(text, found.start(), found.end())
-            regions.append(region)
-            at = max(region.end, found.end())
+        regions = opened_regions(text, self._open, self._region)
         return widened(text, regions, self.outer_opening, self.outer_closing)
 
     def _region(self, text: str, start: int, at: int) -> Region:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from groupgrad.data.chat.literals import loose, tight, widened
+from groupgrad.data.chat.literals import loose, opened_regions, tight, widened
 from groupgrad.data.chat.records import Call, Parameters, Region
 from groupgrad.data.chat.values import call_from_arguments, call_from_value, decode_json
 
@@ -37,12 +37,7 @@ class JsonObjects:
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
         """The stretches of the text that hold calls, as `Syntax.read` has it."""
-        regions: list[Region] = []
-        at = 0
-        while found := self._open.search(text, at):
-            region = self._region(text, found.start(), found.end())
-            regions.append(region)
-            at = max(region.end, found.end())
+        regions = opened_regions(text, self._open, self._region)
         return widened(text, regions, self.outer_opening, self.outer_closing)
 
     def _region(self, text: str, start: int, at: int) -> Region:
@@ -156,12 +151,7 @@ class NamedJson:
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
         """The stretches of the text that hold calls, as `Syntax.read` has it."""
-        regions: list[Region] = []
-        at = 0
-        while found := self._open.search(text, at):
-            region = self._region(text, found.start(), found.end())
-            regions.append(region)
-            at = max(region.end, found.end())
+        regions = opened_regions(text, self._open, self._region)
         return widened(text, regions, self.outer_opening, self.outer_closing)
 
     def _region(self, text: str, start: int, at: int) -> Region:

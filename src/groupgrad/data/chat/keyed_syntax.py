@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.data.chat.literals import loose, tight, widened
+from groupgrad.data.chat.literals import loose, opened_regions, tight, widened
 from groupgrad.data.chat.records import Call, Parameters, Region
 from groupgrad.data.chat.values import typed_value
 
@@ -51,12 +52,8 @@ class KeyedValues:
 
     def read(self, text: str, parameters: Parameters) -> list[Region]:
         """The stretches of the text that hold calls, as `Syntax.read` has it."""
-        regions: list[Region] = []
-        at = 0
-        while found := self._open.search(text, at):
-            region = self._region(text, found.start(), found.end(), parameters)
-            regions.append(region)
-            at = max(region.end, found.end())
+        read = functools.partial(self._region, parameters=parameters)
+        regions = opened_regions(text, self._open, read)
         return widened(text, regions, self.outer_opening, self.outer_closing)
 
     def _region(self, text: str, start: int, at: int, parameters: Parameters) -> Region:

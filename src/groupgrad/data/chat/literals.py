@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from groupgrad.data.chat.records import Region
 
@@ -27,6 +28,17 @@ def common_suffix(first: str, second: str) -> str:
     while count < min(len(ours), len(theirs)) and ours[-1 - count] == theirs[-1 - count]:
         count += 1
     return "".join(ours[len(ours) - count :])
+
+
+def opened_regions(text: str, opening: re.Pattern[str], region_of: Callable[[str, int, int], Region]) -> list[Region]:
+    """What `region_of(text, start, end)` makes of each `opening` that no region before it contains, in order."""
+    regions: list[Region] = []
+    at = 0
+    while found := opening.search(text, at):
+        region = region_of(text, found.start(), found.end())
+        regions.append(region)
+        at = max(region.end, found.end())
+    return regions
 
 
 def widened(text: str, regions: list[Region], opening: str, closing: str) -> list[Region]:
