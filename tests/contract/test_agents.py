@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -93,6 +93,7 @@ trainer = GRPOTrainer(
 trainer.train()
 '''
 
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -175,6 +176,30 @@ def increment(step: int) -> int:
     return step + 1
 
 
+class Counter:
+    """Gives twice what it was told to count to; notes which instances were closed."""
+
+    closed: ClassVar[list[int]] = []
+
+    def reset(self, **row: Any) -> None:
+        self.value = 0
+
+    def add(self, step: int) -> int:
+        """Adds.
+
+        Args:
+            step: How much.
+        """
+        self.value += step
+        return self.value
+
+    async def get_reward(self) -> float:
+        return 2.0 * self.value
+
+    def close(self) -> None:
+        Counter.closed.append(id(self))
+
+
 def longer(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(len(ids)) for ids in completion_ids]
 
@@ -253,22 +278,6 @@ def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path
 
 
 def test_an_environments_own_reward_needs_no_function(tokenizer: Any, make_model: Any, calling: Any) -> None:
-    class Counter:
-        def reset(self, **row: Any) -> None:
-            self.value = 0
-
-        def add(self, step: int) -> int:
-            """Adds.
-
-            Args:
-                step: How much.
-            """
-            self.value += step
-            return self.value
-
-        async def get_reward(self) -> float:
-            return 2.0 * self.value
-
     calling(lambda n: call("add", step=n))
     trainer = make(tokenizer, make_model, environment_factory=Counter)
     trainer.train()
@@ -383,28 +392,9 @@ def test_a_rollout_func_may_have_the_policy_sampled(tokenizer: Any, make_model: 
     assert first["prompt_ids"][0] == trainer.prompt_maker.token_ids(trainer.train_dataset[7]["prompt"])
     assert [len(values) for values in first["logprobs"]] == [len(ids) for ids in first["completion_ids"]]
 
+
 def test_agents_are_evaluated_too_and_their_environments_closed(tokenizer: Any, make_model: Any, calling: Any) -> None:
-    closed: list[int] = []
-
-    class Counter:
-        def reset(self, **row: Any) -> None:
-            self.value = 0
-
-        def add(self, step: int) -> int:
-            """Adds.
-
-            Args:
-                step: How much.
-            """
-            self.value += step
-            return self.value
-
-        def get_reward(self) -> float:
-            return float(self.value)
-
-        def close(self) -> None:
-            closed.append(id(self))
-
+    Counter.closed = closed = []
     calling(lambda n: call("add", step=n))
     trainer = make(
         tokenizer,
