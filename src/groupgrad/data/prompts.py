@@ -68,9 +68,7 @@ def drop_empty_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def check_dataset(
-    dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False
-) -> None:
+def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False) -> None:
     """Refuse a data set that cannot be trained on; `argument` names it in the message.
 
     TypeError for something that is no data set; ValueError for a missing `prompt` column, empty or malformed prompts,
