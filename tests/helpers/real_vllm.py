@@ -54,7 +54,8 @@ class Served:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Served:
-        """Begin to start; it takes a while until it answers."""
+        """Begin to start, after the end of the one before; it takes a while until it answers."""
+        self.kill()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, env={**os.environ, **SETTINGS}, start_new_session=True

@@ -104,7 +104,7 @@ def test_the_process_goes_on_as_if_vllm_was_not_there(engine: VLLMColocateEngine
 
 def test_a_push_that_leaves_weights_out_is_refused_and_nothing_sampled(engine: VLLMColocateEngine, policy: Any) -> None:
     del policy.model.layers[1].mlp.down_proj.weight
-    with pytest.raises(RuntimeError, match=r"nothing for model\.layers\.1\.mlp\.down_proj\.weight"):
+    with pytest.raises(RuntimeError, match=r"nothing was sent for model\.layers\.1\.mlp\.down_proj\.weight"):
         engine.push(policy, 7)
     with pytest.raises(ValueError, match="no whole weights"):
         engine.sample(requests(), OPTIONS)

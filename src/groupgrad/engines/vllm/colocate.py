@@ -121,14 +121,9 @@ class VLLMColocateEngine:
             self._llm.collective_rpc("groupgrad_begin", args=(notes_as_lists(notes),))
             for tensors in _chunks(served_weights(model), dtype):
                 self._llm.collective_rpc("groupgrad_tensors", args=(tensors,))
-            for found in self._llm.collective_rpc("groupgrad_commit"):
-                if found["missing"] or found["tensors"] != len(notes):
-                    raise RuntimeError(
-                        f"vLLM got {found['tensors']} of {len(notes)} tensors, and nothing for "
-                        f"{', '.join(found['missing']) or 'no parameter'}; its model is not the policy's "
-                        f"({type(unwrap(model)).__name__})"
-                    )
-        self._llm.reset_prefix_cache()
+            self._llm.collective_rpc("groupgrad_commit", args=(len(notes),))
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not forget what it computed with the weights before")
         self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
         return self._stamp
 

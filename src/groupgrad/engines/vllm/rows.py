@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from groupgrad.engines.vllm.sampling import sampled_logprobs, sampling_params
@@ -15,37 +15,31 @@ HEARTBEAT_S = 1.0
 
 
 class RowStream:
-    """The rows of one call of `generate`: each is sampled by itself, by its own seed.
+    """The rows of one call of `generate`, sampled from now on: each by itself, by its own seed.
 
     `body` has `stamp`, `sampling`, `prompts` (lists of ids) and `rows`: each with `row` (its name in the answer),
-    `prompt` (place in `prompts`), `seed` and `max_tokens`. TypeError or ValueError if vLLM refuses the options.
+    `prompt` (place in `prompts`), `seed` and `max_tokens`. `count` is told of each row that begins (1) and ends (-1).
+    TypeError or ValueError if vLLM refuses the options.
     """
 
-    def __init__(self, engine: Any, body: dict[str, Any], adapter: Any):
+    def __init__(self, engine: Any, body: dict[str, Any], adapter: Any, count: Callable[[int], None]):
         from vllm.sampling_params import RequestOutputKind
 
         self._engine, self._stamp, self._adapter = engine, body["stamp"], adapter
         self._prompts: list[list[int]] = body["prompts"]
-        self._rows = [
-            (
-                row,
-                sampling_params(
-                    body["sampling"],
-                    {"seed": row["seed"], "max_tokens": row["max_tokens"]},
-                    output_kind=RequestOutputKind.DELTA,
-                ),
-            )
-            for row in body["rows"]
-        ]
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
         self._num_tokens = 0
+        fields = [{"seed": row["seed"], "max_tokens": row["max_tokens"]} for row in body["rows"]]
+        params = [sampling_params(body["sampling"], own, output_kind=RequestOutputKind.DELTA) for own in fields]
+        self._tasks = [asyncio.create_task(self._sample(*pair)) for pair in zip(body["rows"], params)]
+        for task in self._tasks:
+            count(1)
+            task.add_done_callback(lambda _task: count(-1))
 
     async def lines(self) -> AsyncIterator[bytes]:
         """One line of JSON for each row as it ends (`ids`, `logprobs`, `reason`, or an `error`), and between them
         lines with the number of `tokens` sampled so far."""
-        self._tasks = [asyncio.create_task(self._sample(row, params)) for row, params in self._rows]
-        left = len(self._rows)
+        left = len(self._tasks)
         while left:
             try:
                 line = await asyncio.wait_for(self._lines.get(), HEARTBEAT_S)
@@ -54,11 +48,10 @@ class RowStream:
                 line = {"tokens": self._num_tokens}
             yield json.dumps(line).encode() + b"\n"
 
-    async def close(self) -> None:
-        """Give up rows that have not ended."""
+    def give_up(self) -> None:
+        """Stop sampling the rows that have not ended."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _sample(self, row: dict[str, Any], params: Any) -> None:
         line: dict[str, Any] = {"row": row["row"], "stamp": self._stamp}

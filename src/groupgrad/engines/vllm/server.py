@@ -21,7 +21,6 @@ import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 from groupgrad.engines.vllm.rows import RowStream
 from groupgrad.engines.vllm.sampling import sampling_params
 from groupgrad.engines.vllm.wire import model_sizes
-from groupgrad.engines.vllm.worker import EXTENSION
+from groupgrad.engines.vllm.worker import EXTENSION, REFUSED
 
 MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
 PREFIX = "/groupgrad/"
@@ -65,7 +64,7 @@ class Weights:
     num_adapters: int = 0
     """Adapters pushed since the start; vLLM wants a new number for each."""
     num_sampling: int = 0
-    """Calls under way that sample."""
+    """Rows, and calls of vLLM's own routes, that are being sampled."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -89,11 +88,11 @@ class Routes:
         elif not self._weights.whole:
             await _reply(503, {"error": self._not_whole()}, scope, receive, send)
         else:
-            self._weights.num_sampling += 1
+            self._count(1)
             try:
                 await self._app(scope, receive, send)
             finally:
-                self._weights.num_sampling -= 1
+                self._count(-1)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
@@ -112,8 +111,12 @@ class Routes:
         name = scope["path"].removeprefix(PREFIX).strip("/")
         try:
             if name == "generate":
-                lines = await self._generate(engine, await request.json())
-                await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
+                rows = self._generate(engine, await request.json())
+                try:
+                    lines = StreamingResponse(rows.lines(), media_type="application/x-ndjson")
+                    await lines(scope, receive, send)
+                finally:
+                    rows.give_up()
                 return
             if name not in handlers:
                 raise Refusal(404, f"there is no route {scope['path']}")
@@ -154,23 +157,16 @@ class Routes:
             raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
         return {}
 
-    async def _generate(self, engine: Any, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    def _generate(self, engine: Any, body: dict[str, Any]) -> RowStream:
+        """No other call comes between the look at the stamp and the rows' start: a push that begins waits for them."""
         self._expect(body["stamp"])
         try:
-            stream = RowStream(engine, body, self._weights.adapter)
+            return RowStream(engine, body, self._weights.adapter, self._count)
         except (TypeError, ValueError) as error:
             raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
-        # Counted from here on, without a pause in between: a push that begins waits for it.
-        self._weights.num_sampling += 1
-        return self._counted(stream)
 
-    async def _counted(self, stream: RowStream) -> AsyncIterator[bytes]:
-        try:
-            async for line in stream.lines():
-                yield line
-        finally:
-            await stream.close()
-            self._weights.num_sampling -= 1
+    def _count(self, change: int) -> None:
+        self._weights.num_sampling += change
 
     def _expect(self, stamp: str) -> None:
         weights = self._weights
@@ -206,10 +202,14 @@ class Routes:
         weights = self._weights
         async with weights.lock:
             self._expect_push(body["stamp"])
-            for worker, found in enumerate(await engine.collective_rpc("groupgrad_commit")):
-                problem = _problem(found, weights.tensors, int(body["checksum"]))
-                if problem is not None:
-                    raise Refusal(422, f"worker {worker} refuses the push {body['stamp']!r}: {problem}")
+            arguments = (weights.tensors, int(body["checksum"]))
+            try:
+                await engine.collective_rpc("groupgrad_commit", args=arguments)
+            except Exception as error:
+                # vLLM wraps what a worker raises in words of its own.
+                if REFUSED in str(error):
+                    raise Refusal(422, str(error)) from None
+                raise
             weights.base = body["stamp"]
             await self._become(engine, body["stamp"])
         return {"stamp": weights.stamp}
@@ -256,27 +256,17 @@ class Routes:
         while self._weights.num_sampling:
             if asyncio.get_running_loop().time() > deadline:
                 raise Refusal(
-                    409, f"{self._weights.num_sampling} calls still sample after {timeout_s:g} s; weights cannot change"
+                    409, f"{self._weights.num_sampling} rows still sample after {timeout_s:g} s; weights cannot change"
                 )
             await asyncio.sleep(0.01)
 
     async def _become(self, engine: Any, stamp: str) -> None:
         """From here on the weights are those of the push. What was computed with others is forgotten."""
-        await engine.reset_prefix_cache()
+        if not await engine.reset_prefix_cache():
+            raise Refusal(500, f"vLLM did not forget what it computed with the weights before {stamp!r}")
         if hasattr(engine, "update_weight_version"):
             await engine.update_weight_version(stamp)
         self._weights.stamp, self._weights.whole, self._weights.pushing = stamp, True, None
-
-
-def _problem(found: dict[str, Any], tensors: int, checksum: int) -> str | None:
-    """Why what a worker has is not what was sent; None if it is."""
-    if found["tensors"] != tensors:
-        return f"{tensors} tensors were announced, {found['tensors']} came"
-    if found["checksum"] != checksum:
-        return f"its bytes have the checksum {found['checksum']:08x}, those sent {checksum:08x}"
-    if found["missing"]:
-        return f"nothing was sent for {', '.join(found['missing'])}"
-    return None
 
 
 def _max_lora_rank(engine: Any) -> int:

@@ -170,7 +170,7 @@ class ServerSession:
                 # The row stays open: the end of the answer, which follows, has it sampled again.
                 return
             length = len(self._requests[ticket].prompt_ids)
-            raise ValueError(f"vLLM refuses row {ticket} (a prompt of {length} tokens): {line['error']}")
+            raise ValueError(f"vLLM did not sample row {ticket} (a prompt of {length} tokens): {line['error']}")
         if line["stamp"] != self.stamp:
             raise RuntimeError(f"row {ticket} was sampled from the weights {line['stamp']!r}, not {self.stamp!r}")
         call.open.discard(ticket)

@@ -114,7 +114,7 @@ def pack(
         data += _bytes_of(tensor.detach().to("cpu", torch_dtype(note.dtype)))
     if place + 1 != len(notes):
         raise RuntimeError(f"{len(notes)} tensors were announced, but only {place + 1} came")
-    if data:
+    if place >= first:
         yield Bucket(number, first, place + 1 - first, data, zlib.crc32(data, checksum))
 
 

@@ -17,6 +17,9 @@ from groupgrad.engines.vllm.wire import TensorNote, notes_from_lists, unpack
 EXTENSION = "groupgrad.engines.vllm.worker.WeightReceiver"
 """The value of vLLM's `worker_extension_cls`."""
 
+REFUSED = "vLLM's worker"
+"""How the message begins when what arrived is not what was sent."""
+
 
 @dataclass(slots=True)
 class _Push:
@@ -61,8 +64,9 @@ class WeightReceiver:
         assert push is not None
         self._groupgrad_load(push, tensors)
 
-    def groupgrad_commit(self) -> dict[str, Any]:
-        """End the push: `tensors` that came, their `checksum`, and the `missing` parameters that none of them wrote."""
+    def groupgrad_commit(self, num_tensors: int, checksum: int | None = None) -> None:
+        """End the push. RuntimeError, with `REFUSED` in its words, if what came is not `num_tensors` tensors of that
+        checksum (None: nothing was sent as bytes), or if a parameter of the model was not among them."""
         push = getattr(self, "_groupgrad_push", None)
         if push is None:
             raise RuntimeError("a push was ended that had not begun")
@@ -71,19 +75,15 @@ class WeightReceiver:
         # Where adapters can be added, the layers that take them lie one level deeper than the names that are loaded.
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} if push.named else set()
         self._groupgrad_finish()
-        return {
-            "tensors": push.num_tensors,
-            "checksum": push.checksum,
-            "missing": sorted(names - push.loaded)[:20],
-        }
-
-    def groupgrad_info(self) -> dict[str, Any]:
-        """What the worker's model is: `parameters` (number of elements held by this worker) and `device`."""
-        model: Any = self._groupgrad_model()
-        return {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "device": str(next(model.parameters()).device),
-        }
+        problem = None
+        if push.num_tensors != num_tensors:
+            problem = f"{num_tensors} tensors were announced, {push.num_tensors} came"
+        elif checksum is not None and push.checksum != checksum:
+            problem = f"its bytes have the checksum {push.checksum:08x}, those sent {checksum:08x}"
+        elif missing := sorted(names - push.loaded):
+            problem = f"nothing was sent for {', '.join(missing[:20])}"
+        if problem is not None:
+            raise RuntimeError(f"{REFUSED} {self.rank} refuses the push: {problem}")  # pyright: ignore
 
     def _groupgrad_load(self, push: _Push, tensors: list[tuple[str, Any]]) -> None:
         model: Any = self._groupgrad_model()

@@ -1,0 +1,89 @@
+"""`groupgrad vllm-serve` in the words of `vllm serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from groupgrad.cli import vllm_serve
+from groupgrad.cli.vllm_serve import main, vllm_arguments
+
+ADDED = ["--api-server-count", "1", "--logprobs-mode", "processed_logprobs"]
+
+
+@pytest.mark.parametrize("argv", [["--model", "m"], ["--model=m"], ["m"]])
+def test_the_model_comes_first(argv: list[str]) -> None:
+    assert vllm_arguments([*argv, "--port", "8001"]) == ["m", "--port", "8001", *ADDED]
+
+
+def test_options_pass_through_and_older_names_are_known() -> None:
+    argv = [
+        "--tensor_parallel_size",
+        "8",
+        "--model",
+        "m",
+        "--vllm-model-impl",
+        "transformers",
+        "--log_level=error",
+        "-x",
+    ]
+    assert vllm_arguments(argv) == [
+        "m",
+        *["--tensor-parallel-size", "8", "--model-impl", "transformers", "--uvicorn-log-level=error", "-x"],
+        *ADDED,
+    ]
+
+
+def test_values_are_left_alone() -> None:
+    argv = ["--model", "m", "--served-model-name", "my_name", "--speculative-config", '{"a_b": 1}']
+    assert vllm_arguments(argv) == ["m", *argv[2:], *ADDED]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--port", "1"], "no model is given; add --model"),
+        (["--model"], "--model has no value"),
+        (["--model", "m", "--logprobs-mode", "raw_logprobs"], "--logprobs-mode is set by groupgrad"),
+        (["--model", "m", "--api_server_count=2"], "--api-server-count is set by groupgrad"),
+    ],
+)
+def test_a_command_line_that_cannot_work_is_refused(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "--tensor-parallel-size" in capsys.readouterr().out
+
+
+def test_without_vllm_the_command_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: None)
+    assert main(["--model", "m"]) == 2
+    assert "pip install 'groupgrad[vllm]'" in capsys.readouterr().err
+
+
+def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(os, "execv", lambda path, command: called.append([path, *command]))
+    monkeypatch.setattr(os, "name", "posix")
+    monkeypatch.setattr(vllm_serve.subprocess, "call", lambda command: 0)
+
+    main(["--model", "m"])
+
+    (command,) = called
+    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.engines.vllm.launch", "serve"]
+    assert command[5:] == [
+        "m",
+        *ADDED,
+        *["--worker-extension-cls", "groupgrad.engines.vllm.worker.WeightReceiver"],
+        *["--middleware", "groupgrad.engines.vllm.server.Routes"],
+    ]

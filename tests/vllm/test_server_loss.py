@@ -1,0 +1,197 @@
+"""Servers that are not there yet, die, hang, or are none of ours."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from real_vllm import OPTIONS, Served, mean_difference, requests, until, vary
+
+from groupgrad.engines.base import Sample
+from groupgrad.engines.vllm.client import HttpTransport, VLLMServerEngine
+from groupgrad.engines.vllm.http import Address, ServerRefused, ServerSilent, call
+from groupgrad.engines.vllm.wire import Bucket
+
+LONG = requests(8, tokens=100)
+
+
+@pytest.fixture(scope="module")
+def served(serve: Callable[..., Served]) -> Iterator[Served]:
+    """Not started: tests start and kill it."""
+    served = serve()
+    yield served
+    served.kill()
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy: Any) -> None:
+    engine = served.engine()
+    threading.Timer(1.0, served.start).start()
+    engine.connect(policy)
+    first = engine.info["start_id"]
+
+    # It dies while rows are sampled, and another is started on the same port.
+    engine.push(policy, 1)
+    expected = [sample.ids for sample in engine.sample(LONG, OPTIONS)]
+    with engine.session(OPTIONS) as session:
+        tickets = [session.submit(LONG[0])]
+        found: dict[int, Sample] = {}
+        while session.num_open:
+            found.update(session.advance())
+        freeze(served)
+        tickets += [session.submit(row) for row in LONG[1:]]
+        session.advance()
+        served.kill()
+        restart = threading.Timer(1.0, served.start)
+        restart.start()
+        while session.num_open:
+            found.update(session.advance())
+    restart.join()
+    assert engine.info["start_id"] != first
+    assert [found[ticket].ids for ticket in tickets] == expected
+    assert engine.version == 1
+
+    # It dies in the middle of a push.
+    vary(policy, 2)
+    transport = KillsOnce(served)
+    engine._transport = transport
+    engine.push(policy, 2)
+    assert transport.killed
+    samples = engine.sample(LONG, OPTIONS)
+    assert mean_difference(policy, LONG, samples) < 1e-5
+
+    # A trainer that was started again finds it as it is, and gives it its own weights.
+    again = served.engine()
+    again.push(vary(policy, 3), 0)
+    assert mean_difference(policy, LONG, again.sample(LONG, OPTIONS)) < 1e-5
+
+    # Its workers hang: it answers, but no token comes.
+    stuck = served.engine(timeout_s=4.0)
+    stuck.push(policy, 1)
+    freeze(served)
+    try:
+        with pytest.raises(TimeoutError, match=r"sampled no token for 4 s; rows .*0 \(prompt of 4 tokens\), 1 "):
+            stuck.sample(LONG, OPTIONS)
+        with pytest.raises(
+            (ServerSilent, ServerRefused), match=r"pushing version 2 .*(did not answer|8 rows still sample)"
+        ):
+            stuck.push(policy, 2)
+    finally:
+        for worker in served.workers():
+            worker.resume()
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy: Any) -> None:
+    if served.process is None:
+        served.start()
+    engine = served.engine()
+    engine.push(policy, 0)
+    with engine.session(OPTIONS) as session:
+        tickets = [session.submit(row) for row in LONG]
+        freeze(served)
+        found = dict(session.advance())
+        for worker in served.workers():
+            worker.kill()
+        process = served.process
+        assert process is not None
+
+        def restart() -> None:
+            process.wait()
+            served.kill()
+            served.start()
+
+        threading.Thread(target=restart, daemon=True).start()
+        while session.num_open:
+            found.update(session.advance())
+    assert [found[t].ids for t in tickets] == [s.ids for s in engine.sample(LONG, OPTIONS)]
+    assert call(served.address, "info", timeout_s=10.0)["stamp"] == engine.stamp
+
+    # It dies and does not come back: the error says what was going on.
+    served.kill()
+    engine.timeout_s = 2.0
+    with pytest.raises(
+        TimeoutError, match=r"no vLLM server came up .*; it is looked for because sampling 8 rows failed"
+    ):
+        engine.sample(LONG, OPTIONS)
+
+
+def freeze(served: Served) -> None:
+    """Stop the processes that sample; the one that answers goes on."""
+    for worker in served.workers():
+        worker.suspend()
+
+
+class KillsOnce(HttpTransport):
+    """Kills the server before the third bucket, and has it started again."""
+
+    def __init__(self, served: Served):
+        self._served, self.killed = served, False
+
+    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+        if bucket.number == 2 and not self.killed:
+            self.killed = True
+            self._served.kill()
+            self._served.start()
+        super().send(address, stamp, bucket, timeout_s=timeout_s)
+
+
+def test_no_server_in_time_is_an_error_that_says_how_to_start_one(policy: Any) -> None:
+    engine = VLLMServerEngine(Address.of(port=9), timeout_s=0.5)
+    started = time.monotonic()
+    with pytest.raises(
+        TimeoutError, match=r"no vLLM server came up at http://127\.0\.0\.1:9 within 0\.5 s .*vllm-serve"
+    ):
+        engine.connect(policy)
+    assert time.monotonic() - started < 5.0
+
+
+class _Other(http.server.BaseHTTPRequestHandler):
+    status = 404
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def other_server() -> Iterator[http.server.ThreadingHTTPServer]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+def test_a_port_that_something_else_uses_is_named(other_server: Any, policy: Any) -> None:
+    engine = VLLMServerEngine(Address.of(port=other_server.server_port), timeout_s=5.0)
+    with pytest.raises(ServerRefused, match="was not started by `groupgrad vllm-serve`, or something else uses"):
+        engine.connect(policy)
+
+
+def test_a_server_that_never_gets_ready_is_waited_for_no_longer_than_told(
+    other_server: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Other, "status", 503)
+    engine = VLLMServerEngine(Address.of(port=other_server.server_port), timeout_s=1.0)
+    with pytest.raises(TimeoutError, match=r"within 1 s \(last: hello\)"):
+        engine.connect(policy)
+
+
+@pytest.mark.slow
+def test_a_server_does_not_start_on_a_port_that_is_taken(other_server: Any, serve: Callable[..., Served]) -> None:
+    served = serve()
+    served.command[served.command.index("--port") + 1] = str(other_server.server_port)
+    served.start()
+    process = served.process
+    assert process is not None
+    until(lambda: process.poll() is not None, timeout_s=240.0)
+    assert process.returncode != 0
+    assert "address already in use" in served.log.read_text().lower()
