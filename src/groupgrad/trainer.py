@@ -187,7 +187,9 @@ class GRPOTrainer(TrainingRun):
         self.checkpointing = assembly.checkpointing_by_need(
             self.args, self.model, self.setup.forward_options, self.accelerator.autocast
         )
-        self.sampled = SampledNumbers(self.engine, self.model, self.setup.frozen_scorer, self.accelerator)
+        self.sampled = SampledNumbers(
+            lambda: self.rollouts.is_exact, self.model, self.setup.frozen_scorer, self.accelerator
+        )
         self.memory = memory_guard(self.model, self.args, aux_loss=self.setup.forward_options.aux_loss)
         self.run_state = RunState(
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +19,14 @@ MISMATCH = "sampling/logp_mismatch"
 
 
 class SampledNumbers:
-    """Log-probs and entropies from sampling, or from a pass of the policy where the engine's do not do.
+    """Log-probs and entropies from sampling, or from a pass of the policy where those do not do.
 
-    An engine whose attribute `exact` is true gives those of the very modules that train, in evaluation mode.
+    `is_exact` says at any time whether they are those of the very modules that train, in evaluation mode. What a user's
+    function reports is not, whatever the engine beside it.
     """
 
-    def __init__(self, engine: Any, model: nn.Module, scorer: FrozenScorer, accelerator: Any):
-        self._engine, self._model, self._scorer = engine, model, scorer
+    def __init__(self, is_exact: Callable[[], bool], model: nn.Module, scorer: FrozenScorer, accelerator: Any):
+        self._is_exact, self._model, self._scorer = is_exact, model, scorer
         types = computing_types(model, accelerator.mixed_precision)
         self._watch = MismatchWatch(tolerance(types, accelerator.device))
         self._step = 0
@@ -34,25 +36,25 @@ class SampledNumbers:
     def begin_step(self, step: int) -> None:
         """The optimizer step that the next ones are asked for."""
         self._step = step
-        self.freshness = Freshness(step, self._is_exact and not has_dropout(self._model))
+        self.freshness = Freshness(step, self._is_exact() and not has_dropout(self._model))
 
     def with_frozen_scores(self, batch: Batch, *, off_policy: bool) -> Batch:
         """The batch with the log-probs that stay while its round is trained on: the reference's and, `off_policy`, the
         old ones. Its round must just have been sampled."""
-        old = known_logprobs(batch) if off_policy and self._is_exact else None
+        old = known_logprobs(batch) if off_policy and self._is_exact() else None
         scored = self._scorer(batch, old=off_policy and old is None)
         return scored if old is None else replace(scored, old_logprobs=old)
 
     def entropy(self, batch: Batch) -> torch.Tensor:
         """(L,) entropies (nats) of the policy in evaluation mode as it is in this step."""
-        freshness = Freshness(self._step, self._is_exact)
+        freshness = Freshness(self._step, self._is_exact())
         if batch.sampling_entropy is not None and bool(known_rows(batch, freshness).all()):
             return batch.sampling_entropy
         return self._scorer.entropy(batch)
 
     def mismatch(self, scores: TokenScores, batch: Batch) -> dict[str, Metric]:
         """The largest gap between sampling and training, over rows that the model has seen with the weights that
-        sampled them. Empty for engines that are not exact, and with dropout, under which a gap is no fault."""
+        sampled them. Empty for numbers that are not exact, and with dropout, under which a gap is no fault."""
         if not self.freshness.exact:
             return {}
         rows = fresh_rows(batch, self.freshness)
@@ -68,10 +70,6 @@ class SampledNumbers:
     def end_step(self, step: int) -> None:
         """Warn if the step's mismatch is more than rounding."""
         self._watch.end_step(step)
-
-    @property
-    def _is_exact(self) -> bool:
-        return bool(getattr(self._engine, "exact", False))
 
 
 def known_logprobs(batch: Batch) -> torch.Tensor | None:
