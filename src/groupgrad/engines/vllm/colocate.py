@@ -1,7 +1,7 @@
 """vLLM in the process that trains: a second copy of the weights on the same device, refreshed by `push`.
 
 One process holds one engine. With several ranks each samples its own rows, and vLLM joins the ranks' process group
-("external launcher"); that form has not been tried on several devices.
+("external launcher"), so all ranks start their engines together; that form was tried on CPUs, not on several GPUs.
 """
 
 from __future__ import annotations
@@ -258,11 +258,10 @@ def _save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 
 
 def _start(folder: str, options: ColocateOptions) -> Any:
-    # In this process, and without moving the threads that train to cores of vLLM's choice.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Threads that train are not to be moved to cores of vLLM's choice.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    with _undisturbed():
+    with _undisturbed(), _in_this_process():
         from vllm.platforms import current_platform
 
         from vllm import LLM
@@ -298,6 +297,21 @@ def _join_ranks() -> None:
     os.environ.setdefault("WORLD_SIZE", str(dist.world_size()))
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "12345")
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Keep vLLM from starting a process of its own for its engine; those started later are not to inherit that."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager
