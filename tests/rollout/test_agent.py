@@ -415,6 +415,25 @@ def test_what_a_template_refuses_fails_its_rollout_alone(tokenizer, monkeypatch)
     assert "cannot render a tool's reply: ValueError: no such role" in rollouts[0].trace.problem
 
 
+def test_a_rollout_that_fails_has_a_prompt_to_show_though_its_row_has_none(tokenizer):
+    class Fussy(Counter):
+        def reset(self, **row: Any) -> None:
+            assert "prompt" not in row
+            if row["level"] == 0:
+                raise ValueError("no such level")
+            super().reset()
+
+    script: dict[int, list[str]] = {row: ["ok"] for row in range(3)}
+    rollouts, _ = play(tokenizer, script, [], {row: {"level": row} for row in range(3)}, environment=Fussy)
+    assert [r.finish_reason for r in rollouts] == ["error", "eos", "eos"]
+    assert [r.prompt.row["prompt"] for r in rollouts] == [[{"role": "user", "content": ""}]] * 3
+
+
+def test_a_text_prompt_late_in_a_stream_is_named(tokenizer):
+    with pytest.raises(ValueError, match=r"a row has the text prompt 'abc', but tools and environments need conv"):
+        play(tokenizer, {0: ["ok"], 1: ["ok"]}, [multiply], {0: user("go"), 1: {"prompt": "abc"}})
+
+
 def test_a_turn_that_the_users_parser_cannot_read_is_text(tokenizer, caplog):
     def parse(text: str, ids: list[int]) -> Any:
         raise KeyError("lost")

@@ -171,9 +171,10 @@ class _Agent:
     async def run(self) -> Rollout:
         """The finished rollout."""
         own_rewards: dict[str, float | None] = {}
-        prompt, reason = Prompt([], self._data, self._place.group), "error"
+        messages = _conversation(self._data)
+        prompt, reason = Prompt([], {**self._data, "prompt": messages}, self._place.group), "error"
         try:
-            prompt = await self._begin()
+            prompt = await self._begin(messages)
             reason = await self._converse(prompt)
             own_rewards = await self._ask_for_reward()
         except _Failed as failure:
@@ -182,9 +183,8 @@ class _Agent:
 
     # ------------------------------------------------------------------------------------ beginning and end
 
-    async def _begin(self) -> Prompt:
+    async def _begin(self, messages: list[dict[str, Any]]) -> Prompt:
         """The prompt, with what the environment says at the beginning."""
-        messages = [dict(message) for message in self._data.get("prompt") or ({"role": "user", "content": ""},)]
         if self._seat is not None:
             outcome = await self._wait_for(self._seat.reset(self._data, self._workers, self._timeout_s))
             if outcome.problem:
@@ -304,6 +304,17 @@ class _Agent:
         self._wait_s += waited.seconds
         self._hidden_s += waited.hidden_s
         return waited
+
+
+def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row's messages; one of the user's for an environment to fill if it has none. ValueError for a text."""
+    prompt = row.get("prompt") or [{"role": "user", "content": ""}]
+    if isinstance(prompt, str):
+        raise ValueError(
+            f"a row has the text prompt {prompt[:80]!r}, but tools and environments need conversations; make each "
+            'prompt a list of messages: [{"role": "user", "content": ...}]'
+        )
+    return [dict(message) for message in prompt]
 
 
 def _message(reply: ToolReply, call: Call) -> dict[str, Any]:
