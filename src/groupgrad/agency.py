@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,16 @@ class Agency:
         if self.environments is None:
             return [tool.schema for tool in self.tools]
         return max(self.environments.schemas.values(), key=lambda schemas: len(str(schemas)))
+
+    @contextmanager
+    def closed_on_errors(self) -> Iterator[None]:
+        """Environments are closed if anything is raised inside."""
+        try:
+            yield
+        except BaseException:
+            if self.environments is not None:
+                self.environments.close()
+            raise
 
     def source(
         self, config: GRPOConfig, engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, trainer: Any
@@ -132,7 +143,9 @@ def build_agency(config: GRPOConfig, tokenizer: Any, asked: AgentArguments) -> A
     kwargs = options.mapping(config.chat_template_kwargs)
     if not schemas:
         return Agency(environments=environments, chat=PlainFormat(PromptMaker(tokenizer, kwargs)))
-    chat = ChatFormat.of(tokenizer, schemas=schemas, chat_template_kwargs=kwargs, response_parser=asked.response_parser)
+    with Agency(environments=environments).closed_on_errors():
+        parser = asked.response_parser
+        chat = ChatFormat.of(tokenizer, schemas=schemas, chat_template_kwargs=kwargs, response_parser=parser)
     return Agency(tools=made, environments=environments, chat=chat)
 
 

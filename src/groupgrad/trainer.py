@@ -134,19 +134,20 @@ class GRPOTrainer(TrainingRun):
         self.prompt_maker = assembly.build_prompt_maker(config, parts)
         asked = AgentArguments(tools, environment_factory, rollout_func, response_parser)
         self.agency = build_agency(config, parts.tokenizer, asked)
-        assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.agency, config)
-        self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.agency)
-        super().__init__(
-            model=parts.model,
-            args=config,
-            data_collator=default_data_collator,  # unused: the loaders collate
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=parts.processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
-        self._connect(parts)
+        with self.agency.closed_on_errors():
+            assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.agency, config)
+            self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.agency)
+            super().__init__(
+                model=parts.model,
+                args=config,
+                data_collator=default_data_collator,  # unused: the loaders collate
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=parts.processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+            self._connect(parts)
 
     def _connect(self, parts: assembly.Parts) -> None:
         """Make everything that lives as long as the trainer, and hang it into the training loop."""
@@ -187,9 +188,7 @@ class GRPOTrainer(TrainingRun):
         self.checkpointing = assembly.checkpointing_by_need(
             self.args, self.model, self.setup.forward_options, self.accelerator.autocast
         )
-        self.sampled = SampledNumbers(
-            lambda: self.rollouts.is_exact, self.model, self.setup.frozen_scorer, self.accelerator
-        )
+        self.sampled = SampledNumbers(self.rollouts, self.model, self.setup.frozen_scorer, self.accelerator)
         self.memory = memory_guard(self.model, self.args, aux_loss=self.setup.forward_options.aux_loss)
         self.run_state = RunState(
             {

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from datasets import Dataset
-from scripted_agents import EOS, call, with_tools
+from scripted_agents import EOS, TEMPLATE, call, with_tools
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad import GRPOConfig, GRPOTrainer, assembly
@@ -478,11 +478,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no reset": ({"environment_factory": NoReset}, ValueError, "NoReset.*reset"),
     "unknown environment": (
         {
-            "environment_factory": {"a": NoReset},
+            "environment_factory": {"a": Counter},
             "train_dataset": Dataset.from_list([{**CHAT[0], "environment": "b"}] * 8),
         },
         ValueError,
-        "reset|'b'",
+        "column 'environment' is 'b', which environment_factory does not have; it has 'a'",
     ),
     "both": ({"rollout_func": longer, "tools": [increment]}, ValueError, "rollout_func and tools are given"),
     "no function": ({"rollout_func": 3}, TypeError, "rollout_func is a int"),
@@ -494,6 +494,22 @@ def test_what_cannot_work(case: str, tokenizer: Any, make_model: Any, unsampled:
     arguments, kind, expected = BAD[case]
     with pytest.raises(kind, match=expected):
         make(tokenizer, make_model, **{"reward_funcs": longer, **arguments})
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_environments_are_closed_if_the_trainer_cannot_be_made(template: Any, tokenizer: Any, make_model: Any) -> None:
+    """Neither with a template that is none, which is found out first, nor with text prompts, which come later."""
+    Counter.closed = closed = []
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="text prompts" if template else "chat template"):
+        GRPOTrainer(
+            model=make_model(),
+            args=GRPOConfig("out", use_cpu=True, report_to="none"),
+            processing_class=tokenizer,
+            train_dataset=TEXTS,
+            environment_factory=Counter,
+        )
+    assert len(closed) == 1
 
 
 def test_tools_that_leave_no_room_for_a_completion(tokenizer: Any, make_model: Any, unsampled: None) -> None:

@@ -10,7 +10,6 @@ import logging
 import math
 import numbers
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -77,7 +76,6 @@ class Environments:
         self._close_timeout_s = close_timeout_s
         self._closers = Workers(16)
         self._closing: set[Future[Outcome]] = set()
-        atexit.register(_close_at_exit, weakref.ref(self))
         self._kinds: dict[str, Kind] = {}
         try:
             for name, factory in named(factories).items():
@@ -134,6 +132,7 @@ class Environments:
         What goes wrong is logged. May be called any number of times; a later `draw` makes new instances.
         """
         with self._lock:
+            atexit.unregister(self.close)
             instances = list(self._alive.values())
             self._alive.clear()
             for kind in self._kinds.values():
@@ -170,6 +169,9 @@ class Environments:
                     "run side by side, so it must make a new one at each call"
                 )
             self._alive[id(instance)] = instance
+            if len(self._alive) == 1:
+                # Known there until they are closed, so that nobody's forgetting them leaves an instance open.
+                atexit.register(self.close)
 
     def _name_of(self, row: Mapping[str, Any]) -> str:
         if not self._by_column:
@@ -394,8 +396,3 @@ def _then(running: Future[Outcome], read: Callable[[Outcome], Any]) -> Future[An
     future.set_running_or_notify_cancel()
     running.add_done_callback(lambda done: future.set_result(read(done.result())))
     return future
-
-
-def _close_at_exit(reference: weakref.ref[Environments]) -> None:
-    if (environments := reference()) is not None:
-        environments.close()

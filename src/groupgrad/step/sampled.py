@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,15 +17,23 @@ from groupgrad.types import NO_PASS, Batch, TokenScores
 MISMATCH = "sampling/logp_mismatch"
 
 
+class Source(Protocol):
+    """What made the rollouts."""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if its log-probs and entropies are those of the very modules that train, in evaluation mode."""
+        ...
+
+
 class SampledNumbers:
     """Log-probs and entropies from sampling, or from a pass of the policy where those do not do.
 
-    `is_exact` says at any time whether they are those of the very modules that train, in evaluation mode. What a user's
-    function reports is not, whatever the engine beside it.
+    What a user's function reports is never taken for the policy's, whatever the engine beside it.
     """
 
-    def __init__(self, is_exact: Callable[[], bool], model: nn.Module, scorer: FrozenScorer, accelerator: Any):
-        self._is_exact, self._model, self._scorer = is_exact, model, scorer
+    def __init__(self, source: Source, model: nn.Module, scorer: FrozenScorer, accelerator: Any):
+        self._source, self._model, self._scorer = source, model, scorer
         types = computing_types(model, accelerator.mixed_precision)
         self._watch = MismatchWatch(tolerance(types, accelerator.device))
         self._step = 0
@@ -36,18 +43,18 @@ class SampledNumbers:
     def begin_step(self, step: int) -> None:
         """The optimizer step that the next ones are asked for."""
         self._step = step
-        self.freshness = Freshness(step, self._is_exact() and not has_dropout(self._model))
+        self.freshness = Freshness(step, self._source.is_exact and not has_dropout(self._model))
 
     def with_frozen_scores(self, batch: Batch, *, off_policy: bool) -> Batch:
         """The batch with the log-probs that stay while its round is trained on: the reference's and, `off_policy`, the
         old ones. Its round must just have been sampled."""
-        old = known_logprobs(batch) if off_policy and self._is_exact() else None
+        old = known_logprobs(batch) if off_policy and self._source.is_exact else None
         scored = self._scorer(batch, old=off_policy and old is None)
         return scored if old is None else replace(scored, old_logprobs=old)
 
     def entropy(self, batch: Batch) -> torch.Tensor:
         """(L,) entropies (nats) of the policy in evaluation mode as it is in this step."""
-        freshness = Freshness(self._step, self._is_exact())
+        freshness = Freshness(self._step, self._source.is_exact)
         if batch.sampling_entropy is not None and bool(known_rows(batch, freshness).all()):
             return batch.sampling_entropy
         return self._scorer.entropy(batch)
