@@ -14,6 +14,7 @@ from groupgrad.config import GRPOConfig, options
 from groupgrad.data.chat import ChatFormat, PlainFormat
 from groupgrad.data.prompts import PromptMaker, drop_empty_fields
 from groupgrad.engines.base import Engine, SamplingOptions
+from groupgrad.rewards.functions import is_async
 from groupgrad.rollout.agent import AgentRollouts
 from groupgrad.rollout.base import RolloutSource
 from groupgrad.rollout.custom import CustomRollouts
@@ -124,16 +125,12 @@ def build_agency(config: GRPOConfig, tokenizer: Any, asked: AgentArguments) -> A
     other."""
     tools, factory = asked.tools, asked.environment_factory
     if asked.rollout_func is not None:
+        _warn_of_useless(config, asked, "a rollout_func makes whole rollouts itself")
         return Agency(_check_function(asked.rollout_func, tools=tools, environment_factory=factory))
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise TypeError(f"tools is a {type(tools).__name__}; give a list of functions")
     if not tools and factory is None:
-        for name, value in (
-            ("response_parser", asked.response_parser),
-            ("max_tool_calling_iterations", config.max_tool_calling_iterations),
-        ):
-            if value is not None:
-                warnings.warn(f"{name} has no effect: there are no tools to call")
+        _warn_of_useless(config, asked, "there are no tools to call")
         return Agency()
     made = make_tools(tools or [])
     environments = None if factory is None else Environments(factory, made)
@@ -142,11 +139,22 @@ def build_agency(config: GRPOConfig, tokenizer: Any, asked: AgentArguments) -> A
         schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
     kwargs = options.mapping(config.chat_template_kwargs)
     if not schemas:
+        _warn_of_useless(config, asked, "the environments have no methods that are tools")
         return Agency(environments=environments, chat=PlainFormat(PromptMaker(tokenizer, kwargs)))
     with Agency(environments=environments).closed_on_errors():
         parser = asked.response_parser
         chat = ChatFormat.of(tokenizer, schemas=schemas, chat_template_kwargs=kwargs, response_parser=parser)
     return Agency(tools=made, environments=environments, chat=chat)
+
+
+def _warn_of_useless(config: GRPOConfig, asked: AgentArguments, reason: str) -> None:
+    """Warn of what is given about calls of tools where there are none."""
+    for name, value in (
+        ("response_parser", asked.response_parser),
+        ("max_tool_calling_iterations", config.max_tool_calling_iterations),
+    ):
+        if value is not None:
+            warnings.warn(f"{name} has no effect: {reason}")
 
 
 def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
@@ -158,6 +166,8 @@ def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
         )
     if not callable(function):
         raise TypeError(f"rollout_func is a {type(function).__name__}; give a function of (prompts, trainer)")
+    if is_async(function):
+        raise TypeError("rollout_func is async; give a plain function (it may run asyncio.run(...) itself)")
     return function
 
 

@@ -485,6 +485,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "column 'environment' is 'b', which environment_factory does not have; it has 'a'",
     ),
     "both": ({"rollout_func": longer, "tools": [increment]}, ValueError, "rollout_func and tools are given"),
+    "async function": (
+        {"rollout_func": Counter().get_reward},
+        TypeError,
+        "rollout_func is async; give a plain function",
+    ),
     "no function": ({"rollout_func": 3}, TypeError, "rollout_func is a int"),
 }
 
@@ -521,6 +526,31 @@ def test_tools_that_leave_no_room_for_a_completion(tokenizer: Any, make_model: A
         ValueError, match=r"longest prompt of train_dataset has \d+ tokens, \d+ of which describe the 1"
     ):
         make(tokenizer, make_model, tools=[verbose], reward_funcs=longer)
+
+
+class Silent:
+    """Has nothing to call."""
+
+    def reset(self) -> str:
+        return "Speak."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "there are no tools to call"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "a rollout_func makes whole rollouts itself"),
+        ({"environment_factory": Silent}, "the environments have no methods that are tools"),
+    ],
+)
+def test_what_is_about_calls_says_where_there_are_none(
+    arguments: dict[str, Any], reason: str, tokenizer: Any, make_model: Any
+) -> None:
+    asked = {"reward_funcs": longer, "response_parser": lambda text, ids: {"content": text}, **arguments}
+    with pytest.warns(UserWarning) as said:
+        make(tokenizer, make_model, {"max_tool_calling_iterations": 3}, **asked)
+    for name in ("response_parser", "max_tool_calling_iterations"):
+        assert [str(w.message) for w in said].count(f"{name} has no effect: {reason}") == 1
 
 
 def test_a_template_without_tools_is_refused(make_tokenizer: Any, make_model: Any, unsampled: None) -> None:

@@ -73,6 +73,13 @@ def test_a_function_that_makes_the_groups_itself_gets_each_prompt_once_from_then
     assert [len(r.completion_ids) for r in second] == [1, 2, 3, 4]
 
 
+def test_a_function_that_makes_groups_is_told_how_many_completions_they_have(tokenizer):
+    maker = CustomRollouts(lambda prompts, trainer: answer(list(prompts) * 2), TRAINER, PromptMaker(tokenizer), [1])
+    maker(request())
+    with pytest.raises(RolloutError, match=r"returned 4 rows for 2 prompts; return num_generations=3 .* each, 6 rows"):
+        maker(request(rows=range(6), size=3))
+
+
 def test_env_mask_says_what_the_model_produced(tokenizer):
     masks = [[1], [0, 1], [1, 0, 1], [1, 0, 0, 1]]
     rollouts = run(lambda prompts, trainer: answer(prompts, env_mask=masks), tokenizer)
@@ -83,6 +90,8 @@ def test_env_mask_says_what_the_model_produced(tokenizer):
 def test_further_fields_are_values_of_the_rows_or_of_all(tokenizer):
     rollouts = run(lambda prompts, trainer: answer(prompts, steps=[3, 1, 4, 1], game="go"), tokenizer)
     assert [r.extra for r in rollouts] == [{"steps": n, "game": "go"} for n in (3, 1, 4, 1)]
+    rollouts = run(lambda prompts, trainer: answer(prompts, mean=torch.tensor(0.5)), tokenizer)
+    assert [float(r.extra["mean"]) for r in rollouts] == [0.5] * 4
 
 
 def test_logprobs_may_name_their_tokens(tokenizer):
@@ -141,6 +150,9 @@ def test_empty_completions_are_failed_rollouts_and_too_many_an_error(tokenizer, 
         (answer([0] * 4, prompt_ids=None), "prompt_ids=None"),
         (answer([0] * 4, completion_ids=["abc"] * 4), "'a' .*among completion_ids of row 0; return token ids"),
         (answer([0] * 4, score=[1.0, 2.0]), "2 values of 'score' for 4 rows"),
+        (answer([0] * 4, completion_ids=[None] * 4), r"None \(NoneType\) for completion_ids of row 0; return a list"),
+        (answer([0] * 4, env_mask=[1] * 4), r"1 \(int\) for env_mask of row 0; return a list"),
+        (answer([0] * 4, logprobs=[["x"]] * 4), r"'x' \(str\) among logprobs of row 0; return numbers"),
         (answer([0] * 4, logprob_token_ids=[[1]] * 4), "1 logprob_token_ids for 2 completion_ids in row 1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,10 +77,13 @@ class CustomRollouts:
             firsts = {group: groups.index(group) for group in groups}
             places = [firsts[group] * size + groups[:i].count(group) for i, group in enumerate(groups)]
         elif count != len(groups):
-            raise RolloutError(
-                f"rollout_func returned {count} rows for {len(asked)} prompts; return one for each prompt given, which "
-                f"are {len(groups)} here with each prompt once for every completion (num_generations={size})"
+            wanted = (
+                f"num_generations={size} completions of each, {len(groups)} rows, as it made groups before"
+                if self._makes_groups
+                else f"one for each prompt given, which are {len(groups)} here with each prompt once for every "
+                f"completion (num_generations={size})"
             )
+            raise RolloutError(f"rollout_func returned {count} rows for {len(asked)} prompts; return {wanted}")
         answer = _read(returned, count)
         rollouts = [self._rollout(request, row, answer, place) for row, place in zip(rows, places)]
         check_failures(rollouts, request)
@@ -181,12 +185,15 @@ def _read(returned: Mapping[str, Any], count: int) -> _Answer:
     return _Answer(prompt_ids, completion_ids, logprobs, env_mask, {n: _column(n, v, count) for n, v in others.items()})
 
 
-def _as_list(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+def _as_list(values: Any, name: str, row: int) -> list[Any]:
+    found = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(found, Sequence):
+        raise RolloutError(f"rollout_func returned {shown(values)} for {name} of row {row}; return a list for each row")
+    return list(found)
 
 
 def _ids(values: Any, name: str, row: int) -> list[int]:
-    ids = _as_list(values)
+    ids = _as_list(values, name, row)
     wrong = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int) or token < 0), None)
     if wrong is not None:
         raise RolloutError(f"rollout_func returned {shown(wrong)} among {name} of row {row}; return token ids")
@@ -195,13 +202,13 @@ def _ids(values: Any, name: str, row: int) -> list[int]:
 
 def _logprobs(values: Any, tokens: Any, ids: list[int], row: int) -> list[float]:
     """One log-prob a token: the entry itself or, of several at a place, that of the token chosen; NaN if it is None."""
-    given = _as_list(values)
+    given = _as_list(values, "logprobs", row)
     if len(given) != len(ids):
         raise RolloutError(
             f"rollout_func returned {len(given)} logprobs for {len(ids)} completion_ids in row {row}; return one for "
             "each token"
         )
-    names = None if tokens is None else _as_list(tokens)
+    names = None if tokens is None else _as_list(tokens, "logprob_token_ids", row)
     if names is not None and len(names) != len(ids):
         raise RolloutError(
             f"rollout_func returned {len(names)} logprob_token_ids for {len(ids)} completion_ids in row {row}; give "
@@ -210,14 +217,16 @@ def _logprobs(values: Any, tokens: Any, ids: list[int], row: int) -> list[float]
     chosen = []
     for place, (value, token) in enumerate(zip(given, ids)):
         if isinstance(value, (list, tuple)):
-            there = [token] if names is None else _as_list(names[place])
+            there = [token] if names is None else _as_list(names[place], "logprob_token_ids", row)
             value = dict(zip(there, value)).get(token)
+        if value is not None and not isinstance(value, numbers.Real):
+            raise RolloutError(f"rollout_func returned {shown(value)} among logprobs of row {row}; return numbers")
         chosen.append(NAN if value is None else float(value))
     return chosen
 
 
 def _flags(mask: Any, length: int, row: int) -> list[bool]:
-    flags = _as_list(mask)
+    flags = _as_list(mask, "env_mask", row)
     if len(flags) != length or any(flag not in (0, 1) for flag in flags):
         raise RolloutError(
             f"rollout_func returned {len(flags)} env_mask entries ({shown(flags)}) for {length} completion_ids in row "
@@ -228,9 +237,10 @@ def _flags(mask: Any, length: int, row: int) -> list[bool]:
 
 def _column(name: str, value: Any, count: int) -> list[Any]:
     """One value a row for the reward functions."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+    is_single = getattr(value, "ndim", None) == 0 or not hasattr(value, "__len__")
+    if is_single or isinstance(value, (str, bytes, Mapping)):
         return [value] * count
-    values = _as_list(value)
+    values = value.tolist() if hasattr(value, "tolist") else list(value)
     if len(values) != count:
         raise RolloutError(
             f"rollout_func returned {len(values)} values of '{name}' for {count} rows; return one a row, or a single "
