@@ -13,8 +13,9 @@ import torch
 from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, requests, true_logprobs, vary
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm.client import HttpTransport, VLLMServerEngine
+from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address, ServerRefused, call
+from groupgrad.engines.vllm.transport import HttpTransport, SharedMemoryTransport, choose_transport
 from groupgrad.engines.vllm.wire import Bucket
 
 
@@ -101,6 +102,19 @@ def test_every_completion_matches_the_regex(server: Served, policy: Any, tokeniz
     for sample in engine.sample(requests(), OPTIONS):
         text = tokenizer.decode(sample.ids)
         assert text[:2].isdigit() and text[2] == "-" and text[3].islower() and sample.ids[-1] == 1
+
+
+@pytest.mark.parametrize("transport", [HttpTransport(), SharedMemoryTransport()])
+def test_each_transport_brings_the_weights(transport: Any, server: Served, policy: Any) -> None:
+    engine = server.engine(transport=transport)
+    engine.push(vary(policy, 7), 0)
+    assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+
+
+def test_workers_on_this_machine_read_its_memory(server: Served, engine: VLLMServerEngine) -> None:
+    assert isinstance(choose_transport(server.address, timeout_s=30.0), SharedMemoryTransport)
+    assert call(server.address, "reads", {"shared": "groupgrad-" + 32 * "0"}, timeout_s=30.0) == {"reads": False}
+    assert call(server.address, "reads", {"shared": "../../etc/passwd"}, timeout_s=30.0) == {"reads": False}
 
 
 class Flips(HttpTransport):

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupgrad.engines.vllm.wire import TensorNote, notes_as_lists, notes_from_lists, pack, unpack
+from groupgrad.engines.vllm.wire import (
+    SHARED_MEMORY,
+    TensorNote,
+    notes_as_lists,
+    notes_from_lists,
+    pack,
+    read_shared,
+    remove_shared,
+    remove_stale,
+    unpack,
+    write_shared,
+)
 
 NOTES = [
     TensorNote("a", "float32", (2, 3)),
@@ -20,6 +32,7 @@ NOTES = [
 TENSORS = [torch.arange(6.0).view(2, 3), torch.linspace(-1, 1, 5), torch.tensor(7), torch.zeros(0, 4)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400))
 def test_what_is_unpacked_is_what_was_packed_in_the_dtype_announced(bucket_bytes: int) -> None:
     buckets = list(pack(NOTES, TENSORS, bucket_bytes=bucket_bytes))
@@ -69,3 +82,32 @@ def test_notes_survive_json() -> None:
 def test_a_dtype_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="'nonsense' is not the name of a torch dtype"):
         TensorNote("a", "nonsense", (1,)).num_bytes  # noqa: B018
+
+
+def test_shared_memory_is_read_where_it_lies_and_gone_when_removed() -> None:
+    (bucket,) = pack(NOTES[:2], TENSORS[:2])
+    name = write_shared(bucket.data)
+    try:
+        seen = read_shared(name)
+    finally:
+        remove_shared(name)
+    found = dict(unpack(NOTES[:2], seen))
+    assert torch.equal(found["a"], TENSORS[0])
+    with pytest.raises(OSError, match=name):
+        read_shared(name)
+
+
+def test_only_names_of_buckets_are_read() -> None:
+    with pytest.raises(OSError, match="is not the name of a bucket"):
+        read_shared("../../etc/passwd")
+
+
+def test_what_a_killed_trainer_left_is_removed_in_time() -> None:
+    old, new = write_shared(b"old"), write_shared(b"new")
+    try:
+        os.utime(SHARED_MEMORY / old, (0, 0))
+        remove_stale()
+        assert not (SHARED_MEMORY / old).exists() and (SHARED_MEMORY / new).exists()
+    finally:
+        remove_shared(old)
+        remove_shared(new)

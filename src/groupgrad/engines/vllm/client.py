@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
@@ -19,9 +19,9 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call, wait_until_up
 from groupgrad.engines.vllm.sampling import sampling_fields
 from groupgrad.engines.vllm.session import ServerSession
+from groupgrad.engines.vllm.transport import Transport, choose_transport
 from groupgrad.engines.vllm.wire import (
     BUCKET_BYTES,
-    Bucket,
     TensorNote,
     dtype_name,
     model_sizes,
@@ -36,23 +36,6 @@ logger = logging.getLogger(__name__)
 
 PUSH_ATTEMPTS = 3
 """Times that a push is tried when the server goes away in the middle of it."""
-
-
-class Transport(Protocol):
-    """Carries buckets to the workers of a server. One over NCCL, from GPU to GPU, would be another class like this."""
-
-    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
-        """Return when all workers have loaded the bucket."""
-        ...
-
-
-class HttpTransport:
-    """Buckets as bodies of HTTP calls; the server hands them to its workers."""
-
-    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
-        """Return when all workers have loaded the bucket."""
-        query = {"stamp": stamp, "first": bucket.first, "count": bucket.count}
-        call(address, "bucket", bucket.data, query=query, timeout_s=timeout_s)
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,7 +91,7 @@ class VLLMServerEngine:
     ):
         self.address, self.timeout_s = address, timeout_s
         self._regex, self._pushes, self._bucket_bytes = regex, pushes, bucket_bytes
-        self._transport: Transport = transport or HttpTransport()
+        self._transport = transport
         self._expected: Expected | None = None
         self._info: dict[str, Any] = {}
         self._pushed: _Pushed | None = None
@@ -287,8 +270,10 @@ class VLLMServerEngine:
         call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
         checksum = 0
         tensors = (tensor for _, tensor in served_weights(model, merge=merge))
+        # Chosen anew for each push: the server may have been started again on another machine.
+        transport = self._transport or choose_transport(self.address, timeout_s=timeout_s)
         for bucket in pack(notes, tensors, bucket_bytes=self._bucket_bytes):
-            self._transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
+            transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
             checksum = bucket.checksum
         call(self.address, "commit", {"stamp": stamp, "checksum": checksum}, timeout_s=timeout_s)
 

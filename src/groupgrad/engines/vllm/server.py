@@ -5,6 +5,7 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 - GET `/groupgrad/info`: what is served, by which start of the server, with which weights.
 - POST `/groupgrad/check`: whether sampling options can work.
 - POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and one every second to show life.
+- POST `/groupgrad/reads`: whether the workers see this machine's shared memory.
 - POST `/groupgrad/begin`, `/groupgrad/bucket`, `/groupgrad/commit`: a push of weights.
 - POST `/groupgrad/adapter`: a push of an adapter.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -30,6 +32,8 @@ from groupgrad.engines.vllm.rows import RowStream
 from groupgrad.engines.vllm.sampling import sampling_params
 from groupgrad.engines.vllm.wire import model_sizes
 from groupgrad.engines.vllm.worker import EXTENSION, REFUSED
+
+logger = logging.getLogger(__name__)
 
 MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
 PREFIX = "/groupgrad/"
@@ -96,13 +100,13 @@ class Routes:
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
-        from starlette.responses import StreamingResponse
 
         request = Request(scope, receive)
         engine = scope["app"].state.engine_client
         handlers = {
             "info": self._info,
             "check": self._check,
+            "reads": self._reads,
             "begin": self._begin,
             "bucket": self._bucket,
             "commit": self._commit,
@@ -112,11 +116,7 @@ class Routes:
         try:
             if name == "generate":
                 rows = self._generate(engine, await request.json())
-                try:
-                    lines = StreamingResponse(rows.lines(), media_type="application/x-ndjson")
-                    await lines(scope, receive, send)
-                finally:
-                    rows.give_up()
+                await _stream(rows, scope, receive, send)
                 return
             if name not in handlers:
                 raise Refusal(404, f"there is no route {scope['path']}")
@@ -193,9 +193,16 @@ class Routes:
         data = await request.body()
         async with self._weights.lock:
             self._expect_push(query["stamp"])
-            arguments = (data, int(query["first"]), int(query["count"]))
-            await engine.collective_rpc("groupgrad_bucket", args=arguments)
+            places = int(query["first"]), int(query["count"])
+            if "shared" in query:
+                await engine.collective_rpc("groupgrad_shared", args=(query["shared"], *places))
+            else:
+                await engine.collective_rpc("groupgrad_bucket", args=(data, *places))
         return {}
+
+    async def _reads(self, engine: Any, request: Any) -> dict[str, Any]:
+        name = (await request.json())["shared"]
+        return {"reads": all(await engine.collective_rpc("groupgrad_reads", args=(name,)))}
 
     async def _commit(self, engine: Any, request: Any) -> dict[str, Any]:
         body = await request.json()
@@ -282,6 +289,18 @@ def _vllm_version() -> str:
         except PackageNotFoundError:
             continue
     return "of unknown version"
+
+
+async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
+    """Send the rows' lines; when who asked for them is gone, so are they."""
+    from starlette.responses import StreamingResponse
+
+    try:
+        await StreamingResponse(rows.lines(), media_type="application/x-ndjson")(scope, receive, send)
+    except OSError:
+        logger.info("a trainer went away while its rows were sampled")
+    finally:
+        rows.give_up()
 
 
 async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:

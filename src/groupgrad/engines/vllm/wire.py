@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
+import re
+import time
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,12 +125,46 @@ def pack(
         yield Bucket(number, first, place + 1 - first, data, zlib.crc32(data, checksum))
 
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where files lie in memory that all processes of a machine (and of a container) see."""
+
+
+def write_shared(data: bytes | bytearray) -> str:
+    """Put bytes where other processes of this user on this machine can read them; gives the name. OSError if it cannot
+    be done; whoever wrote them removes them."""
+    name = f"groupgrad-{uuid.uuid4().hex}"
+    with open(SHARED_MEMORY / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        file.write(data)
+    return name
+
+
+def read_shared(name: str) -> mmap.mmap:
+    """Those bytes, without copying them; writing changes this process's view alone. OSError if they are not there."""
+    if not re.fullmatch(r"groupgrad-[0-9a-f]{32}", name):
+        raise OSError(f"{name!r} is not the name of a bucket of weights")
+    with open(SHARED_MEMORY / name, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def remove_stale(older_than_s: float = 3600.0) -> None:
+    """Forget what this user's trainers left behind when they were killed in the middle of a push."""
+    for path in SHARED_MEMORY.glob("groupgrad-*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > older_than_s:
+                path.unlink()
+
+
+def remove_shared(name: str) -> None:
+    """Forget them; who reads them still can go on."""
+    (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
 def unpack(notes: Iterable[TensorNote], data: Any) -> list[tuple[str, torch.Tensor]]:
     """The bucket's tensors by name. ValueError if the bytes are fewer or more than the notes say.
 
     The tensors lie in `data` if that can be written to, otherwise in a copy.
     """
-    writable = data if isinstance(data, bytearray) else bytearray(data)
+    writable = bytearray(data) if isinstance(data, bytes) else data
     found, offset = [], 0
     for note in notes:
         offset += -offset % ALIGNMENT

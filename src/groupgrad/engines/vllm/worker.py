@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.engines.vllm.wire import TensorNote, notes_from_lists, unpack
+from groupgrad.engines.vllm.wire import TensorNote, notes_from_lists, read_shared, unpack
 
 EXTENSION = "groupgrad.engines.vllm.worker.WeightReceiver"
 """The value of vLLM's `worker_extension_cls`."""
@@ -48,7 +48,19 @@ class WeightReceiver:
             initialize_layerwise_reload(self._groupgrad_model())
         self._groupgrad_push: _Push | None = _Push(notes_from_lists(notes))
 
-    def groupgrad_bucket(self, data: bytes, first: int, count: int) -> None:
+    def groupgrad_reads(self, name: str) -> bool:
+        """True if this worker sees the shared memory of that name."""
+        try:
+            read_shared(name).close()
+        except OSError:
+            return False
+        return True
+
+    def groupgrad_shared(self, name: str, first: int, count: int) -> None:
+        """Load one bucket out of shared memory."""
+        self.groupgrad_bucket(read_shared(name), first, count)
+
+    def groupgrad_bucket(self, data: Any, first: int, count: int) -> None:
         """Load one bucket; buckets come in order."""
         push = getattr(self, "_groupgrad_push", None)
         if push is None:

@@ -1,0 +1,222 @@
+"""The client's side of a vLLM server, against a server that answers from a script."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import threading
+import urllib.parse
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, misfits
+from groupgrad.engines.vllm.http import Address, ServerRefused
+from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
+
+OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
+ROWS = [Request([5, 6], seed=3, max_new_tokens=4), Request([5, 6], seed=4, max_new_tokens=4)]
+
+
+class Scripted:
+    """A server of a model: keeps what is pushed to it, and answers `generate` with the lines of `script`."""
+
+    def __init__(self, model: Any):
+        sizes = {**model_sizes(model.config), "architecture": type(model).__name__}
+        self.info: dict[str, Any] = {"start_id": "first", "model": "m", "sizes": sizes, "vocab_size": 92, "base": "x"}
+        self.info |= {"dtype": "bfloat16", "max_model_len": 64, "max_lora_rank": 0, "whole": True}
+        self.info |= {"stamp": "as loaded", "pushing": None}
+        self.script: list[list[dict[str, Any]]] = []
+        self.asked: list[dict[str, Any]] = []
+        self.notes: list[Any] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.checksum = 0
+        scripted = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200, scripted.info)
+
+            def do_POST(self) -> None:
+                url = urllib.parse.urlsplit(self.path)
+                data = self.rfile.read(int(self.headers["Content-Length"]))
+                name = url.path.removeprefix("/groupgrad/")
+                self._answer(*getattr(scripted, name)(data, dict(urllib.parse.parse_qsl(url.query))))
+
+            def _answer(self, status: int, answer: Any) -> None:
+                lines = answer if isinstance(answer, list) else [answer]
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def engine(self, **options: Any) -> VLLMServerEngine:
+        address = Address.of(port=self.server.server_port)
+        return VLLMServerEngine(address, **{"timeout_s": 2.0, "bucket_bytes": 5_000, **options})
+
+    def check(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+        return 200, {}
+
+    def reads(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+        return 200, {"reads": False}
+
+    def begin(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+        self.notes, self.checksum = notes_from_lists(json.loads(data)["tensors"]), 0
+        return 200, {}
+
+    def bucket(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+        first = int(query["first"])
+        self.weights.update(unpack(self.notes[first : first + int(query["count"])], data))
+        self.checksum = zlib.crc32(data, self.checksum)
+        return 200, {}
+
+    def commit(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+        told = json.loads(data)
+        if told["checksum"] != self.checksum:
+            return 422, {"error": "another checksum"}
+        self.info["stamp"] = told["stamp"]
+        return 200, {}
+
+    def generate(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+        self.asked.append(json.loads(data))
+        lines = [{"stamp": self.asked[-1]["stamp"], **line} for line in self.script.pop(0)]
+        return 200, lines
+
+
+@pytest.fixture
+def scripted(model: Any) -> Iterator[Scripted]:
+    scripted = Scripted(model)
+    yield scripted
+    scripted.server.shutdown()
+
+
+def row(number: int, ids: list[int], reason: str = "length") -> dict[str, Any]:
+    return {"row": number, "ids": ids, "logprobs": [-1.0] * len(ids), "reason": reason}
+
+
+def test_a_push_brings_all_weights_in_the_servers_dtype(scripted: Scripted, model: Any) -> None:
+    stamp = scripted.engine().push(model, 7)
+    assert stamp.startswith("7-") and scripted.info["stamp"] == stamp
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    assert set(scripted.weights) == set(expected)
+    assert all(torch.equal(scripted.weights[name], expected[name]) for name in expected)
+
+
+def test_rows_come_in_any_order_and_share_their_prompt(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 0)
+    scripted.script = [[{"tokens": 3}, row(1, [8, 1], "stop"), row(0, [9, 9, 9, 9])]]
+
+    first, second = engine.sample(ROWS, OPTIONS)
+
+    assert (first.ids, first.finish_reason) == ([9, 9, 9, 9], "length")
+    assert (second.ids, second.finish_reason, second.logprobs) == ([8, 1], "eos", [-1.0, -1.0])
+    (asked,) = scripted.asked
+    assert asked["prompts"] == [[5, 6]] and asked["stamp"] == engine.stamp
+    assert asked["rows"] == [
+        {"row": 0, "prompt": 0, "seed": 3, "max_tokens": 4},
+        {"row": 1, "prompt": 0, "seed": 4, "max_tokens": 4},
+    ]
+
+
+def test_rows_that_an_answer_left_out_are_asked_for_again(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 0)
+    scripted.script = [[row(1, [8])], [row(0, [9])]]
+    assert [sample.ids for sample in engine.sample(ROWS, OPTIONS)] == [[9], [8]]
+    assert [asked["row"] for asked in scripted.asked[1]["rows"]] == [0]
+
+
+def test_a_server_that_was_started_again_is_given_the_weights(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    stamp = engine.push(model, 3)
+    scripted.script = [[], [row(0, [9]), row(1, [8])]]
+    scripted.weights.clear()
+    scripted.info |= {"start_id": "second", "stamp": "as loaded"}
+    engine.sample(ROWS, OPTIONS)
+    assert scripted.info["stamp"] == stamp == engine.stamp and len(scripted.weights) == len(model.state_dict())
+
+
+def test_a_server_that_fails_again_and_again_is_given_up(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 0)
+    scripted.script = [[] for _ in range(9)]
+    with pytest.raises(
+        ConnectionError, match=r"failed 4 times with 2 rows to sample .*its answer ended before all rows"
+    ):
+        engine.sample(ROWS, OPTIONS)
+
+
+def test_rows_of_other_weights_are_refused(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 0)
+    scripted.script = [[{**row(0, [9]), "stamp": "0-other"}]]
+    with pytest.raises(RuntimeError, match="row 0 was sampled from the weights '0-other', not '0-"):
+        engine.sample(ROWS, OPTIONS)
+
+
+def test_a_row_that_fails_is_named(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 0)
+    scripted.script = [[row(0, [9]), {"row": 1, "error": "ValueError: too long"}]]
+    with pytest.raises(ValueError, match=r"row 1 \(a prompt of 2 tokens\): ValueError: too long"):
+        engine.sample(ROWS, OPTIONS)
+
+
+def test_a_push_that_is_refused_says_both_sides(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.connect(model)
+    scripted.commit = lambda data, query: (422, {"error": "nothing was sent for x"})  # type: ignore[method-assign]
+    with pytest.raises(ServerRefused, match=r"pushing version 5 to http://.* failed: nothing was sent for x"):
+        engine.push(model, 5)
+
+
+def test_an_adapter_for_a_server_without_adapters_is_refused(scripted: Scripted, model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"rank 4, but .* was started without --enable-lora"):
+        scripted.engine().push_adapter(adapted, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 91}, "its vocabulary has 91 tokens, the policy's 92"),
+        ({"max_model_len": 32}, "its context holds 32 tokens, but prompt and completion may have 48"),
+        ({"sizes": {"architecture": "LlamaForCausalLM"}}, "architecture 'LlamaForCausalLM'"),
+        ({"sizes": {"hidden_size": 33}}, r"hidden_size 33 \(the policy has 32\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str, scripted: Scripted, model: Any) -> None:
+    expected = Expected.of(model, 48)
+    assert misfits(expected, scripted.info) == []
+    (problem,) = misfits(expected, {**scripted.info, **changes})
+    assert re.search(words, problem)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"base_url": "http://node-5:8001/"}, "http://node-5:8001"),
+        ({"base_url": "https://example.org/serve"}, "https://example.org:443/serve"),
+        ({"host": "0.0.0.0", "port": 8123}, "http://127.0.0.1:8123"),
+        ({"base_url": "http://a:1", "host": "b", "port": 2}, "http://a:1"),
+    ],
+)
+def test_addresses(arguments: dict[str, Any], text: str) -> None:
+    assert str(Address.of(**arguments)) == text
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="vllm_server_base_url is 'node-5:8000', which is no address"):
+        Address.of("node-5:8000")
