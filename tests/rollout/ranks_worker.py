@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,22 @@ from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker, ScoringOptions
 from groupgrad.rollout.sampling import RolloutMaker
 from groupgrad.telemetry.timings import Timings
+from groupgrad.types import Rollout, Trace
 
 ROWS = [{"prompt": text, "broken": False} for text in ("ab", "c", "1+1=", "d")]
+
+
+class Failing:
+    """Rollouts of which those with these row numbers failed."""
+
+    def __init__(self, rollouts: RolloutMaker, *failed: int):
+        self._rollouts, self._failed = rollouts, failed
+        self.is_exact, self.metrics, self.close = False, rollouts.metrics, rollouts.close
+
+    def __call__(self, request: RoundRequest) -> list[Rollout]:
+        made = self._rollouts(request)
+        problem = Trace(0, problem="no such level")
+        return [replace(r, finish_reason="error", trace=problem) if r.index in self._failed else r for r in made]
 
 
 def reward(completion_ids: list[list[int]], broken: list[bool], **kwargs: Any) -> list[float]:
@@ -48,11 +63,18 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     rollouts = RolloutMaker(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
     scoring = ScoringOptions((1.0,), keep_records=True)
     maker = RoundMaker(rollouts, RewardRunner(reward), scoring, Timings())
+
+    def failing(*rows: int) -> RoundMaker:
+        return RoundMaker(Failing(rollouts, *rows), RewardRunner(reward), scoring, Timings())
+
     plan = RoundPlan(4 // world_size, world_size, 1, 2, 1, 2)
     found = {
         "round": one_round(maker, plan, ROWS),
         # Group 3 is the last rank's alone.
         "broken": one_round(maker, plan, [*ROWS[:3], {**ROWS[3], "broken": True}]),
+        # Of the last of two ranks' four rows three failed.
+        "failed": one_round(failing(5, 6, 7), plan, ROWS),
+        "mostly failed": one_round(failing(*range(5)), plan, ROWS),
         "evaluation": evaluation(model, maker),
     }
     (folder / f"{rank}of{world_size}.json").write_text(json.dumps(found))

@@ -11,7 +11,6 @@ import pytest
 from scripted_agents import EOS, PlayingEngine, ask, call, make_agents, user, with_tools
 
 from groupgrad.data.chat import ChatFormat
-from groupgrad.errors import RolloutError
 from groupgrad.rollout.statistics import agent_metrics
 
 
@@ -337,7 +336,7 @@ def test_each_rollout_of_a_group_may_begin_in_its_own_way(tokenizer):
     assert all(f"go at {text.rsplit('at ', 1)[1][0]}" in text for text in texts)
 
 
-def test_a_rollout_whose_environment_fails_ends_as_error(tokenizer, caplog):
+def test_a_rollout_whose_environment_fails_ends_as_error(tokenizer):
     script = {row: ["ok"] for row in range(3)}
     data = {0: user("x"), 1: user("x", start=-1), 2: user("x")}
     rollouts, _ = play(tokenizer, script, [], data, environment=Counter)
@@ -345,13 +344,6 @@ def test_a_rollout_whose_environment_fails_ends_as_error(tokenizer, caplog):
     assert rollouts[1].completion_ids == []
     assert not rollouts[1].is_scorable
     assert "cannot start at -1" in rollouts[1].trace.problem
-    assert "1 of 3 rollouts failed" in caplog.text
-
-
-def test_more_than_half_failing_is_an_error_and_environments_are_closed(tokenizer):
-    data = {0: user("x", start=-1), 1: user("x", start=-1), 2: user("x")}
-    with pytest.raises(RolloutError, match=r"2 of 3 rollouts.*more than half[\s\S]*cannot start at -1"):
-        play(tokenizer, {row: ["ok"] for row in range(3)}, [], data, environment=Counter)
     assert all(env.life[-1] == "close" for env in Counter.made if env.life)
 
 

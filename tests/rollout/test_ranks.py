@@ -65,6 +65,19 @@ def test_a_reward_that_fails_on_one_rank_stops_all(found):
     assert "rank 1 failed with RewardError" in found["0of2"]["broken"][1]
 
 
+def test_failed_rollouts_are_counted_over_all_ranks(found):
+    """Three of one rank's four rows, but of eight in all; and five of eight, which every rank raises alike."""
+    alone, first, second = (found[name]["failed"] for name in ("0of1", "0of2", "1of2"))
+    together = {**first["rows"], **second["rows"]}
+    assert {row for row, (_, advantage) in together.items() if advantage == 0} >= {"5", "6", "7"}
+    assert together.keys() == alone["rows"].keys()
+    for rank in (first, second):
+        assert rank["mean_reward"] == pytest.approx(alone["mean_reward"], rel=1e-12)
+    problem = "5 of 8 rollouts of step 0 failed, more than half; the first (row 0): no such level"
+    for name in ("0of1", "0of2", "1of2"):
+        assert found[name]["mostly failed"] == ["RolloutError", problem]
+
+
 def test_an_evaluation_gives_the_same_numbers_also_where_a_rank_has_no_row(found):
     alone = found["0of1"]["evaluation"]
     assert alone["completions/mean_length"] > 1

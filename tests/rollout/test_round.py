@@ -9,9 +9,9 @@ import pytest
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
-from groupgrad.errors import RewardError
+from groupgrad.errors import RewardError, RolloutError
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.base import RoundRequest, check_failures
 from groupgrad.rollout.round import RoundMaker, ScoredRound, ScoringOptions
 from groupgrad.rollout.sampling import RolloutMaker
 from groupgrad.telemetry.timings import Timings
@@ -140,3 +140,13 @@ def test_timings_tell_sampling_from_scoring(play, tokenizer):
     maker = RoundMaker(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
     maker(request(), trainer_state=None)
     assert list(timings.take()) == ["sampling", "rewards"]
+
+
+def test_half_of_a_round_may_fail(caplog):
+    check_failures({}, 4, 5)
+    check_failures({3: "late", 1: "no such level"}, 4, 5, quiet=True)
+    assert caplog.text == ""
+    check_failures({3: "late", 1: "no such level"}, 4, 5)
+    assert "step 5: 2 of 4 rollouts failed and are not scored; the first (row 1): no such level" in caplog.text
+    with pytest.raises(RolloutError, match=r"3 of 4 rollouts of step 5 failed, more than half; the first \(row 0\): x"):
+        check_failures({0: "x", 1: "y", 2: "z"}, 4, 5)

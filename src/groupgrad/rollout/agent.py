@@ -18,7 +18,7 @@ from groupgrad.data.chat import Call, ChatFormat, PlainFormat
 from groupgrad.data.prompts import PromptMaker, drop_empty_fields
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
 from groupgrad.metrics import Metric
-from groupgrad.rollout.base import RoundRequest, check_failures, row_seed, turn_seed
+from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
 from groupgrad.rollout.driver import Driver, Replies, Turn, Turned, Waited
 from groupgrad.rollout.environments import Environments, Seat, add_observation
 from groupgrad.rollout.statistics import agent_metrics
@@ -45,7 +45,7 @@ class AgentRollouts:
 
     `tools` are had by every rollout, an environment's by its own. The completion of a rollout is everything behind its
     prompt, and its budget, `sampling.max_new_tokens`, counts the tools' words too. A rollout whose environment fails
-    at the beginning ends as `error`; if more than half of a rank's rollouts do, it is a RolloutError.
+    at the beginning ends as `error`.
     """
 
     def __init__(
@@ -79,9 +79,7 @@ class AgentRollouts:
         prompts: dict[Any, Prompt] = {}
         agents = [self._agent(request, row, prompts) for row in request.rows]
         with open_session(self.engine, self.sampling) as session:
-            rollouts = Driver(session).run([agent.run() for agent in agents])
-        check_failures(rollouts, request)
-        return rollouts
+            return Driver(session).run([agent.run() for agent in agents])
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Calls, failures, latencies, turns, waiting."""

@@ -50,25 +50,31 @@ class RolloutSource(Protocol):
         ...
 
 
-def check_failures(rollouts: Sequence[Rollout], request: RoundRequest) -> None:
-    """Warn of failed rollouts; RolloutError if more than half failed."""
+def problems_of(rollouts: Sequence[Rollout]) -> dict[int, str]:
+    """Why rollouts failed, by row number; of those that did."""
     failed = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
-    if not failed:
+    return {rollout.index: rollout.trace.problem if rollout.trace else "" for rollout in failed}
+
+
+def check_failures(problems: Mapping[int, str], num_rows: int, step: int, *, quiet: bool = False) -> None:
+    """Warn of the failed rollouts of a round, of all ranks, unless `quiet`; RolloutError if more than half failed."""
+    if not problems:
         return
-    first = failed[0].trace.problem if failed[0].trace else ""
-    if 2 * len(failed) > len(rollouts):
+    first = min(problems)
+    if 2 * len(problems) > num_rows:
         raise RolloutError(
-            f"{len(failed)} of {len(rollouts)} rollouts of step {request.step} failed, more than half; the first "
-            f"(row {failed[0].index}): {first}"
+            f"{len(problems)} of {num_rows} rollouts of step {step} failed, more than half; the first (row {first}): "
+            f"{problems[first]}"
         )
-    logger.warning(
-        "step %d: %d of %d rollouts failed and are not scored; the first (row %d): %s",
-        request.step,
-        len(failed),
-        len(rollouts),
-        failed[0].index,
-        first,
-    )
+    if not quiet:
+        logger.warning(
+            "step %d: %d of %d rollouts failed and are not scored; the first (row %d): %s",
+            step,
+            len(problems),
+            num_rows,
+            first,
+            problems[first],
+        )
 
 
 def row_seed(run_seed: int, phase: str, round_number: int, row: int) -> int:

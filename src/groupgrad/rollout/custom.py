@@ -13,7 +13,7 @@ from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.rewards.inputs import fresh, shown
-from groupgrad.rollout.base import RoundRequest, check_failures
+from groupgrad.rollout.base import RoundRequest
 from groupgrad.rollout.statistics import ending_metrics
 from groupgrad.types import FinishReason, Prompt, Rollout, Trace
 
@@ -44,7 +44,7 @@ class CustomRollouts:
     tokens that the entries of `logprobs` belong to, if there are several at a place). Whatever else it returns reaches
     the reward functions under its name: lists of one value a row, or one value for all.
 
-    An empty completion is a failed rollout: it is counted and not scored; if more than half are, it is a RolloutError.
+    An empty completion is a failed rollout: it is counted and not scored.
 
     A function may also follow the other reading of the documents, in which it makes `num_generations` completions of
     each prompt itself: it is known by the number of its rows, and gets each prompt once from then on.
@@ -85,9 +85,7 @@ class CustomRollouts:
             )
             raise RolloutError(f"rollout_func returned {count} rows for {len(asked)} prompts; return {wanted}")
         answer = _read(returned, count)
-        rollouts = [self._rollout(request, row, answer, place) for row, place in zip(rows, places)]
-        check_failures(rollouts, request)
-        return rollouts
+        return [self._rollout(request, row, answer, place) for row, place in zip(rows, places)]
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Why rollouts ended."""

@@ -13,7 +13,7 @@ from groupgrad.data.collate import collate
 from groupgrad.metrics import Metric
 from groupgrad.objectives import Advantages, compute_advantages, reward_metrics
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import RolloutSource, RoundRequest
+from groupgrad.rollout.base import RolloutSource, RoundRequest, check_failures, problems_of
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Batch, RewardTable, Rollout
@@ -67,7 +67,8 @@ class RoundMaker:
         self.options, self.timings = options, timings
 
     def __call__(self, request: RoundRequest, *, trainer_state: Any) -> ScoredRound:
-        """Collective. Sample and score one round. A failure on any rank is raised on all of them."""
+        """Collective. Sample and score one round. A failure on any rank is raised on all of them, and a RolloutError if
+        more than half of the round's rollouts failed, over all ranks."""
         rollouts: list[Rollout] = []
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
         with dist.together():
@@ -79,7 +80,8 @@ class RoundMaker:
         return self._finish(request, rollouts, table)
 
     def _finish(self, request: RoundRequest, rollouts: list[Rollout], table: RewardTable) -> ScoredRound:
-        rewards, tokens = _gather_rewards(rollouts, table, request.num_rows)
+        rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
+        check_failures(problems, request.num_rows, request.step, quiet=not dist.is_main())
         result = compute_advantages(
             rewards,
             torch.tensor(self.options.reward_weights, dtype=torch.float64),
@@ -100,14 +102,17 @@ class RoundMaker:
         return ScoredRound(rollouts, advantages, metrics, tokens, _mean_reward(result), records)
 
 
-def _gather_rewards(rollouts: list[Rollout], table: RewardTable, num_rows: int) -> tuple[torch.Tensor, int]:
-    """Collective. The whole round's (N, R) rewards in row order, and its tokens."""
-    mine = ([rollout.index for rollout in rollouts], table.rewards, num_tokens(rollouts))
+def _gather_rewards(
+    rollouts: list[Rollout], table: RewardTable, num_rows: int
+) -> tuple[torch.Tensor, int, dict[int, str]]:
+    """Collective. The whole round's (N, R) rewards in row order, its tokens, and why rows failed."""
+    mine = ([rollout.index for rollout in rollouts], table.rewards, num_tokens(rollouts), problems_of(rollouts))
     parts = dist.all_gather_objects(mine)
     rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
-    for indices, values, _ in parts:
+    for indices, values, _, _ in parts:
         rewards[indices] = values.double()
-    return rewards, sum(tokens for _, _, tokens in parts)
+    problems = {row: problem for *_, part in parts for row, problem in part.items()}
+    return rewards, sum(tokens for _, _, tokens, _ in parts), problems
 
 
 def _gather_records(rollouts: list[Rollout], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
