@@ -31,13 +31,14 @@ from groupgrad.models.reference import Reference
 from groupgrad.models.startup import LayoutReport, check_layout
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.environments import KIND_COLUMN
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker
 from groupgrad.telemetry.timings import Timings
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS_KEPT = ("prompt", "image", "images")
+_COLUMNS_KEPT = ("prompt", "image", "images", KIND_COLUMN)
 
 
 @dataclass(slots=True)
@@ -215,7 +216,7 @@ def keep_columns(config: GRPOConfig, train: Any, evaluation: Any) -> tuple[Any, 
 
 
 def keep_prompt_columns(dataset: Any) -> Any:
-    """With `remove_unused_columns`: the data set with its prompts (and images) alone."""
+    """With `remove_unused_columns`: the data set with its prompts (images, names of environments) alone."""
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)) or type(dataset) is dict:
         return {name: keep_prompt_columns(part) for name, part in dataset.items()}
     if not isinstance(dataset, (Dataset, IterableDataset)):

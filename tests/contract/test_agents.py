@@ -501,6 +501,14 @@ def test_what_cannot_work(case: str, tokenizer: Any, make_model: Any, unsampled:
         make(tokenizer, make_model, **{"reward_funcs": longer, **arguments})
 
 
+def test_the_names_of_environments_are_no_unused_column(tokenizer: Any, make_model: Any) -> None:
+    rows = Dataset.from_list([{**row, "environment": "a", "level": 1} for row in CHAT])
+    factories = {"a": Counter, "b": Silent}
+    config = {"remove_unused_columns": True}
+    trainer = make(tokenizer, make_model, config, environment_factory=factories, train_dataset=rows)
+    assert trainer.train_dataset.column_names == ["prompt", "environment"]
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_environments_are_closed_if_the_trainer_cannot_be_made(template: Any, tokenizer: Any, make_model: Any) -> None:
     """Neither with a template that is none, which is found out first, nor with text prompts, which come later."""

@@ -52,7 +52,7 @@ class GRPOConfig(legacy.LegacyArguments):
         None, "Compute in bfloat16 mixed precision. Unset: yes, unless fp16 is set or no accelerator computes in it."
     )
     remove_unused_columns: bool | None = _option(
-        False, "Keep only the prompt (and image) columns; reward functions then see no others."
+        False, "Keep only the prompt, image and environment columns; reward functions then see no others."
     )
     # A token is no part of what a config says: to_dict and repr hide it, and copies compare equal without it.
     hub_token: str | None = _option(
