@@ -84,7 +84,7 @@ class Scripted:
         told = json.loads(data)
         if told["checksum"] != self.checksum:
             return 422, {"error": "another checksum"}
-        self.info["stamp"] = told["stamp"]
+        self.info |= {"stamp": told["stamp"], "whole": True}
         return 200, {}
 
     def generate(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
@@ -145,6 +145,25 @@ def test_a_server_that_was_started_again_is_given_the_weights(scripted: Scripted
     scripted.info |= {"start_id": "second", "stamp": "as loaded"}
     engine.sample(ROWS, OPTIONS)
     assert scripted.info["stamp"] == stamp == engine.stamp and len(scripted.weights) == len(model.state_dict())
+
+
+def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    stamp = engine.push(model, 3)
+    scripted.info |= {"whole": False, "stamp": "2-before", "pushing": stamp}
+    scripted.script = [[], [row(0, [9]), row(1, [8])]]
+    scripted.weights.clear()
+    engine.sample(ROWS, OPTIONS)
+    assert scripted.info["stamp"] == stamp and len(scripted.weights) == len(model.state_dict())
+
+
+def test_a_server_that_another_trainer_pushes_to_is_left_alone(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 3)
+    scripted.info |= {"whole": False, "pushing": "9-other"}
+    scripted.script = [[]]
+    with pytest.raises(RuntimeError, match=r"has the weights '9-other', .* another trainer uses the same server"):
+        engine.sample(ROWS, OPTIONS)
 
 
 def test_a_server_that_fails_again_and_again_is_given_up(scripted: Scripted, model: Any) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call, wait_until_up
-from groupgrad.engines.vllm.sampling import sampling_fields
+from groupgrad.engines.vllm.sampling import is_plain, sampling_fields
 from groupgrad.engines.vllm.session import ServerSession
 from groupgrad.engines.vllm.transport import Transport, choose_transport
 from groupgrad.engines.vllm.wire import (
@@ -126,10 +126,11 @@ class VLLMServerEngine:
         self._expected = Expected.of(model, num_tokens)
         self._find()
         if options is not None:
-            self.check(sampling_fields(options, regex=self._regex))
+            self.check(options)
 
-    def check(self, fields: dict[str, Any]) -> None:
-        """ValueError if the server refuses these fields of `SamplingParams`."""
+    def check(self, options: SamplingOptions) -> None:
+        """ValueError if the server refuses the sampling options."""
+        fields = sampling_fields(options, regex=self._regex)
         if fields in self._checked:
             return
         try:
@@ -137,6 +138,11 @@ class VLLMServerEngine:
         except ServerRefused as refused:
             raise ValueError(f"{refused}; the fields are {fields}: see generation_kwargs and the regex") from None
         self._checked.append(fields)
+
+    def plain_logprobs(self, options: SamplingOptions) -> bool:
+        """True if the log-probs of samples are those of the temperature softmax, as training scores tokens; False if
+        they are renormalised over what cuts, penalties or a regex left."""
+        return is_plain(sampling_fields(options, regex=self._regex))
 
     def push(self, model: nn.Module, version: int) -> str:
         """Send all weights, adapters merged, as that version; gives their stamp. Collective if they are sharded.
@@ -170,7 +176,7 @@ class VLLMServerEngine:
         """A session over the server. What has not ended when it is closed is given up."""
         fields = sampling_fields(options, regex=self._regex)
         stamp = self.stamp
-        self.check(fields)
+        self.check(options)
         session = ServerSession(self.address, stamp, fields, self.recover, self.timeout_s)
         try:
             yield session
@@ -189,14 +195,15 @@ class VLLMServerEngine:
             self._find(reason)
             if self._info["whole"] and self._info["stamp"] == self._stamp:
                 return
-            if self._info["start_id"] == known:
+            unfinished = not self._info["whole"] and self._info["pushing"] == self._stamp
+            if self._info["start_id"] == known and not unfinished:
                 other = self._info["stamp"] if self._info["whole"] else self._info["pushing"]
                 raise RuntimeError(
                     f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
                     f"{self._stamp!r}: another trainer uses the same server; give each a server of its own"
                 )
             if self._pushes and self._pushed is not None:
-                logger.warning("vLLM server %s was started again; pushing %s", self.address, self._stamp)
+                logger.warning("vLLM server %s has no weights of this training; pushing %s", self.address, self._stamp)
                 self._push()
                 return
             if time.monotonic() > deadline:

@@ -26,6 +26,7 @@ from groupgrad import compat, dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm.sampling import (
     LOGPROBS_MODE,
+    is_plain,
     row_fields,
     sampled_logprobs,
     sampling_fields,
@@ -127,13 +128,24 @@ class VLLMColocateEngine:
         self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
         return self._stamp
 
-    def check(self, options: SamplingOptions) -> None:
-        """ValueError if vLLM refuses the sampling options."""
+    def check(self, options: SamplingOptions, *, num_tokens: int = 0) -> None:
+        """ValueError if vLLM refuses the sampling options, or a prompt and its completion may have more tokens than
+        its context holds."""
+        if num_tokens > self.max_model_len:
+            raise ValueError(
+                f"vLLM's context holds {self.max_model_len} tokens, but prompt and completion may have {num_tokens}; "
+                "raise vllm_max_model_length or lower max_completion_length"
+            )
         fields = sampling_fields(options, regex=self._options.regex)
         try:
             sampling_params(fields, {"seed": 0, "max_tokens": 1})
         except (TypeError, ValueError) as error:
             raise ValueError(f"vLLM refuses the sampling options {fields}: {error}; see generation_kwargs") from None
+
+    def plain_logprobs(self, options: SamplingOptions) -> bool:
+        """True if the log-probs of samples are those of the temperature softmax, as training scores tokens; False if
+        they are renormalised over what cuts, penalties or a regex left."""
+        return is_plain(sampling_fields(options, regex=self._options.regex))
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
