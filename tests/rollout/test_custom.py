@@ -159,5 +159,13 @@ def test_answers_that_cannot_be_used(returned: Any, expected: str, tokenizer):
         run(lambda prompts, trainer: returned, tokenizer)
 
 
+def test_ids_and_lengths_that_the_model_does_not_have(tokenizer):
+    with pytest.raises(RolloutError, match=r"the token id 5000 in row 2, but the model has 92; return ids of the"):
+        run(lambda p, t: answer(p, completion_ids=[[1], [1], [5000], [1]], logprobs=None), tokenizer)
+    maker = CustomRollouts(lambda p, t: answer(p), TRAINER, PromptMaker(tokenizer, None, 5), [1])
+    with pytest.raises(RolloutError, match="2 prompt_ids and 4 completion_ids in row 3, but the model has 5 positions"):
+        maker(request())
+
+
 def test_a_rank_without_rows_does_not_ask(tokenizer):
     assert run(lambda prompts, trainer: pytest.fail("asked"), tokenizer, request(rows=[])) == []

@@ -143,10 +143,13 @@ def test_timings_tell_sampling_from_scoring(play, tokenizer):
 
 
 def test_half_of_a_round_may_fail(caplog):
-    check_failures({}, 4, 5)
-    check_failures({3: "late", 1: "no such level"}, 4, 5, quiet=True)
+    asked, evaluation = RoundRequest({}, [], 4, 2, "train", 0, 5), RoundRequest({}, [], 1, 1, "eval", 0, 5)
+    check_failures({}, asked)
+    check_failures({3: "late", 1: "no such level"}, asked, quiet=True)
     assert caplog.text == ""
-    check_failures({3: "late", 1: "no such level"}, 4, 5)
+    check_failures({3: "late", 1: "no such level"}, asked)
     assert "step 5: 2 of 4 rollouts failed and are not scored; the first (row 1): no such level" in caplog.text
     with pytest.raises(RolloutError, match=r"3 of 4 rollouts of step 5 failed, more than half; the first \(row 0\): x"):
-        check_failures({0: "x", 1: "y", 2: "z"}, 4, 5)
+        check_failures({0: "x", 1: "y", 2: "z"}, asked)
+    check_failures({0: "the only row"}, evaluation)
+    assert "1 of 1 rollouts failed" in caplog.text

@@ -56,12 +56,13 @@ def problems_of(rollouts: Sequence[Rollout]) -> dict[int, str]:
     return {rollout.index: rollout.trace.problem if rollout.trace else "" for rollout in failed}
 
 
-def check_failures(problems: Mapping[int, str], num_rows: int, step: int, *, quiet: bool = False) -> None:
-    """Warn of the failed rollouts of a round, of all ranks, unless `quiet`; RolloutError if more than half failed."""
+def check_failures(problems: Mapping[int, str], request: RoundRequest, *, quiet: bool = False) -> None:
+    """Warn of the failed rollouts of a round, of all ranks, unless `quiet`; RolloutError if more than half of a
+    training round's failed. An evaluation's batch may be a single row, which must not end the run."""
     if not problems:
         return
-    first = min(problems)
-    if 2 * len(problems) > num_rows:
+    first, num_rows, step = min(problems), request.num_rows, request.step
+    if 2 * len(problems) > num_rows and request.phase == "train":
         raise RolloutError(
             f"{len(problems)} of {num_rows} rollouts of step {step} failed, more than half; the first (row {first}): "
             f"{problems[first]}"

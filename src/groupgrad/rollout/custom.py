@@ -56,6 +56,8 @@ class CustomRollouts:
     def __init__(self, function: Any, trainer: Any, prompt_maker: PromptMaker, eos_ids: Sequence[int]):
         self._function, self._trainer, self._prompt_maker = function, trainer, prompt_maker
         self._end_ids = frozenset(eos_ids)
+        embeddings = getattr(getattr(trainer, "model", None), "get_input_embeddings", lambda: None)()
+        self._num_embeddings = int(getattr(embeddings, "num_embeddings", 0) or 0)
         self._makes_groups = False
 
     def __call__(self, request: RoundRequest) -> list[Rollout]:
@@ -85,7 +87,24 @@ class CustomRollouts:
             )
             raise RolloutError(f"rollout_func returned {count} rows for {len(asked)} prompts; return {wanted}")
         answer = _read(returned, count)
+        self._check_lengths(answer)
         return [self._rollout(request, row, answer, place) for row, place in zip(rows, places)]
+
+    def _check_lengths(self, answer: _Answer) -> None:
+        """RolloutError for ids that are none of the vocabulary, and rows that the model has no positions for."""
+        size, longest = self._num_embeddings or len(self._prompt_maker.tokenizer), self._prompt_maker.max_context
+        for row, (prompt, completion) in enumerate(zip(answer.prompt_ids, answer.completion_ids)):
+            largest = max((*prompt, *completion))
+            if largest >= size:
+                raise RolloutError(
+                    f"rollout_func returned the token id {largest} in row {row}, but the model has {size}; return ids of "
+                    "the trainer's own tokenizer"
+                )
+            if longest is not None and len(prompt) + len(completion) > longest:
+                raise RolloutError(
+                    f"rollout_func returned {len(prompt)} prompt_ids and {len(completion)} completion_ids in row "
+                    f"{row}, but the model has {longest} positions for both together; end rollouts earlier"
+                )
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Why rollouts ended."""

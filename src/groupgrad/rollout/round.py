@@ -81,7 +81,7 @@ class RoundMaker:
 
     def _finish(self, request: RoundRequest, rollouts: list[Rollout], table: RewardTable) -> ScoredRound:
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
-        check_failures(problems, request.num_rows, request.step, quiet=not dist.is_main())
+        check_failures(problems, request, quiet=not dist.is_main())
         result = compute_advantages(
             rewards,
             torch.tensor(self.options.reward_weights, dtype=torch.float64),
