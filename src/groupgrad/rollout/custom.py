@@ -97,8 +97,8 @@ class CustomRollouts:
             largest = max((*prompt, *completion))
             if largest >= size:
                 raise RolloutError(
-                    f"rollout_func returned the token id {largest} in row {row}, but the model has {size}; return ids of "
-                    "the trainer's own tokenizer"
+                    f"rollout_func returned the token id {largest} in row {row}, but the model has {size}; return ids "
+                    "of the trainer's own tokenizer"
                 )
             if longest is not None and len(prompt) + len(completion) > longest:
                 raise RolloutError(
