@@ -171,7 +171,7 @@ def demonstrate(row: dict[str, Any], rng: Random) -> list[Message]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the example; 0 if what it claims was met."""
     started = time.perf_counter()
-    options = parse(__doc__, "agent_environment", warm_up_steps=200, grpo_steps=50).parse_args(arguments)
+    options = parse(__doc__, "agent_environment", warm_up_steps=200, grpo_steps=100).parse_args(arguments)
     transformers_logging.disable_progress_bar()
     grpo, held_out = make_splits(options.seed)
     tokenizer = make_tokenizer(WORDS)
