@@ -17,6 +17,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
 CHAT_TEMPLATE = (
@@ -58,6 +59,13 @@ def make_model(seed: int = 0, **config: object) -> Qwen3ForCausalLM:
         "bos_token_id": 2,
     }
     return Qwen3ForCausalLM(Qwen3Config(**{**settings, **config}))
+
+
+@pytest.fixture(autouse=True)
+def _no_deepspeed_left() -> None:
+    """transformers remembers a configuration of DeepSpeed for as long as anybody does, an exception of an earlier test
+    for one, and loads models by it."""
+    unset_hf_deepspeed_config()
 
 
 @pytest.fixture
