@@ -25,7 +25,7 @@ from agents_task import MAX_COMPLETION_LENGTH, NUM_GENERATIONS, NUM_ROLLOUTS, NU
 from datasets import Dataset
 from materials import read_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from worker import Stop, time_calls
+from worker import COMMON, Stop, time_calls
 from workloads import scattered_reward
 
 KEPT = ("time/", "tools/", "rollouts/", "completions/", "sampling/")
@@ -126,8 +126,9 @@ class Trace:
 
 
 def config_fields(output_dir: str) -> dict[str, Any]:
-    """The configuration, the same for both: on-policy, float32, AdamW, no KL term; a step is one round of rollouts."""
+    """The configuration, the same for both; a step is one round of rollouts."""
     return {
+        **COMMON,
         "output_dir": output_dir,
         "per_device_train_batch_size": NUM_ROLLOUTS,
         "gradient_accumulation_steps": 1,
@@ -135,19 +136,6 @@ def config_fields(output_dir: str) -> dict[str, Any]:
         "max_completion_length": MAX_COMPLETION_LENGTH,
         "temperature": TEMPERATURE,
         "learning_rate": 1e-7,  # the model shall still know how to call at the end
-        "lr_scheduler_type": "constant",
-        "beta": 0.0,
-        "max_steps": 1_000_000,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "shuffle_dataset": False,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": 0,
     }
 
 

@@ -134,9 +134,28 @@ def reward_functions(workload: Workload) -> list[Callable[..., list[float]]]:
     return [random_reward]
 
 
+COMMON: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "beta": 0.0,
+    "max_steps": 1_000_000,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "shuffle_dataset": False,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": 0,
+}
+"""The same in every benchmark and for both trainers: on-policy, float32, AdamW, no KL term."""
+
+
 def config_fields(workload: Workload, output_dir: str) -> dict[str, Any]:
-    """The configuration, the same for both: on-policy, float32, AdamW, no KL term."""
+    """The configuration, the same for both."""
     return {
+        **COMMON,
         "output_dir": output_dir,
         "per_device_train_batch_size": workload.batch_rows // workload.micro_batches,
         "gradient_accumulation_steps": workload.micro_batches,
@@ -144,19 +163,6 @@ def config_fields(workload: Workload, output_dir: str) -> dict[str, Any]:
         "max_completion_length": workload.limit,
         "temperature": 1.0,
         "learning_rate": 1e-6,
-        "lr_scheduler_type": "constant",
-        "beta": 0.0,
-        "max_steps": 1_000_000,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "shuffle_dataset": False,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": 0,
     }
 
 

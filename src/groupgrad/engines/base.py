@@ -96,6 +96,15 @@ class Session(Protocol):
         ...
 
 
+def sample_all(session: Session, requests: Sequence[Request]) -> list[Sample]:
+    """One sample a request, in order, of a session that does nothing else meanwhile."""
+    tickets = [session.submit(request) for request in requests]
+    samples: dict[int, Sample] = {}
+    while session.num_open:
+        samples.update(session.advance())
+    return [samples[ticket] for ticket in tickets]
+
+
 class BatchSession:
     """A session over an engine that samples whole batches: `advance` samples all that was submitted since the last.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.direct import direct_model
 from groupgrad.engines.native.forward import last_logits
@@ -73,11 +73,7 @@ class NativeEngine:
             return []
         with self.session(options) as session:
             session.check(requests)
-            tickets = [session.submit(replace(request, continues=None, keep=False)) for request in requests]
-            samples: dict[int, Sample] = {}
-            while session.num_open:
-                samples.update(session.advance())
-        return [samples[ticket] for ticket in tickets]
+            return sample_all(session, [replace(request, continues=None, keep=False) for request in requests])
 
     @contextmanager
     def session(self, options: SamplingOptions) -> Iterator[NativeSession]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call, wait_until_up
 from groupgrad.engines.vllm.sampling import is_plain, sampling_fields
 from groupgrad.engines.vllm.session import ServerSession
@@ -165,11 +165,7 @@ class VLLMServerEngine:
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
         with self.session(options) as session:
-            tickets = [session.submit(request) for request in requests]
-            samples: dict[int, Sample] = {}
-            while session.num_open:
-                samples.update(session.advance())
-        return [samples[ticket] for ticket in tickets]
+            return sample_all(session, requests)
 
     @contextmanager
     def session(self, options: SamplingOptions) -> Iterator[ServerSession]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from groupgrad import compat, dist
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.vllm.sampling import (
     LOGPROBS_MODE,
     is_plain,
@@ -150,11 +150,7 @@ class VLLMColocateEngine:
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
         with self.session(options) as session:
-            tickets = [session.submit(request) for request in requests]
-            samples: dict[int, Sample] = {}
-            while session.num_open:
-                samples.update(session.advance())
-        return [samples[ticket] for ticket in tickets]
+            return sample_all(session, requests)
 
     @contextmanager
     def session(self, options: SamplingOptions) -> Iterator[ColocateSession]:
