@@ -22,6 +22,22 @@ FinishReason = Literal["eos", "length", "tool_budget", "context", "tool_limit", 
 Messages = list[dict[str, Any]]
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Media:
+    """The images of one prompt, decoded and processed once, kept in host memory, never edited."""
+
+    images: tuple[Any, ...]
+    """PIL images in the order of their places in the prompt."""
+    tensors: dict[str, torch.Tensor]
+    """What the processor made of them for the model (`pixel_values`, `image_grid_thw`, ...), of this prompt alone, on
+    the CPU, with the first dimension that the processor gives."""
+    token_tensors: dict[str, torch.Tensor]
+    """What the processor says of each prompt token (`token_type_ids`, `mm_token_type_ids`), (P_i,) each; of completion
+    tokens the same is 0."""
+    key: str
+    """Digest of the images' content: two media with the same key are the same."""
+
+
 @dataclass(slots=True, frozen=True)
 class Prompt:
     """One prompt of the data set, tokenised once, shared by all completions of its group."""
@@ -32,8 +48,13 @@ class Prompt:
     """The data-set row as it is, `prompt` included; its other columns reach the reward functions."""
     group: int
     """Number of the group in the generation round, 0 to U-1, the same on all ranks."""
-    media: Any = None
+    media: Media | None = None
     """Images that belong to the prompt, or None."""
+
+    @property
+    def identity(self) -> tuple[tuple[int, ...], str]:
+        """Equal for prompts that the model cannot tell apart."""
+        return tuple(self.ids), "" if self.media is None else self.media.key
 
     @property
     def is_conversational(self) -> bool:
@@ -185,11 +206,18 @@ class Batch:
     """(B,) int64, the optimizer step whose weights sampled the row; -1 where unknown, None if nowhere known."""
     passes: torch.Tensor | None = None
     """(B,) int64, how much of the model each row needs: FORWARD_AND_BACKWARD, FORWARD or NO_PASS; None: all of it."""
+    media: tuple[Media | None, ...] | None = None
+    """Q entries, the images of each distinct prompt; None if no prompt of the batch has any. Never moved by `to`."""
 
     @property
     def num_rows(self) -> int:
         """B."""
         return self.advantages.shape[0]
+
+    @property
+    def num_prompts(self) -> int:
+        """Q."""
+        return self.prompt_offsets.shape[0] - 1
 
     @property
     def num_tokens(self) -> int:
@@ -219,9 +247,11 @@ class Batch:
         owners = self.prompt_of_row[picked]
         kept = torch.zeros(self.prompt_offsets.shape[0] - 1, dtype=torch.bool, device=picked.device)
         kept[owners] = True
+        media = None if self.media is None else tuple(m for m, keep in zip(self.media, kept.tolist()) if keep)
         tokens, offsets = _parts(self.offsets, picked)
         prompt_tokens, prompt_offsets = _parts(self.prompt_offsets, kept.nonzero().flatten())
-        changes: dict[str, torch.Tensor] = {
+        changes: dict[str, Any] = {
+            "media": None if media is None or not any(media) else media,
             "offsets": offsets,
             "row_of_token": _rows_of(offsets),
             "prompt_ids": self.prompt_ids[prompt_tokens],
@@ -237,28 +267,33 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """The rows of several batches of one optimizer step as one batch, each distinct prompt (by its ids) once.
+        """The rows of several batches of one optimizer step as one batch, each distinct prompt (ids, images) once.
 
         What only some of them know is NaN or -1 in the others; old and reference log-probs and `passes` must be set in
         all or in none (ValueError), as must be at least one batch. The totals are those of the first.
         """
         if not batches:
             raise ValueError("there is no batch to join; give at least one")
-        numbers: dict[tuple[int, ...], int] = {}
-        prompt_of_row = [
-            torch.tensor([numbers.setdefault(ids, len(numbers)) for ids in batch.prompts()], dtype=torch.int64)[
-                batch.prompt_of_row.cpu()
-            ]
-            for batch in batches
-        ]
+        numbers: dict[tuple[tuple[int, ...], str], int] = {}
+        media: dict[str, Media | None] = {"": None}
+        prompt_of_row: list[torch.Tensor] = []
+        for batch in batches:
+            own = batch.media or (None,) * batch.num_prompts
+            media |= {item.key: item for item in own if item is not None}
+            names = [(ids, "" if item is None else item.key) for ids, item in zip(batch.prompts(), own)]
+            places = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
+            prompt_of_row.append(places[batch.prompt_of_row.cpu()])
         device = batches[0].offsets.device
         lengths = torch.cat([batch.offsets.diff() for batch in batches])
         offsets = _offsets_of(lengths)
         return cls(
             offsets=offsets,
             row_of_token=_rows_of(offsets),
-            prompt_ids=torch.tensor([token for ids in numbers for token in ids], dtype=torch.int64, device=device),
-            prompt_offsets=_offsets_of(torch.tensor([len(ids) for ids in numbers], dtype=torch.int64, device=device)),
+            prompt_ids=torch.tensor([token for ids, _ in numbers for token in ids], dtype=torch.int64, device=device),
+            prompt_offsets=_offsets_of(
+                torch.tensor([len(ids) for ids, _ in numbers], dtype=torch.int64, device=device)
+            ),
+            media=tuple(media[key] for _, key in numbers) if len(media) > 1 else None,
             prompt_of_row=torch.cat(prompt_of_row).to(device),
             totals=batches[0].totals,
             **{name: _joined(name, batches) for name in (*_TOKEN_FIELDS, *_ROW_FIELDS)},  # pyright: ignore[reportArgumentType]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from groupgrad.types import Batch, Rollout, StepTotals
+from groupgrad.types import Batch, Prompt, Rollout, StepTotals
 
 
 def collate(
@@ -17,16 +17,20 @@ def collate(
     `mask_truncated` takes the tokens of truncated rollouts out of the loss; their rows still count as rows. `totals`
     may be filled in later, when the optimizer step is known.
     """
-    # By its ids, not by its group: an environment may begin each rollout of a group in another way.
-    numbers: dict[tuple[int, ...], int] = {}
-    prompt_of_row = [numbers.setdefault(tuple(rollout.prompt.ids), len(numbers)) for rollout in rollouts]
+    # By what the model sees, not by its group: an environment may begin each rollout of a group in another way.
+    prompts: dict[tuple[tuple[int, ...], str], Prompt] = {}
+    for rollout in rollouts:
+        prompts.setdefault(rollout.prompt.identity, rollout.prompt)
+    numbers = {identity: number for number, identity in enumerate(prompts)}
+    prompt_of_row = [numbers[rollout.prompt.identity] for rollout in rollouts]
+    media = tuple(prompt.media for prompt in prompts.values())
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.int64)
     return Batch(
         completion_ids=_flat([rollout.completion_ids for rollout in rollouts]),
         row_of_token=torch.repeat_interleave(torch.arange(len(rollouts)), lengths),
         offsets=_offsets(lengths.tolist()),
-        prompt_ids=_flat(list(numbers)),
-        prompt_offsets=_offsets([len(ids) for ids in numbers]),
+        prompt_ids=_flat([prompt.ids for prompt in prompts.values()]),
+        prompt_offsets=_offsets([len(prompt.ids) for prompt in prompts.values()]),
         prompt_of_row=torch.tensor(prompt_of_row, dtype=torch.int64),
         trained=_trained(rollouts, mask_truncated),
         advantages=torch.tensor(list(advantages), dtype=torch.float32),
@@ -34,6 +38,7 @@ def collate(
         sampling_logprobs=_reported([rollout.sampling_logprobs for rollout in rollouts], lengths.tolist()),
         row_index=torch.tensor([rollout.index for rollout in rollouts], dtype=torch.int64),
         sampling_entropy=_reported([rollout.sampling_entropy for rollout in rollouts], lengths.tolist()),
+        media=media if any(media) else None,
         policy_version=torch.tensor([rollout.policy_version for rollout in rollouts], dtype=torch.int64),
     )
 

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from groupgrad.types import Media
+
 
 @dataclass(slots=True, frozen=True)
 class SamplingOptions:
@@ -41,6 +43,8 @@ class Request:
     what was sampled for it, and what was kept is taken over. It saves work and changes nothing else."""
     keep: bool = False
     """Keep, when this request has ended, what another may continue."""
+    media: Media | None = None
+    """The images whose placeholders `prompt_ids` has, in their order; None without images."""
 
 
 @dataclass(slots=True, frozen=True)
