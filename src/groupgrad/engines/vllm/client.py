@@ -17,7 +17,7 @@ from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call, wait_until_up
-from groupgrad.engines.vllm.sampling import is_plain, sampling_fields
+from groupgrad.engines.vllm.sampling import PROCESSED, is_plain, sampling_fields
 from groupgrad.engines.vllm.session import ServerSession
 from groupgrad.engines.vllm.transport import Transport, choose_transport
 from groupgrad.engines.vllm.wire import (
@@ -142,7 +142,7 @@ class VLLMServerEngine:
     def plain_logprobs(self, options: SamplingOptions) -> bool:
         """True if the log-probs of samples are those of the temperature softmax, as training scores tokens; False if
         they are renormalised over what cuts, penalties or a regex left."""
-        return is_plain(sampling_fields(options, regex=self._regex))
+        return is_plain(sampling_fields(options, regex=self._regex), self._info.get("logprobs_mode", PROCESSED))
 
     def push(self, model: nn.Module, version: int) -> str:
         """Send all weights, adapters merged, as that version; gives their stamp. Collective if they are sharded.

@@ -1,9 +1,10 @@
 """What a request means in vLLM's words.
 
-Log-probs are vLLM's `processed_logprobs`: those of the distribution that the token was drawn from, after temperature,
-penalties, a regex or other structure, and cuts. Without cuts, penalties and structure that is the temperature softmax
-over the whole vocabulary, as training scores it. With top-k, top-p or min-p it is the temperature softmax renormalised
-over the tokens that were left; `is_plain` says which.
+vLLM tells log-probs in one of two ways, for a whole engine. `processed_logprobs` are those of the distribution that the
+token was drawn from: after temperature, penalties, a regex or other structure, and cuts, renormalised over the tokens
+that were left. Without cuts, penalties and structure that is the temperature softmax over the whole vocabulary, as
+training scores it. `raw_logprobs` are those of the softmax before all of that, temperature included, so that at
+temperature 1 they are training's whatever shapes the draw. `logprobs_mode` says which of the two are comparable.
 """
 
 from __future__ import annotations
@@ -13,11 +14,24 @@ from typing import Any
 
 from groupgrad.engines.base import Request, SamplingOptions
 
-LOGPROBS_MODE = "processed_logprobs"
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
+LOGPROBS_MODE = PROCESSED
+"""What a server tells unless it is started otherwise."""
 
 # A row's prompt, seed, budget and what is told of it are groupgrad's to say.
 _RESERVED = frozenset(
     {"n", "seed", "max_tokens", "logprobs", "prompt_logprobs", "output_kind", "detokenize", "flat_logprobs"}
+)
+
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_SHAPING = (
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "structured_outputs",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
 )
 
 
@@ -53,14 +67,27 @@ def row_fields(request: Request) -> dict[str, int]:
     return {"seed": request.seed % 2**63, "max_tokens": request.max_new_tokens}
 
 
-def is_plain(fields: Mapping[str, Any]) -> bool:
-    """True if the log-probs are those of the temperature softmax over the whole vocabulary."""
-    cut = fields["top_p"] < 1.0 or fields["top_k"] > 0 or fields["min_p"] > 0.0
-    changed = fields["repetition_penalty"] != 1.0 or any(
-        fields.get(name) for name in ("presence_penalty", "frequency_penalty", "logit_bias", "structured_outputs")
-    )
-    listed = any(fields.get(name) for name in ("allowed_token_ids", "bad_words", "min_tokens"))
-    return not (cut or changed or listed)
+def shaping(fields: Mapping[str, Any]) -> list[str]:
+    """The fields that make the tokens' distribution another one than the temperature softmax."""
+    found = [name for name, neutral in _NEUTRAL.items() if fields[name] != neutral and not _is_off(name, fields[name])]
+    return found + [name for name in _SHAPING if fields.get(name)]
+
+
+def _is_off(name: str, value: Any) -> bool:
+    return (name == "top_k" and value <= 0) or (name == "top_p" and value >= 1.0)
+
+
+def logprobs_mode(fields: Mapping[str, Any]) -> str | None:
+    """The way of telling log-probs in which they are those of the temperature softmax, as training scores tokens;
+    PROCESSED where both are, None if neither is."""
+    if not shaping(fields):
+        return PROCESSED
+    return RAW if fields["temperature"] == 1.0 else None
+
+
+def is_plain(fields: Mapping[str, Any], mode: str = PROCESSED) -> bool:
+    """True if log-probs told in this mode are those of the temperature softmax over the whole vocabulary."""
+    return fields["temperature"] == 1.0 if mode == RAW else not shaping(fields)
 
 
 def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **told: Any) -> Any:

@@ -143,6 +143,7 @@ class Routes:
             "max_model_len": config.max_model_len,
             "max_lora_rank": _max_lora_rank(engine),
             "quantization": config.quantization,
+            "logprobs_mode": str(config.logprobs_mode),
             "stamp": weights.stamp,
             "base": weights.base,
             "whole": weights.whole,

@@ -1,0 +1,140 @@
+"""Starting vLLM in the process that trains, without changing that process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from groupgrad import dist
+from groupgrad.engines.vllm.sampling import LOGPROBS_MODE
+from groupgrad.engines.vllm.worker import EXTENSION
+from groupgrad.models.forward import unwrap
+
+
+@dataclass(slots=True, frozen=True)
+class ColocateOptions:
+    """How vLLM is started in the training process."""
+
+    max_num_seqs: int
+    """Rows sampled at the same time."""
+    max_model_len: int | None = None
+    """Tokens of prompt and completion together; None: what the model's config says."""
+    memory_utilization: float = 0.3
+    """Share of the device's memory that vLLM takes for its weights and cache (of the machine's memory on a CPU)."""
+    dtype: str = "bfloat16"
+    """In which vLLM holds the weights and computes."""
+    model_impl: str = "vllm"
+    """`vllm`, or `transformers` for transformers' code inside vLLM."""
+    sleep_mode: bool = False
+    """Let `sleep` give the memory back while training runs; not on CPUs."""
+    tensor_parallel_size: int = 1
+    regex: str | None = None
+    """What every completion must match."""
+    logprobs_mode: str = PROCESSED
+    """What log-probs are told, see `sampling.py`."""
+    trust_remote_code: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM` by their own names; they win over the fields above."""
+
+
+def save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """What vLLM needs to build the model without its weights."""
+    inner: Any = unwrap(model)
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    base.config.save_pretrained(folder)
+    # A config that was made in code names no architecture.
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["architectures"] = config.get("architectures") or [type(base).__name__]
+    path.write_text(json.dumps(config))
+    tokenizer.save_pretrained(folder)
+
+
+def start(folder: str, options: ColocateOptions) -> Any:
+    # Threads that train are not to be moved to cores of vLLM's choice.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    with _undisturbed(), _in_this_process():
+        from vllm.platforms import current_platform
+
+        from vllm import LLM
+
+        if options.sleep_mode and current_platform.is_cpu():
+            raise ValueError("vllm_enable_sleep_mode=True, but vLLM cannot sleep on a CPU; set it to False")
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "dtype": options.dtype,
+            "max_num_seqs": options.max_num_seqs,
+            "max_model_len": options.max_model_len,
+            "gpu_memory_utilization": options.memory_utilization,
+            "model_impl": options.model_impl,
+            "enable_sleep_mode": options.sleep_mode,
+            "trust_remote_code": options.trust_remote_code,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "load_format": "dummy",
+            "generation_config": "vllm",
+            "logprobs_mode": options.logprobs_mode,
+            "worker_extension_cls": EXTENSION,
+        }
+        if dist.is_active():
+            _join_ranks()
+            arguments["distributed_executor_backend"] = "external_launcher"
+        return LLM(**{**arguments, **options.extra})
+
+
+def _join_ranks() -> None:
+    """What vLLM's external launcher reads; a launcher such as torchrun has set it already."""
+    os.environ.setdefault("RANK", str(dist.rank()))
+    os.environ.setdefault("LOCAL_RANK", str(dist.rank()))
+    os.environ.setdefault("WORLD_SIZE", str(dist.world_size()))
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "12345")
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Keep vLLM from starting a process of its own for its engine; those started later are not to inherit that."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Undo what starting vLLM does to the process: it seeds the global random streams, and on a CPU takes
+    `torch.set_num_threads` away and loses the number of threads."""
+    streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        torch.set_rng_state(streams[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        torch.set_num_threads = set_num_threads
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_threads(num_threads)
+        torch.set_default_dtype(dtype)
