@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from groupgrad import dist
-from groupgrad.engines.vllm.sampling import LOGPROBS_MODE
+from groupgrad.engines.vllm.sampling import PROCESSED
 from groupgrad.engines.vllm.worker import EXTENSION
 from groupgrad.models.forward import unwrap
 
