@@ -74,13 +74,15 @@ _in_use: list[AttentionPlan] = []
 def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, **extra: Any) -> Any:
     """The model's output for the flat tokens `ids` (T,) at `positions` (T,) under `plan`; keeps no keys of its own.
 
+    Positions of several axes are (3, T). Of a model that sees only the language model's attention is planned.
+
     `model` may be wrapped (adapters, data parallelism). ValueError if it cannot run plans (see `plannable`).
     """
     reason = plannable(model)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
     with _plugged_in(model), _in_force(plan):
-        return model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **extra)
+        return model(input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, **extra)
 
 
 def unplug(model: nn.Module) -> None:
@@ -88,7 +90,7 @@ def unplug(model: nn.Module) -> None:
 
     To be called after a backward pass: with gradient checkpointing they stay wrapped until then.
     """
-    for config in _configs.get(_pretrained(model), ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
+    for config in _configs.get(pretrained(model), ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
         config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(_PREFIX)
 
 
@@ -97,7 +99,7 @@ def plannable(model: nn.Module) -> str | None:
 
     A look at the structure only: whether the numbers agree is for the check at start-up to find out.
     """
-    inner = _pretrained(model)
+    inner = pretrained(model)
     if inner is None:
         return "it is not a transformers model"
     config = inner.config.get_text_config(decoder=True)
@@ -113,7 +115,7 @@ def plannable(model: nn.Module) -> str | None:
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PLANNABLE_LAYERS)
     if kinds:
         return f"it has layers of type {', '.join(kinds)}"
-    if not inner._can_set_attn_implementation() or not _takes_positions(inner):
+    if not inner._can_set_attn_implementation() or "position_ids" not in arguments(inner):
         return "its attention does not go through transformers' attention interface"
     for part in _parts(model):
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
@@ -146,7 +148,8 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
             part = getattr(part, "_orig_mod", None) or part._modules.get("module")
 
 
-def _pretrained(model: nn.Module) -> PreTrainedModel | None:
+def pretrained(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model under wrappers and adapters; None if there is none."""
     return next((part for part in _parts(model) if isinstance(part, PreTrainedModel)), None)
 
 
@@ -157,12 +160,14 @@ def _rope_types(config: Any) -> set[str]:
     return {str(s.get("rope_type", s.get("type", "default"))) for s in nested}
 
 
-def _takes_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in _arguments(type(model))
+def arguments(model: nn.Module) -> frozenset[str]:
+    """What the forward pass of the transformers model in `model` may be given by name."""
+    inner = pretrained(model)
+    return frozenset() if inner is None else _parameters(type(inner))
 
 
 @cache
-def _arguments(kind: type[PreTrainedModel]) -> frozenset[str]:
+def _parameters(kind: type[PreTrainedModel]) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
@@ -181,11 +186,10 @@ def _plugged_in(model: nn.Module) -> Iterator[None]:
 
     With gradient checkpointing they stay wrapped until `unplug`: layers are computed again when the call is long over.
     """
-    inner = _pretrained(model)
+    inner = pretrained(model)
     assert inner is not None
     if inner not in _configs:
-        found = {id(c): c for module in inner.modules() if (c := getattr(module, "config", None)) is not None}
-        _configs[inner] = [c for c in found.values() if getattr(c, "_attn_implementation_internal", None) is not None]
+        _configs[inner] = _decoder_configs(inner)
     names = [config._attn_implementation_internal.removeprefix(_PREFIX) for config in _configs[inner]]
     for config, name in zip(_configs[inner], names):
         config._attn_implementation_internal = _wrapped(name)
@@ -195,6 +199,15 @@ def _plugged_in(model: nn.Module) -> Iterator[None]:
         if not (torch.is_grad_enabled() and _is_checkpointing(inner)):
             for config, name in zip(_configs[inner], names):
                 config._attn_implementation_internal = name
+
+
+def _decoder_configs(inner: PreTrainedModel) -> list[Any]:
+    """The configurations that the attention of the language model looks at; those of a vision tower are left alone."""
+    text = inner.config.get_text_config(decoder=True)
+    decoder = inner if text is inner.config else inner.get_decoder()
+    configs = [text, *(c for module in decoder.modules() if (c := getattr(module, "config", None)) is not None)]
+    found = {id(c): c for c in configs}.values()
+    return [c for c in found if getattr(c, "_attn_implementation_internal", None) is not None]
 
 
 def _is_checkpointing(model: nn.Module) -> bool:

@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from groupgrad.models.attention import attention_dropout, plannable, run_planned
+from groupgrad.models.attention import AttentionPlan, attention_dropout, plannable, run_planned
 from groupgrad.models.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
 from groupgrad.models.layout import flat_layout
 from groupgrad.models.recipe import head_recipe
 from groupgrad.models.shortage import scored_in_parts
+from groupgrad.models.vision import Laid, Sight, View, flat_view, row_view, sight
 from groupgrad.types import Batch, TokenScores
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
@@ -93,28 +94,21 @@ def _score_places(
     if asked is not None and foreseen is not None:
         foreseen = Foreseen(foreseen.logprobs[asked], foreseen.gradient[asked])
     layout = layout_for(model, options) if batch.num_tokens else "dense"
-    extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
-    if layout == "dense":
-        ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
-        if asked is not None:
-            rows, positions = rows[asked], positions[asked]
-        if options.aux_loss:
-            extra["attention_mask"] = mask
-        with _head_on(model, (rows, positions), ids.shape, tokens, options, foreseen) as seen:
-            output = model(input_ids=ids, use_cache=False, **extra)
-    else:
-        flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
-        positions = flat.predictors if asked is None else flat.predictors[asked]
-        rows, shape = torch.zeros_like(positions), torch.Size((1, len(flat.ids)))
-        with _head_on(model, (rows, positions), shape, tokens, options, foreseen) as seen:
-            output = run_planned(model, flat.ids, flat.positions, flat.plan, **extra)
-        ids = flat.ids[None]
+    source = _dense_input(model, batch, options) if layout == "dense" else _flat_input(model, batch, options, layout)
+    rows, positions, view = source.rows, source.positions, source.view
+    if asked is not None:
+        rows, positions = rows[asked], positions[asked]
+    with view.shown(model), _head_on(model, (rows, positions), source.shape, tokens, options, foreseen) as seen:
+        if source.plan is None:
+            output = model(input_ids=view.ids, use_cache=False, **source.extra)
+        else:
+            output = run_planned(model, view.ids, source.places, source.plan, **source.extra)
     aux_loss = getattr(output, "aux_loss", None) if options.aux_loss else None
     if seen.scores is not None:
         return replace(seen.scores, aux_loss=aux_loss)
     # The head's input was narrowed to the completion tokens unless this model computes its logits in another way.
     logits = output.logits
-    logits = logits[0] if seen.narrowed else logits[rows, positions + logits.shape[1] - ids.shape[1]]
+    logits = logits[0] if seen.narrowed else logits[rows, positions + logits.shape[1] - source.shape[1]]
     return _scores(logits, tokens, options, aux_loss)
 
 
@@ -144,6 +138,62 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@dataclass(slots=True)
+class _Input:
+    """What the model is given, and where the completion tokens are predicted."""
+
+    shape: torch.Size
+    """(B, T), or (1, T) for flat tokens."""
+    rows: torch.Tensor
+    """(L,) int64."""
+    positions: torch.Tensor
+    """(L,) int64, in their rows of the input."""
+    view: View
+    extra: dict[str, Any]
+    """Further arguments."""
+    plan: AttentionPlan | None = None
+    """None: rows of their own."""
+    places: torch.Tensor | None = None
+    """(T,) or (3, T) positions of flat tokens."""
+
+
+def _dense_input(model: nn.Module, batch: Batch, options: ForwardOptions) -> _Input:
+    ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
+    sights = _sights(model, batch)
+    view = row_view(model, ids, [sights[q] for q in batch.prompt_of_row.tolist()])
+    extra: dict[str, Any] = dict(view.inputs)
+    if view.rope is not None:
+        extra["position_ids"] = view.rope
+    if options.aux_loss:
+        extra |= {"attention_mask": mask, "output_router_logits": True}
+    return _Input(ids.shape, rows, positions, view, extra)
+
+
+def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout: Layout) -> _Input:
+    flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
+    sights = _sights(model, batch)
+    laid = [Laid(part.start, part.length, part.first, sights[part.prompt]) for part in flat.stretches]
+    view = flat_view(model, flat.ids, flat.positions, laid)
+    extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
+    return _Input(
+        shape=torch.Size((1, len(flat.ids))),
+        rows=torch.zeros_like(flat.predictors),
+        positions=flat.predictors,
+        view=view,
+        extra={**view.inputs, **extra},
+        plan=view.plan(flat.plan),
+        places=flat.positions if view.rope is None else view.rope,
+    )
+
+
+def _sights(model: nn.Module, batch: Batch) -> list[Sight | None]:
+    """How the model sees the images of each distinct prompt, (Q,)."""
+    if batch.media is None:
+        return [None] * batch.num_prompts
+    prompts = [torch.tensor(ids, dtype=torch.int64) for ids in batch.prompts()]
+    return [None if media is None else sight(model, ids, media) for ids, media in zip(prompts, batch.media)]
 
 
 def _dense_layout(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

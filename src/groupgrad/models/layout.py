@@ -35,6 +35,18 @@ class Row:
     """Which prompt the row continues; -1: none."""
 
 
+@dataclass(slots=True, frozen=True)
+class Stretch:
+    """Consecutive flat tokens of a row, or of a prompt."""
+
+    start: int
+    length: int
+    first: int
+    """Place of the first of them in its row, the prompt counted."""
+    prompt: int
+    """Which prompt it is, or continues."""
+
+
 class BlockPlan:
     """The attention plan (see `attention.AttentionPlan`) of rows that share prompts."""
 
@@ -68,6 +80,8 @@ class FlatLayout:
     predictors: torch.Tensor
     """(L,) int64, the flat token whose output predicts each completion token."""
     plan: BlockPlan
+    stretches: list[Stretch]
+    """All tokens, in the order in which they lie."""
 
 
 def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) -> FlatLayout:
@@ -82,11 +96,13 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
     predictors: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * batch.num_rows
     rows: list[Row] = []
     groups: dict[int, Row] = {}
+    stretches: list[Stretch] = []
     end = 0
 
-    def lay(tokens: np.ndarray, position: int, group: int) -> Row:
+    def lay(tokens: np.ndarray, position: int, group: int, prompt: int) -> Row:
         nonlocal end
         row = Row(end, len(tokens), group)
+        stretches.append(Stretch(end, len(tokens), position, prompt))
         ids.append(tokens)
         positions.append(np.arange(position, position + len(tokens)))
         end += len(tokens)
@@ -99,21 +115,21 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
     for prompt, members in by_prompt.items():
         length = len(prompts[prompt])
         if share:
-            groups[prompt] = lay(prompts[prompt], 0, -1)
+            groups[prompt] = lay(prompts[prompt], 0, -1, prompt)
         for i in members:
             tokens = completions[i] if keep_last else completions[i][:-1]
             if share:
-                row, last = lay(tokens, length, prompt), groups[prompt].start + length - 1
+                row, last = lay(tokens, length, prompt, prompt), groups[prompt].start + length - 1
                 first = row.start
             else:
-                row = lay(np.concatenate([prompts[prompt], tokens]), 0, -1)
+                row = lay(np.concatenate([prompts[prompt], tokens]), 0, -1, prompt)
                 last, first = row.start + length - 1, row.start + length
             if len(completions[i]):
                 predictors[i] = np.concatenate([[last], np.arange(first, first + len(completions[i]) - 1)])
             rows.append(row)
     plan = BlockPlan(make_blocks([*groups.values(), *rows], groups), _token_places(groups, rows, positions))
     device = batch.completion_ids.device
-    return FlatLayout(_tensor(ids, device), _tensor(positions, device), _tensor(predictors, device), plan)
+    return FlatLayout(_tensor(ids, device), _tensor(positions, device), _tensor(predictors, device), plan, stretches)
 
 
 def _token_places(groups: dict[int, Row], rows: Sequence[Row], positions: list[np.ndarray]) -> TokenPlaces:
