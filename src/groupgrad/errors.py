@@ -26,3 +26,7 @@ class RewardError(ValueError):
 
 class RolloutError(ValueError):
     """Rollouts could not be made: environments that fail, or a rollout function that returns what cannot be used."""
+
+
+class WeightsLost(RuntimeError):
+    """An engine no longer has the weights that rows were to be sampled from, and they cannot be sent again."""

@@ -41,12 +41,16 @@ def test_values_are_left_alone() -> None:
     assert vllm_arguments(argv) == ["m", *argv[2:], *ADDED]
 
 
+def test_the_way_of_telling_log_probs_may_be_chosen() -> None:
+    told = ["--logprobs-mode", "raw_logprobs"]
+    assert vllm_arguments(["--model", "m", *told]) == ["m", *told, "--api-server-count", "1"]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--port", "1"], "no model is given; add --model"),
         (["--model"], "--model has no value"),
-        (["--model", "m", "--logprobs-mode", "raw_logprobs"], "--logprobs-mode is set by groupgrad"),
         (["--model", "m", "--api_server_count=2"], "--api-server-count is set by groupgrad"),
     ],
 )

@@ -85,8 +85,8 @@ def test_fewer_rows_than_a_round_are_repeated():
 
 def test_every_iteration_gives_one_round_after_the_other():
     keys = [key for batch in sampler(6, shuffle=False, epoch=0) for key in batch]
-    assert [(number, position) for number, position, _ in keys] == [(r, p) for r in range(3) for p in range(4)]
-    assert [indices for _, position, indices in keys if position == 0] == [(0, 1), (2, 3), (4, 5)]
+    assert [(number, position) for number, position, *_ in keys] == [(r, p) for r in range(3) for p in range(4)]
+    assert [indices for _, position, indices, _ in keys if position == 0] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_round_numbers_go_on_over_epochs():
@@ -105,6 +105,31 @@ def test_a_rank_reads_its_rows_once_a_round(rank: int):
     assert [tick.rows for tick in firsts] == [{rank: {"prompt": f"p{2 * number + rank}"}} for number in range(3)]
     assert all(tick.rows is None for tick in ticks if tick.position)
     assert all(tick.indices == (2 * tick.round, 2 * tick.round + 1) for tick in ticks)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rounds_first_tick_brings_the_rows_of_rounds_sampled_ahead(rank: int):
+    # Rounds of two prompts in file order; after the last round of an epoch come those of the next.
+    ticks = list(make_round_loader(CountingRows(6), PLAN, rank, LoaderOptions(shuffle=False, ahead=2)))
+    ahead = [[rows[rank]["prompt"] for rows in tick.ahead] for tick in ticks if tick.position == 0]
+    assert ahead == [[f"p{2 + rank}", f"p{4 + rank}"], [f"p{4 + rank}", f"p{rank}"], [f"p{rank}", f"p{2 + rank}"]]
+    assert all(tick.ahead == () for tick in ticks if tick.position)
+
+
+def test_the_rows_brought_ahead_are_those_of_the_rounds_that_follow():
+    loader = make_round_loader(rows(10), PLAN, 0, LoaderOptions(seed=5, ahead=1))
+    firsts = []
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+        firsts += [tick for tick in loader if tick.position == 0]
+    assert [tick.ahead[0] for tick in firsts[:-1]] == [tick.rows for tick in firsts[1:]]
+
+
+def test_a_stream_brings_rows_ahead_too():
+    loader = make_round_loader(stream(6), PLAN, 1, LoaderOptions(shuffle=False, ahead=1))
+    firsts = [tick for tick in islice(loader, 3 * PLAN.micro_steps_per_round) if tick.position == 0]
+    assert [tick.rows for tick in firsts] == [{1: {"prompt": f"p{i}"}} for i in (1, 3, 5)]
+    assert [tick.ahead for tick in firsts] == [({1: {"prompt": f"p{i}"}},) for i in (3, 5, 1)]
 
 
 def test_the_loader_passes_the_epoch_on():

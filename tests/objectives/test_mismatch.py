@@ -87,9 +87,26 @@ def test_metrics(make_batch):
         "importance_sampling_ratio/min": pytest.approx(math.exp(-0.3)),
         "importance_sampling_ratio/mean": pytest.approx((math.exp(-0.3) + 1.2 + 1 + 1) / 4),
         "importance_sampling_ratio/max": pytest.approx(1.2),
+        "frac_dropped_rows": 0.0,
+        "frac_dropped_tokens": 0.0,
     }
     sequence = read(mismatch_metrics(batch, MismatchOptions("sequence_mask"), batch.old_logprobs))
     assert [sequence[f"importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")] == pytest.approx([1] * 3)
+
+
+def test_metrics_of_masks_are_of_the_ratio_before_the_mask_and_say_what_is_dropped(make_batch):
+    # Token gaps of the first row +1 and 0, of the second +1 and +1, the third has no loss token.
+    old, sampling = [[-1.0, -1.0], [-1.0, -1.0], [-1.0]], [[-2.0, -1.0], [-2.0, -2.0], [-9.0]]
+    batch = make_batch([[True, True], [True, True], [False]], [1.0, 1.0, 1.0], old=old, sampling=sampling)
+    token = read(mismatch_metrics(batch, MismatchOptions("token_mask", clip_max=2.0), batch.old_logprobs))
+    assert token["importance_sampling_ratio/max"] == pytest.approx(math.e)
+    assert token["importance_sampling_ratio/mean"] == pytest.approx((3 * math.e + 1) / 4)
+    assert token["frac_dropped_tokens"] == pytest.approx(3 / 4)
+    assert token["frac_dropped_rows"] == pytest.approx(1 / 2)
+    sequence = read(mismatch_metrics(batch, MismatchOptions("sequence_mask", clip_max=3.0), batch.old_logprobs))
+    assert sequence["importance_sampling_ratio/max"] == pytest.approx(math.exp(2))
+    assert sequence["frac_dropped_tokens"] == pytest.approx(1 / 2)
+    assert sequence["frac_dropped_rows"] == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
@@ -98,6 +115,6 @@ def test_metrics_of_nothing_measure_nothing(make_batch, mode, trained):
     values = [[-1.0] * len(row) for row in trained]
     batch = make_batch(trained, [0.0] * len(trained), sampling=values)
     metrics = mismatch_metrics(batch, MismatchOptions(mode), torch.zeros(batch.num_tokens))
-    assert len(metrics) == 5 and all(metric.read() is None for metric in metrics.values())
+    assert len(metrics) == 7 and all(metric.read() is None for metric in metrics.values())
     batch.sampling_logprobs = None
     assert mismatch_metrics(batch, MismatchOptions(mode), torch.zeros(batch.num_tokens)) == {}

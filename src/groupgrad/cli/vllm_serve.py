@@ -26,7 +26,7 @@ weights to it.
 
 # Names that users of other servers know.
 _OTHER_NAMES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
-_OURS = ("--worker-extension-cls", "--api-server-count", "--logprobs-mode")
+_OURS = ("--worker-extension-cls", "--api-server-count")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,4 +84,5 @@ def vllm_arguments(argv: Sequence[str]) -> list[str]:
     if model is None:
         raise ValueError("no model is given; add --model NAME")
     # One process answers all requests: it is what knows whether weights are whole.
-    return [model, *arguments, "--api-server-count", "1", "--logprobs-mode", LOGPROBS_MODE]
+    told = any(word.partition("=")[0] == "--logprobs-mode" for word in arguments)
+    return [model, *arguments, "--api-server-count", "1", *([] if told else ["--logprobs-mode", LOGPROBS_MODE])]

@@ -152,6 +152,14 @@ class GRPOConfig(legacy.LegacyArguments):
     vllm_gpu_memory_utilization: float = _option(0.3, "Colocate: share of the accelerator's memory for vLLM, 0 to 1.")
     vllm_max_model_length: int | None = _option(None, "Colocate: longest prompt and completion together, in tokens.")
     vllm_tensor_parallel_size: int = _option(1, "Colocate: accelerators that share one copy of the model.")
+    vllm_lora_updates: str = _option(
+        "auto",
+        "How a LoRA adapter reaches vLLM: 'adapter' (alone), 'merge' (all weights, the adapter merged into a copy), or "
+        "'auto': alone where vLLM loads it, and otherwise merged.",
+    )
+    rollout_ahead: int = _option(
+        0, "Server: rounds that are sampled while earlier ones train, from weights that are as many rounds old."
+    )
 
     # --- Objective ---
     loss_type: str = _option("dapo", "grpo, dapo, dr_grpo, bnpo, cispo, sapo, luspo or vespo.")
@@ -188,6 +196,21 @@ class GRPOConfig(legacy.LegacyArguments):
     )
     multi_objective_aggregation: str = _option(
         "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (each by itself first)."
+    )
+
+    reward_model_init_kwargs: dict | str | None = _option(
+        None,
+        "Keyword arguments for loading reward models given by name (dtype, revision, device_map, ...), of which none "
+        "are taken from model_init_kwargs; dict or JSON text. Unset: as their checkpoints say.",
+    )
+    reward_model_device: str | None = _option(
+        None, "Device of reward models, such as 'cpu' or 'cuda:1'; unset: the training device."
+    )
+    reward_model_batch_tokens: int = _option(
+        16_384, "Most tokens, padding included, that a reward model reads in one forward pass."
+    )
+    reward_model_offload: bool = _option(
+        False, "Keep reward models in host memory and bring them to their device for each round of scoring."
     )
 
     # --- Correction of the difference between vLLM and the trainer ---
@@ -299,6 +322,7 @@ class GRPOConfig(legacy.LegacyArguments):
         plain = copy.copy(self)
         # The base class writes into nested dicts.
         plain.model_init_kwargs = copy.copy(self.model_init_kwargs)
+        plain.reward_model_init_kwargs = copy.copy(self.reward_model_init_kwargs)
         data = super(GRPOConfig, plain).to_dict()
         for name, value in data.items():
             if name.endswith("_token") and getattr(self, name) is None:

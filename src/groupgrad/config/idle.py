@@ -57,6 +57,11 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.rollout_engine == "transformers",
         "rollout_engine is 'transformers', and they are the native engine's",
     ),
+    Idle(
+        ("reward_model_offload",),
+        lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
+        "reward models run on the CPU, in host memory",
+    ),
     Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
     Idle(("log_multimodal",), lambda c: True, "there are no images in this version"),
     Idle(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
@@ -74,6 +79,7 @@ IDLE: tuple[Idle, ...] = (
             "vllm_gpu_memory_utilization",
             "vllm_max_model_length",
             "vllm_tensor_parallel_size",
+            "vllm_lora_updates",
             "vllm_importance_sampling_correction",
             "vllm_importance_sampling_mode",
             "vllm_importance_sampling_clip_max",
@@ -81,6 +87,47 @@ IDLE: tuple[Idle, ...] = (
         ),
         lambda c: not c.use_vllm,
         "use_vllm is False",
+    ),
+    Idle(
+        (
+            "vllm_enable_sleep_mode",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "vllm_model_impl",
+        ),
+        lambda c: c.use_vllm and c.vllm_mode == "server",
+        "vllm_mode is 'server', whose settings are those of `groupgrad vllm-serve`",
+    ),
+    Idle(
+        (
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+        ),
+        lambda c: c.use_vllm and c.vllm_mode == "colocate",
+        "vllm_mode is 'colocate', so there is no server",
+    ),
+    Idle(
+        ("vllm_server_host", "vllm_server_port"),
+        lambda c: c.use_vllm and c.vllm_mode == "server" and c.vllm_server_base_url is not None,
+        "vllm_server_base_url says where the server is",
+    ),
+    Idle(
+        (
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+        ),
+        lambda c: c.use_vllm and not c.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction is False",
+    ),
+    Idle(
+        ("rollout_engine", "engine_kv_memory", "engine_pack_weights", "cache_implementation"),
+        lambda c: c.use_vllm,
+        "use_vllm is True",
     ),
     # --- fields of TrainingArguments ---
     Idle(

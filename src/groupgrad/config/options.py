@@ -9,7 +9,8 @@ from groupgrad.data.rounds import LoaderOptions
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.choice import EngineOptions
 from groupgrad.models.forward import ForwardOptions
-from groupgrad.objectives import LossType, PolicyOptions, RatioLevel
+from groupgrad.objectives import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
+from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.round import ScoringOptions
 from groupgrad.rollout.tools import ToolOptions
@@ -40,6 +41,7 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
         prefetch_factor=config.dataloader_prefetch_factor,
         persistent_workers=config.dataloader_persistent_workers,
         multiprocessing_context=getattr(config, "dataloader_multiprocessing_context", None),
+        ahead=config.rollout_ahead,
     )
 
 
@@ -95,6 +97,13 @@ def engine_options(config: GRPOConfig) -> EngineOptions:
 
 def policy_options(config: GRPOConfig) -> PolicyOptions:
     """The objective. Sampler/trainer mismatch needs correction only with an engine of its own weights."""
+    mismatch = None
+    if config.use_vllm and config.vllm_importance_sampling_correction:
+        mismatch = MismatchOptions(
+            mode=cast(MismatchMode, config.vllm_importance_sampling_mode),
+            clip_min=config.vllm_importance_sampling_clip_min,
+            clip_max=config.vllm_importance_sampling_clip_max,
+        )
     return PolicyOptions(
         loss_type=cast(LossType, config.loss_type),
         importance_sampling_level=cast(RatioLevel, config.importance_sampling_level),
@@ -112,6 +121,7 @@ def policy_options(config: GRPOConfig) -> PolicyOptions:
         vespo_lambda_neg=config.vespo_lambda_neg,
         off_policy_mask_threshold=config.off_policy_mask_threshold,
         top_entropy_quantile=config.top_entropy_quantile,
+        mismatch=mismatch,
     )
 
 
@@ -122,6 +132,21 @@ def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> Forwa
         pad_id=pad_id,
         entropy_gradient=config.entropy_coef != 0.0 or config.use_adaptive_entropy,
         aux_loss=aux_loss,
+    )
+
+
+def reward_model_options(config: GRPOConfig) -> RewardModelOptions:
+    """How reward models are loaded and run: fetched as the policy is, and otherwise by settings of their own."""
+    return RewardModelOptions(
+        device=config.reward_model_device or config.device,
+        init_kwargs={
+            **hub_kwargs(mapping(config.model_init_kwargs)),
+            **mapping(config.reward_model_init_kwargs),
+        },
+        trust_remote_code=config.trust_remote_code,
+        chat_template_kwargs=mapping(config.chat_template_kwargs),
+        batch_tokens=config.reward_model_batch_tokens,
+        offload=config.reward_model_offload,
     )
 
 

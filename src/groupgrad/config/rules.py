@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from groupgrad.config import options
 from groupgrad.config.idle import idle_settings
 from groupgrad.config.launch import env_on, zero_stage
 from groupgrad.config.values import (
@@ -24,6 +25,7 @@ from groupgrad.config.values import (
     parse_bytes,
     range_problem,
 )
+from groupgrad.engines.vllm.sampling import sampling_fields, shaping
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -41,6 +43,7 @@ class Unavailable:
 
 DICT_FIELDS = (
     "model_init_kwargs",
+    "reward_model_init_kwargs",
     "generation_kwargs",
     "chat_template_kwargs",
     "transformers_continuous_batching_config",
@@ -71,7 +74,6 @@ OWNED_KEYS: dict[str, str] = {
 """Keys of generation_kwargs that the trainer sets itself, and what to do instead."""
 
 UNAVAILABLE: dict[str, Unavailable] = {
-    "use_vllm": Unavailable(lambda c: bool(c.use_vllm), "leave it False: the model that trains samples too"),
     "use_transformers_continuous_batching": Unavailable(
         lambda c: bool(c.use_transformers_continuous_batching), "leave it False"
     ),
@@ -125,12 +127,22 @@ def _json_dicts(c: GRPOConfig) -> str | None:
 
 
 def _dtype(c: GRPOConfig) -> str | None:
-    given = c.model_init_kwargs if isinstance(c.model_init_kwargs, dict) else {}
-    dtype = given.get("dtype", given.get("torch_dtype"))
-    if dtype is None or dtype in DTYPES:
+    for name in ("model_init_kwargs", "reward_model_init_kwargs"):
+        given = getattr(c, name) if isinstance(getattr(c, name), dict) else {}
+        dtype = given.get("dtype", given.get("torch_dtype"))
+        if dtype is not None and dtype not in DTYPES:
+            return f"{name} has dtype={dtype!r}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}"
+    return None
+
+
+def _reward_model_place(c: GRPOConfig) -> str | None:
+    given = c.reward_model_init_kwargs if isinstance(c.reward_model_init_kwargs, dict) else {}
+    if given.get("device_map") is None or (c.reward_model_device is None and not c.reward_model_offload):
         return None
+    other = "reward_model_offload=True" if c.reward_model_offload else f"reward_model_device={c.reward_model_device!r}"
     return (
-        f"model_init_kwargs has dtype={dtype!r}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}"
+        f"reward_model_init_kwargs has device_map={given['device_map']!r}, by which models stay where it puts them, "
+        f"and {other} puts them elsewhere. Set one of the two"
     )
 
 
@@ -264,6 +276,38 @@ def _vespo_sequence_correction(c: GRPOConfig) -> str | None:
     )
 
 
+def _vllm_sampling(c: GRPOConfig) -> str | None:
+    """vLLM tells log-probs either before everything that shapes them, temperature too, or after all of it."""
+    if not c.use_vllm or not isinstance(c.generation_kwargs, (dict, type(None))):
+        return None
+    try:
+        fields = sampling_fields(
+            options.sampling_options(c, eos_ids=[], pad_id=0), regex=c.vllm_structured_outputs_regex
+        )
+    except (TypeError, ValueError) as error:
+        # What is wrong with a single value is said by its own rule.
+        return str(error) if "groupgrad sets for each row" in str(error) else None
+    shaped, temperature = shaping(fields), fields["temperature"]
+    if not shaped or temperature == 1 or not c.vllm_importance_sampling_correction:
+        return None
+    said = ", ".join(f"{name}={fields[name]!r}" for name in shaped)
+    return (
+        f"{said} beside temperature={temperature!r} with use_vllm=True: vLLM then tells a token's log-prob among the "
+        f"tokens that were left, which are not known here, so that training's cannot be compared with it. Set "
+        f"temperature to 1.0, take {' and '.join(shaped)} out, or set vllm_importance_sampling_correction to False"
+    )
+
+
+def _rollout_ahead(c: GRPOConfig) -> str | None:
+    if not c.rollout_ahead or (c.use_vllm and c.vllm_mode == "server"):
+        return None
+    where = f"vllm_mode={c.vllm_mode!r}" if c.use_vllm else "use_vllm=False"
+    return (
+        f"rollout_ahead={c.rollout_ahead} samples while the model trains, but with {where} both would use the same "
+        f"device at once. Set use_vllm=True and vllm_mode='server', or rollout_ahead=0"
+    )
+
+
 def _hub_repo(c: GRPOConfig) -> str | None:
     if c.log_completions_hub_repo is None or c.log_completions:
         return None
@@ -345,6 +389,7 @@ RULES: tuple[Check, ...] = (
     _engine_memory,
     _json_dicts,
     _dtype,
+    _reward_model_place,
     _owned_generation_keys,
     _overridden_sampling,
     _two_batch_settings,
@@ -356,6 +401,8 @@ RULES: tuple[Check, ...] = (
     _entropy_bounds,
     _mismatch_bounds,
     _vespo_sequence_correction,
+    _vllm_sampling,
+    _rollout_ahead,
     _hub_repo,
     _auto_batch,
     _parallelism,

@@ -104,6 +104,8 @@ RANGES: dict[str, Range] = {
     "router_aux_loss_coef": Range(
         _not_negative, "0 or more", "a negative weight unbalances the experts", optional=True
     ),
+    # rewards
+    "reward_model_batch_tokens": Range(_one_or_more, _COUNT, "a forward pass reads something", whole=True),
     # reference model
     "ref_model_mixup_alpha": Range(_share, _SHARE, "it is the policy's share in the reference"),
     "ref_model_sync_steps": Range(_one_or_more, _COUNT, "it counts optimizer steps", whole=True),
@@ -114,6 +116,7 @@ RANGES: dict[str, Range] = {
     "vllm_gpu_memory_utilization": Range(_some_share, _SOME_SHARE, "it is a share of the memory"),
     "vllm_max_model_length": Range(_one_or_more, _COUNT, "it counts tokens", whole=True, optional=True),
     "vllm_tensor_parallel_size": Range(_one_or_more, _COUNT, "it counts accelerators", whole=True),
+    "rollout_ahead": Range(_not_negative, "0 or more", "it counts rounds", whole=True),
     "vllm_importance_sampling_clip_max": Range(_positive, "a number above 0", "ratios are positive", optional=True),
     "vllm_importance_sampling_clip_min": Range(_not_negative, "0 or more", "ratios are positive", optional=True),
     # logging
@@ -128,6 +131,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout_engine": ("auto", "native", "transformers"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_lora_updates": ("auto", "adapter", "merge"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 

@@ -7,6 +7,7 @@ function of (seed, epoch), so a resumed run sees what an uninterrupted one sees.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,8 @@ class Tick:
     """On a round's first tick: the data-set rows that this rank needs, by group. None on the others."""
     indices: tuple[int, ...] | None = None
     """Data-set indices of the round's prompts, by group; None for streams."""
+    ahead: tuple[dict[int, dict[str, Any]], ...] = ()
+    """On a round's first tick: the same rows of the rounds that follow, as many as are sampled ahead."""
 
 
 class RoundSampler:
@@ -43,9 +46,9 @@ class RoundSampler:
     up from the front of the epoch's order, so that every prompt has its turn in every epoch.
     """
 
-    def __init__(self, num_rows: int, plan: RoundPlan, *, shuffle: bool, seed: int, drop_last: bool):
+    def __init__(self, num_rows: int, plan: RoundPlan, *, shuffle: bool, seed: int, drop_last: bool, ahead: int = 0):
         self.num_rows, self.plan, self.shuffle, self.seed, self.drop_last = num_rows, plan, shuffle, seed, drop_last
-        self.epoch = 0
+        self.ahead, self.epoch = ahead, 0
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -57,10 +60,11 @@ class RoundSampler:
         """Choose the epoch whose order the next iteration takes."""
         self.epoch = epoch
 
-    def order(self) -> list[int]:
-        """Data-set indices of the epoch, one per prompt of its rounds."""
+    def order(self, epoch: int | None = None) -> list[int]:
+        """Data-set indices of an epoch, by default the one chosen, one per prompt of its rounds."""
         if self.shuffle:
-            generator = torch.Generator().manual_seed(_mix(self.seed, self.epoch))
+            epoch = self.epoch if epoch is None else epoch
+            generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
             indices = torch.randperm(self.num_rows, generator=generator).tolist()
         else:
             indices = list(range(self.num_rows))
@@ -72,12 +76,20 @@ class RoundSampler:
     def __len__(self) -> int:
         return self.rounds_per_epoch * self.plan.micro_steps_per_round
 
-    def __iter__(self) -> Iterator[list[tuple[int, int, tuple[int, ...]]]]:
+    def __iter__(self) -> Iterator[list[Key]]:
         order, size = self.order(), self.plan.prompts_per_round
+        # Rounds that are sampled ahead may be those of the epochs that follow.
+        for later in range(1, 1 + -(-self.ahead // max(1, self.rounds_per_epoch))):
+            order += self.order(self.epoch + later)
+        rounds = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
         for number in range(self.rounds_per_epoch):
-            indices = tuple(order[number * size : (number + 1) * size])
             for position in range(self.plan.micro_steps_per_round):
-                yield [(self.epoch * self.rounds_per_epoch + number, position, indices)]
+                ahead = tuple(rounds[number + 1 : number + 1 + self.ahead]) if position == 0 else ()
+                yield [(self.epoch * self.rounds_per_epoch + number, position, rounds[number], ahead)]
+
+
+Key = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Of a tick: its round, its place there, the round's data-set indices, and those of the rounds sampled ahead."""
 
 
 class RoundRows(torch.utils.data.Dataset):
@@ -89,10 +101,13 @@ class RoundRows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, int, tuple[int, ...]]) -> Tick:
-        number, position, indices = key
+    def __getitem__(self, key: Key) -> Tick:
+        number, position, indices, later = key
         tick = Tick(number, position, None, indices)
-        return tick if position else replace(tick, rows=rows_of(tick, self.dataset, self.groups))
+        if position:
+            return tick
+        ahead = tuple({group: self.dataset[chosen[group]] for group in self.groups} for chosen in later)
+        return replace(tick, rows=rows_of(tick, self.dataset, self.groups), ahead=ahead)
 
 
 def rows_of(tick: Tick, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
@@ -128,9 +143,11 @@ class RoundLoader(DataLoader):
 class StreamTicks(torch.utils.data.IterableDataset):
     """Endless ticks from an iterable data set; each pass over it is shuffled anew and rests carry over to the next."""
 
-    def __init__(self, dataset: IterableDataset, plan: RoundPlan, groups: list[int], *, shuffle: bool, seed: int):
-        self.dataset = dataset.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS) if shuffle else dataset
-        self.plan, self.groups = plan, groups
+    def __init__(self, dataset: IterableDataset, plan: RoundPlan, groups: list[int], options: LoaderOptions):
+        self.dataset = dataset
+        if options.shuffle:
+            self.dataset = dataset.shuffle(seed=options.seed, buffer_size=SHUFFLE_BUFFER_ROWS)
+        self.plan, self.groups, self.ahead = plan, groups, options.ahead
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         turn = 0
@@ -146,10 +163,14 @@ class StreamTicks(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[Tick]:
         rows, number = self._rows(), 0
+        rounds: deque[dict[int, dict[str, Any]]] = deque()
         while True:
-            prompts = [next(rows) for _ in range(self.plan.prompts_per_round)]
-            for position in range(self.plan.micro_steps_per_round):
-                yield Tick(number, position, {g: prompts[g] for g in self.groups} if position == 0 else None)
+            while len(rounds) <= self.ahead:
+                prompts = [next(rows) for _ in range(self.plan.prompts_per_round)]
+                rounds.append({group: prompts[group] for group in self.groups})
+            yield Tick(number, 0, rounds.popleft(), ahead=tuple(rounds))
+            for position in range(1, self.plan.micro_steps_per_round):
+                yield Tick(number, position, None)
             number += 1
 
 
@@ -164,6 +185,8 @@ class LoaderOptions:
     prefetch_factor: int | None = None
     persistent_workers: bool = False
     multiprocessing_context: str | None = None
+    ahead: int = 0
+    """Rounds whose rows each round's first tick brings too, for those that are sampled ahead."""
 
 
 def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderOptions) -> DataLoader:
@@ -176,10 +199,15 @@ def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderO
                 "same rows; it is read in the main process",
                 options.num_workers,
             )
-        return DataLoader(
-            StreamTicks(dataset, plan, groups, shuffle=options.shuffle, seed=options.seed), batch_size=None
-        )
-    sampler = RoundSampler(len(dataset), plan, shuffle=options.shuffle, seed=options.seed, drop_last=options.drop_last)
+        return DataLoader(StreamTicks(dataset, plan, groups, options), batch_size=None)
+    sampler = RoundSampler(
+        len(dataset),
+        plan,
+        shuffle=options.shuffle,
+        seed=options.seed,
+        drop_last=options.drop_last,
+        ahead=options.ahead,
+    )
     return RoundLoader(
         RoundRows(dataset, groups),
         batch_sampler=sampler,  # pyright: ignore[reportArgumentType]

@@ -11,11 +11,18 @@ from groupgrad.objectives.advantages import (
 )
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
 from groupgrad.objectives.liveness import Freshness, fresh_rows, known_rows, live_rows, passes_needed
-from groupgrad.objectives.mismatch import logp_mismatch, mismatch_metrics
+from groupgrad.objectives.mismatch import (
+    FRAC_DROPPED_ROWS,
+    FRAC_DROPPED_TOKENS,
+    logp_mismatch,
+    mismatch_metrics,
+)
 from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import LOSSES, PolicyLoss, policy_loss
 
 __all__ = [
+    "FRAC_DROPPED_ROWS",
+    "FRAC_DROPPED_TOKENS",
     "LOSSES",
     "Advantages",
     "Aggregation",

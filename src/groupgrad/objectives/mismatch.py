@@ -9,8 +9,11 @@ import torch
 from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
 from groupgrad.objectives.options import MismatchOptions
-from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, row_sum
+from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, row_sum, spread
 from groupgrad.types import Batch
+
+FRAC_DROPPED_ROWS = "sampling/frac_dropped_rows"
+FRAC_DROPPED_TOKENS = "sampling/frac_dropped_tokens"
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,40 +40,63 @@ def mismatch_ratio(
 
     At least 0; 1 (before the bounds) where nothing was measured. No gradient flows through it.
     """
-    gap = mismatch_gap(old_logprobs, sampling_logprobs, layout).values
+    ratio = _unbounded(mismatch_gap(old_logprobs, sampling_logprobs, layout), layout, options)
+    return type(ratio)(_bounded(ratio.values, options))
+
+
+def _unbounded(gap: MismatchGap, layout: Layout, options: MismatchOptions) -> PerToken | PerRow:
     if options.mode in ("token_truncate", "token_mask"):
-        return PerToken(_bounded(gap.exp(), options))
-    return PerRow(_bounded(row_sum(gap, layout).exp(), options))
+        return PerToken(gap.values.exp())
+    return PerRow(row_sum(gap.values, layout).exp())
 
 
 def _bounded(ratio: torch.Tensor, options: MismatchOptions) -> torch.Tensor:
-    low = 0.0 if options.clip_min is None else options.clip_min
-    high = float("inf") if options.clip_max is None else options.clip_max
+    low, high = _bounds(options)
     if options.mode in ("token_truncate", "sequence_truncate"):
         return ratio.clamp(low, high)
     return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
 
 
+def _bounds(options: MismatchOptions) -> tuple[float, float]:
+    low = 0.0 if options.clip_min is None else options.clip_min
+    return low, float("inf") if options.clip_max is None else options.clip_max
+
+
+def _dropped(ratio: PerToken | PerRow, layout: Layout, options: MismatchOptions) -> PerToken:
+    """(L,) bool, tokens that a mask takes out of the policy term."""
+    low, high = _bounds(options)
+    outside = spread(ratio, layout)
+    outside = (outside < low) | (outside > high)
+    return PerToken(outside & ("mask" in options.mode))
+
+
 def mismatch_metrics(batch: Batch, options: MismatchOptions, old_logprobs: torch.Tensor) -> dict[str, Metric]:
-    """The `sampling/...` metrics of a batch: the absolute log-prob gap (nats) and the ratio after its bounds.
+    """The `sampling/...` metrics of a batch: the absolute log-prob gap (nats), the ratio, and what a mask drops.
 
     The gap is taken over loss tokens with a finite sampler log-prob; the ratio over loss tokens or, in sequence modes,
-    over rows that have any. `old_logprobs` (L,) is the trainer's view at sampling time. Empty if the engine reported
-    no log-probs at all.
+    over rows that have any. In `truncate` modes it is the ratio after its bounds, in `mask` modes the one before the
+    mask, since a ratio of 0 would say nothing of how far the two are apart. `frac_dropped_tokens` is the share of loss
+    tokens that the mask drops, `frac_dropped_rows` the share of rows of which it drops all. `old_logprobs` (L,) is the
+    trainer's view at sampling time. Empty if the engine reported no log-probs at all.
     """
     if batch.sampling_logprobs is None:
         return {}
     layout = layout_of(batch)
     gap = mismatch_gap(old_logprobs, batch.sampling_logprobs, layout)
     distance = gap.values.abs()
-    ratio = mismatch_ratio(old_logprobs, batch.sampling_logprobs, layout, options)
-    counts = counted(ratio, layout)
+    unbounded = _unbounded(gap, layout, options)
+    ratio = unbounded.values if "mask" in options.mode else _bounded(unbounded.values, options)
+    counts = counted(unbounded, layout)
+    dropped = _dropped(unbounded, layout, options).values & layout.trained
+    kept_in_row = row_sum((layout.trained & ~dropped).float(), layout)
     return {
         "sampling/sampling_logp_difference/mean": mean_where(distance, gap.measured),
         "sampling/sampling_logp_difference/max": maximum_where(distance, gap.measured),
-        "sampling/importance_sampling_ratio/min": minimum_where(ratio.values, counts),
-        "sampling/importance_sampling_ratio/mean": mean_where(ratio.values, counts),
-        "sampling/importance_sampling_ratio/max": maximum_where(ratio.values, counts),
+        "sampling/importance_sampling_ratio/min": minimum_where(ratio, counts),
+        "sampling/importance_sampling_ratio/mean": mean_where(ratio, counts),
+        "sampling/importance_sampling_ratio/max": maximum_where(ratio, counts),
+        FRAC_DROPPED_ROWS: mean_where((kept_in_row == 0).float(), layout.counts > 0),
+        FRAC_DROPPED_TOKENS: mean_where(dropped.float(), layout.trained),
     }
 
 

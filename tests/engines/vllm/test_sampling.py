@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm.sampling import is_plain, row_fields, sampled_logprobs, sampling_fields
+from groupgrad.engines.vllm.sampling import is_plain, logprobs_mode, row_fields, sampled_logprobs, sampling_fields
 
 
 def test_options_have_vllms_names_and_only_our_ids_end_a_completion() -> None:
@@ -55,6 +55,23 @@ def test_a_row_has_its_own_seed_and_budget() -> None:
 )
 def test_log_probs_are_plain_without_cuts_and_penalties(changes: dict[str, Any], plain: bool) -> None:
     assert is_plain(sampling_fields(SamplingOptions(max_new_tokens=9, **changes))) is plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode"),
+    [
+        ({}, "processed_logprobs"),
+        ({"temperature": 0.3}, "processed_logprobs"),
+        ({"top_p": 0.9}, "raw_logprobs"),
+        ({"extra": {"min_tokens": 3}}, "raw_logprobs"),
+        ({"top_p": 0.9, "temperature": 0.7}, None),
+    ],
+)
+def test_log_probs_are_told_where_they_are_trainings(changes: dict[str, Any], mode: str | None) -> None:
+    fields = sampling_fields(SamplingOptions(max_new_tokens=9, **changes))
+    assert logprobs_mode(fields) == mode
+    assert is_plain(fields, "raw_logprobs") is (changes.get("temperature", 1.0) == 1.0)
+    assert not is_plain(fields, "raw_logits")
 
 
 def test_a_regex_is_a_cut() -> None:

@@ -87,7 +87,7 @@ def logprobs_mode(fields: Mapping[str, Any]) -> str | None:
 
 def is_plain(fields: Mapping[str, Any], mode: str = PROCESSED) -> bool:
     """True if log-probs told in this mode are those of the temperature softmax over the whole vocabulary."""
-    return fields["temperature"] == 1.0 if mode == RAW else not shaping(fields)
+    return (mode == RAW and fields["temperature"] == 1.0) or (mode == PROCESSED and not shaping(fields))
 
 
 def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **told: Any) -> Any:

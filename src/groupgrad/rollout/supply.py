@@ -1,0 +1,133 @@
+"""Where a round gets its rollouts from: sampled when they are asked for, or while earlier rounds were trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Protocol
+
+from groupgrad import dist
+from groupgrad.errors import WeightsLost
+from groupgrad.rollout.base import RolloutSource, RoundRequest
+from groupgrad.telemetry.timings import Timings
+from groupgrad.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class Weights(Protocol):
+    """The weights that an engine samples from, where they are a copy of the policy's."""
+
+    def refresh(self, version: int) -> None:
+        """Collective. What is sampled from now on comes from the policy as it is, at this optimizer step. Nothing may
+        be sampled meanwhile."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is sampled until the next `refresh`, so that what sampling alone needs may be given back."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Inside, the policy may change while rows are sampled, so it is never sent: an engine that has lost its
+        weights raises WeightsLost."""
+        ...
+
+
+class Supply:
+    """Rollouts for one round after the other.
+
+    With `ahead=k` up to k rounds that follow are sampled in a thread of their own while a round is trained, from
+    weights that are at most k rounds old. New weights are sent between rounds, when nothing is sampled on any rank. A
+    round whose engine lost its weights is sampled anew, from the present ones. Whatever else a thread fails with is
+    raised when its round is asked for.
+    """
+
+    def __init__(self, source: RolloutSource, timings: Timings, weights: Weights | None = None, *, ahead: int = 0):
+        if ahead and weights is None:
+            raise ValueError(f"ahead={ahead} needs an engine with weights of its own; set it to 0")
+        self.source, self._timings, self._weights, self._ahead = source, timings, weights, ahead
+        self._threads: ThreadPoolExecutor | None = None
+        self._jobs: dict[int, Future[list[Rollout]]] = {}
+
+    def __call__(self, request: RoundRequest, upcoming: Sequence[RoundRequest] = ()) -> list[Rollout]:
+        """Collective. This rank's rollouts of the round, in the order of its row numbers; the rounds `upcoming` are
+        begun where sampling ahead allows. A failure on any rank is raised on all."""
+        if not self._ahead:
+            return self._now(request)
+        if request.phase != "train":
+            self._wait()
+            return self._now(request)
+        rollouts, is_missing = self._begun(request)
+        if is_missing:
+            self._wait()
+            rollouts = self._now(request)
+        elif self._is_idle():
+            self._refresh(request.step)
+        else:
+            return rollouts
+        self._begin([replace(later, step=request.step) for later in upcoming[: self._ahead]])
+        return rollouts
+
+    def close(self) -> None:
+        """Give up what is sampled ahead, and let go of what the source holds. May be called any number of times."""
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.cancel()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+            self._threads = None
+        self.source.close()
+
+    def _now(self, request: RoundRequest) -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        self._refresh(request.step)
+        with dist.together(), self._timings.phase("sampling"):
+            rollouts = self.source(request)
+        if self._weights is not None:
+            self._weights.rest()
+        return rollouts
+
+    def _refresh(self, version: int) -> None:
+        if self._weights is not None:
+            with self._timings.phase("weights"):
+                self._weights.refresh(version)
+
+    def _begun(self, request: RoundRequest) -> tuple[list[Rollout], bool]:
+        """Collective. The rollouts of a round that was begun, waited for; whether any rank has none."""
+        rollouts: list[Rollout] | None = None
+        job = self._jobs.pop(request.number, None)
+        with dist.together(), self._timings.phase("sampling"):
+            if job is not None:
+                try:
+                    rollouts = job.result()
+                except WeightsLost as error:
+                    logger.warning("round %d is sampled anew: %s", request.number, error)
+        is_missing = any(dist.all_gather_objects(rollouts is None))
+        return rollouts or [], is_missing
+
+    def _is_idle(self) -> bool:
+        """Collective. True if no rank samples anything."""
+        return not any(dist.all_gather_objects(any(not job.done() for job in self._jobs.values())))
+
+    def _wait(self) -> None:
+        """Collective. Until nothing is sampled; what was, is kept for its round."""
+        with self._timings.phase("sampling"):
+            for job in self._jobs.values():
+                job.exception()
+        dist.all_gather_objects(None)
+
+    def _begin(self, requests: Sequence[RoundRequest]) -> None:
+        if self._threads is None:
+            # One: agents and their environments take one round at a time.
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts-ahead")
+        for request in requests:
+            if request.number not in self._jobs:
+                self._jobs[request.number] = self._threads.submit(self._sample_held, request)
+
+    def _sample_held(self, request: RoundRequest) -> list[Rollout]:
+        assert self._weights is not None
+        with self._weights.held():
+            return self.source(request)
