@@ -119,7 +119,7 @@ class VisionPromptMaker(PromptMaker):
                 f"{', '.join(f'{image.width}x{image.height}' for image in images)} pixels: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return _encoded(made, images)
+        return _encoded(made, images, getattr(self.processor, "image_token_id", None))
 
     def _text_ids(self, text: str) -> list[int]:
         made = self.tokenizer(text, add_special_tokens=self._adds_specials(text), verbose=False)
@@ -248,8 +248,11 @@ def _example_picture() -> Any:
     return Image.fromarray(np.array(rows, dtype=np.uint8))
 
 
-def _encoded(made: Mapping[str, Any], images: Sequence[Any]) -> Encoded:
-    """What a processor gave for one prompt, taken apart into what belongs to tokens and what to images."""
+def _encoded(made: Mapping[str, Any], images: Sequence[Any], placeholder: int | None) -> Encoded:
+    """What a processor gave for one prompt, taken apart into what belongs to tokens and what to images.
+
+    Which tokens are images is always said, so that nobody takes a placeholder that the policy samples for one.
+    """
     ids = made["input_ids"]
     tensors, token_tensors = {}, {}
     for name, value in made.items():
@@ -259,6 +262,8 @@ def _encoded(made: Mapping[str, Any], images: Sequence[Any]) -> Encoded:
             token_tensors[name] = value[0]
         else:
             tensors[name] = value
+    if not token_tensors and placeholder is not None:
+        token_tensors["mm_token_type_ids"] = (ids[0] == placeholder).long()
     return Encoded(ids[0].tolist(), Media(tuple(images), tensors, token_tensors, digest(images)))
 
 
