@@ -99,7 +99,7 @@ def _score_places(
     if asked is not None:
         rows, positions = rows[asked], positions[asked]
     with view.shown(model), _head_on(model, (rows, positions), source.shape, tokens, options, foreseen) as seen:
-        if source.plan is None:
+        if source.plan is None or source.places is None:
             output = model(input_ids=view.ids, use_cache=False, **source.extra)
         else:
             output = run_planned(model, view.ids, source.places, source.plan, **source.extra)
