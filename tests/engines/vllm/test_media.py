@@ -1,0 +1,77 @@
+"""Images on their way to vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from groupgrad.engines.vllm.media import check_prompt, decode, encode, folded, vllm_prompt
+
+Image = pytest.importorskip("PIL.Image")
+
+QWEN = SimpleNamespace(model_type="qwen2_vl", image_token_id=9)
+GEMMA = SimpleNamespace(model_type="gemma3", image_token_index=9, boi_token_index=7, eoi_token_index=8)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "1"])
+def test_an_image_arrives_as_it_was(mode: str) -> None:
+    image = Image.effect_noise((5, 3), 80).convert(mode)
+    found = decode(encode(image))
+    assert (found.mode, found.size, found.tobytes()) == (mode, (5, 3), image.tobytes())
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "P", "YCbCr"])
+def test_an_image_of_another_mode_arrives_as_processors_see_it(mode: str) -> None:
+    image = Image.effect_noise((5, 3), 80).convert("RGB").convert(mode)
+    assert decode(encode(image)).tobytes() == image.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("text", ["", "not base64!", "aGVsbG8="])
+def test_what_is_no_image_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        decode(text)
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_images", "expected"),
+    [
+        ([1, 9, 9, 9, 2], 1, [1, 9, 2]),
+        ([1, 9, 9, 2, 9, 3], 2, [1, 9, 2, 9, 3]),
+        # What the policy sampled of placeholders lies behind the images, and stays.
+        ([1, 9, 9, 2, 9, 9, 3], 1, [1, 9, 2, 9, 9, 3]),
+        ([9, 9], 1, [9]),
+    ],
+)
+def test_runs_of_placeholders_become_one(ids: list[int], num_images: int, expected: list[int]) -> None:
+    assert folded(ids, num_images, QWEN) == expected
+
+
+def test_what_gemma_puts_around_an_image_is_folded_too() -> None:
+    assert folded([1, 5, 7, 9, 9, 8, 5, 2], 1, GEMMA) == [1, 7, 2]
+    # Without line breaks of its own there are none to drop.
+    assert folded([1, 7, 9, 9, 8, 2], 1, GEMMA) == [1, 7, 2]
+
+
+def test_images_without_places_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 2 images, but only 1 runs of their placeholder .token 9. among its 3"):
+        folded([1, 9, 9], 2, QWEN)
+    with pytest.raises(ValueError, match="qwen3 names no token for images"):
+        folded([1, 9, 9], 1, SimpleNamespace(model_type="qwen3"))
+
+
+def test_a_prompt_without_images_is_its_ids() -> None:
+    assert vllm_prompt((1, 9, 9), (), QWEN) == {"prompt_token_ids": [1, 9, 9]}
+    assert vllm_prompt([1, 9, 9], ["picture"], QWEN) == {
+        "prompt_token_ids": [1, 9],
+        "multi_modal_data": {"image": ["picture"]},
+    }
+
+
+def test_other_ids_than_those_trained_on_are_an_error() -> None:
+    check_prompt([1, 2], [1, 2])
+    check_prompt([1, 2], None)
+    with pytest.raises(ValueError, match="4 tokens instead of 3, different from token 2 on"):
+        check_prompt([1, 9, 2], [1, 9, 9, 2])
+    with pytest.raises(ValueError, match="2 tokens instead of 3, different from token 2 on"):
+        check_prompt([1, 9, 2], (1, 9))
