@@ -74,25 +74,52 @@ class AdapterFiles:
 
 def adapter_files(model: nn.Module) -> AdapterFiles:
     """The active LoRA adapter; collective if it is sharded. ValueError if it is of a kind that can only be merged."""
-    from peft import PeftType, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
+    problem = adapter_obstacle(model)
+    if problem is not None:
+        raise ValueError(f"{problem}; send the weights instead, adapters merged")
     inner: Any = unwrap(model)
-    if not is_adapted(inner):
-        raise ValueError(f"{type(inner).__name__} has no adapter to send; send its weights instead")
     (name,) = _active(inner)
     config = inner.peft_config[name]
-    problem = None
-    if config.peft_type != PeftType.LORA:
-        problem = f"the adapter is of the kind {config.peft_type.value}"
-    elif config.modules_to_save:
-        problem = f"the adapter trains whole modules (modules_to_save={list(config.modules_to_save)})"
-    elif getattr(config, "use_dora", False) or getattr(config, "bias", "none") != "none":
-        problem = "the adapter has DoRA or biases"
-    if problem is not None:
-        raise ValueError(f"{problem}, which vLLM does not load as an adapter; merge it into the weights instead")
     tensors = {key: _whole(tensor) for key, tensor in get_peft_model_state_dict(inner, adapter_name=name).items()}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return AdapterFiles({**plain, "inference_mode": True}, tensors)
+
+
+def adapter_obstacle(model: nn.Module) -> str | None:
+    """Why no adapter can be sent alone, in words; None for a model with one LoRA adapter of the plain kind."""
+    inner: Any = unwrap(model)
+    if not is_adapted(inner):
+        return f"{type(inner).__name__} has no adapter"
+    from peft import PeftType
+
+    (name,) = _active(inner)
+    config = inner.peft_config[name]
+    if config.peft_type != PeftType.LORA:
+        return f"the adapter is of the kind {config.peft_type.value}, which vLLM does not load"
+    if config.modules_to_save:
+        return f"the adapter trains whole modules (modules_to_save={list(config.modules_to_save)})"
+    if getattr(config, "target_parameters", None):
+        return f"the adapter changes parameters (target_parameters={list(config.target_parameters)})"
+    if getattr(config, "use_dora", False) or getattr(config, "bias", "none") != "none":
+        return "the adapter has DoRA or biases, which vLLM does not load"
+    if is_sharded(model):
+        return "the model is sharded (ZeRO-3, FSDP)"
+    return None
+
+
+def adapter_rank(model: nn.Module) -> int:
+    """The largest rank in the active LoRA adapter."""
+    inner: Any = unwrap(model)
+    (name,) = _active(inner)
+    config = inner.peft_config[name]
+    return max([int(config.r), *(int(rank) for rank in (getattr(config, "rank_pattern", None) or {}).values())])
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True if no rank has whole parameters (ZeRO-3, FSDP 2)."""
+    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def _sources(inner: Any, base: Any) -> Iterator[_Source]:

@@ -29,6 +29,7 @@ from groupgrad.engines.vllm.wire import (
     pack,
     torch_dtype,
 )
+from groupgrad.errors import WeightsLost
 from groupgrad.models.forward import unwrap
 from groupgrad.models.weights import adapter_files, served_weights
 
@@ -99,6 +100,8 @@ class VLLMServerEngine:
         self._base = f"base-{uuid.uuid4().hex[:8]}"
         """Stamp of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
+        self.is_held = False
+        """The policy changes while rows are sampled, so that it must not be sent meanwhile."""
 
     @property
     def stamp(self) -> str:
@@ -182,7 +185,8 @@ class VLLMServerEngine:
     def recover(self, reason: str) -> None:
         """See to it that the server is there with the current weights; `reason` is why that is in doubt.
 
-        RuntimeError if another trainer has pushed to it; TimeoutError if it does not come back in time.
+        RuntimeError if another trainer has pushed to it; TimeoutError if it does not come back in time; WeightsLost if
+        it was started again while `is_held`.
         """
         known = self._info.get("start_id")
         logger.warning("vLLM server %s: %s; looking for it", self.address, reason)
@@ -197,6 +201,11 @@ class VLLMServerEngine:
                 raise RuntimeError(
                     f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
                     f"{self._stamp!r}: another trainer uses the same server; give each a server of its own"
+                )
+            if self.is_held:
+                raise WeightsLost(
+                    f"the vLLM server {self.address} was started again and has lost the weights {self._stamp!r}, which "
+                    "the policy has left behind"
                 )
             if self._pushes and self._pushed is not None:
                 logger.warning("vLLM server %s has no weights of this training; pushing %s", self.address, self._stamp)

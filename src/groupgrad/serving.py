@@ -1,0 +1,137 @@
+"""vLLM in a training run: started or found, checked against the run, and what of it the configuration decides."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad import compat, dist
+from groupgrad.config import GRPOConfig
+from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.vllm.client import VLLMServerEngine
+from groupgrad.engines.vllm.colocate import VLLMColocateEngine
+from groupgrad.engines.vllm.http import Address
+from groupgrad.engines.vllm.sampling import PROCESSED, logprobs_mode, sampling_fields
+from groupgrad.engines.vllm.served import ServedPolicy
+from groupgrad.engines.vllm.start import ColocateOptions
+from groupgrad.models.adapters import is_adapted
+from groupgrad.models.forward import unwrap
+from groupgrad.models.weights import adapter_obstacle, adapter_rank
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 256
+"""Rows that vLLM samples at the same time at most; further ones wait."""
+
+
+def serve_policy(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> ServedPolicy:
+    """Collective. vLLM as the configuration asks for it, ready for its first weights.
+
+    Raises ImportError without vLLM, TimeoutError for a server that does not come up in time, and ValueError, with both
+    sides' story, for one that serves something else and for what vLLM cannot do.
+    """
+    for problem in compat.unsupported_versions(["vllm"]):
+        warnings.warn(problem)
+    served: ServedPolicy | None = None
+    with dist.together():
+        make = _server if config.vllm_mode == "server" else _colocate
+        served = make(config, model, tokenizer, sampling)
+    assert served is not None
+    return served
+
+
+def longest_context(served: ServedPolicy) -> int:
+    """Tokens that vLLM has room for, prompt and completion together."""
+    engine = served.engine
+    return int(engine.info["max_model_len"] if isinstance(engine, VLLMServerEngine) else engine.max_model_len)
+
+
+def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> ServedPolicy:
+    address = Address.of(config.vllm_server_base_url, config.vllm_server_host, config.vllm_server_port)
+    engine = VLLMServerEngine(
+        address,
+        timeout_s=config.vllm_server_timeout,
+        regex=config.vllm_structured_outputs_regex,
+        pushes=dist.is_main(),
+    )
+    engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
+    told = str(engine.info.get("logprobs_mode", PROCESSED))
+    wanted = _comparable(config, sampling)
+    if config.vllm_importance_sampling_correction and not engine.plain_logprobs(sampling):
+        raise ValueError(
+            f"the vLLM server {address} tells log-probs as {told}, which are not those of the distribution that is "
+            f"trained, given how tokens are drawn; start it with --logprobs-mode {wanted}, or set "
+            "vllm_importance_sampling_correction=False"
+        )
+    largest = int(engine.info.get("max_lora_rank") or 0)
+    place = f"the vLLM server {address} " + (f"takes ranks up to {largest}" if largest else "has no --enable-lora")
+    return ServedPolicy(
+        engine,
+        model,
+        sends_adapter=_sends_adapter(config, model, largest, place),
+        tells_logprobs=engine.plain_logprobs(sampling),
+    )
+
+
+def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> ServedPolicy:
+    sends_adapter = _sends_adapter(config, model, None, "")
+    rows = config.per_device_train_batch_size * config.steps_per_generation_resolved
+    options = ColocateOptions(
+        max_num_seqs=min(MOST_ROWS, max(rows, config.per_device_eval_batch_size)),
+        max_model_len=config.vllm_max_model_length,
+        memory_utilization=config.vllm_gpu_memory_utilization,
+        dtype=computing_dtype(config, model),
+        model_impl=config.vllm_model_impl,
+        sleep_mode=config.vllm_enable_sleep_mode,
+        tensor_parallel_size=config.vllm_tensor_parallel_size,
+        max_lora_rank=adapter_rank(model) if sends_adapter else 0,
+        regex=config.vllm_structured_outputs_regex,
+        logprobs_mode=_comparable(config, sampling),
+        trust_remote_code=config.trust_remote_code,
+    )
+    engine = VLLMColocateEngine(model, tokenizer, options)
+    engine.check(sampling, num_tokens=sampling.max_new_tokens + 1)
+    return ServedPolicy(
+        engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling)
+    )
+
+
+def computing_dtype(config: GRPOConfig, model: nn.Module) -> str:
+    """The type that training computes in, so that vLLM rounds as it does."""
+    if config.bf16:
+        return "bfloat16"
+    if config.fp16:
+        return "float16"
+    types = [parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point]
+    most = max(set(types), key=types.count, default=torch.float32)
+    return str(most).removeprefix("torch.")
+
+
+def _comparable(config: GRPOConfig, sampling: SamplingOptions) -> str:
+    """How vLLM must tell log-probs for them to be training's; its plain way where none is."""
+    return logprobs_mode(sampling_fields(sampling, regex=config.vllm_structured_outputs_regex)) or PROCESSED
+
+
+def _sends_adapter(config: GRPOConfig, model: nn.Module, largest_rank: int | None, place: str) -> bool:
+    """Whether an adapter is sent alone. ValueError if it must be and cannot."""
+    if not is_adapted(unwrap(model)):
+        if config.vllm_lora_updates == "adapter":
+            raise ValueError("vllm_lora_updates='adapter', but the model has no adapter; set it to 'auto'")
+        return False
+    if config.vllm_lora_updates == "merge":
+        return False
+    reason = adapter_obstacle(model)
+    if reason is None and largest_rank is not None and adapter_rank(model) > largest_rank:
+        reason = f"it has rank {adapter_rank(model)}, and {place}"
+    if reason is None:
+        return True
+    if config.vllm_lora_updates == "adapter":
+        raise ValueError(f"vllm_lora_updates='adapter', but the adapter cannot be sent alone: {reason}; set 'auto'")
+    logger.info("the adapter is merged into the weights that vLLM gets, in a copy: %s", reason)
+    return False
+
+
