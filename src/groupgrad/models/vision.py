@@ -164,7 +164,7 @@ def sight(model: nn.Module, ids: torch.Tensor, media: Media) -> Sight:
         asked = inspect.signature(owner.get_rope_index).parameters
         given = {name: value for name, value in media.tensors.items() if name in asked}
         if "mm_token_type_ids" in asked:
-            given["mm_token_type_ids"] = media.token_tensors.get("mm_token_type_ids", places.int())[None, : len(ids)]
+            given["mm_token_type_ids"] = places.int()[None]
         rope = owner.get_rope_index(ids[None], **given)[0][:, 0].cpu()
         shift = int(rope.max()) + 1 - len(ids)
     return Sight(media, len(ids), places, rope, shift, _spans(model, media))
@@ -177,7 +177,8 @@ def image_places(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Ten
     """
     ids = ids.cpu()
     places = torch.isin(ids, torch.tensor(placeholder_ids(model)))
-    for types in media.token_tensors.values():
+    types = media.token_tensors.get("mm_token_type_ids", media.token_tensors.get("token_type_ids"))
+    if types is not None:
         places[: len(types)] &= types.cpu()[: len(ids)] != 0
         places[len(types) :] = False
     return places

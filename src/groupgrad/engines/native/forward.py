@@ -14,14 +14,14 @@ from groupgrad.models.forward import output_head
 
 
 def last_logits(
-    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, last: torch.Tensor
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, last: torch.Tensor, **extra: Any
 ) -> torch.Tensor:
-    """(N, V) logits at the places `last` (N,) of the flat tokens `ids` (T,) at `positions` (T,).
+    """(N, V) logits at the places `last` (N,) of the flat tokens `ids` (T,) at `positions` (T,) or (3, T).
 
-    ValueError if the model cannot run plans.
+    `extra` are further arguments of the model, its images. ValueError if the model cannot run plans.
     """
     with _head_on(model, last, ids.shape[0]) as seen:
-        logits = run_planned(model, ids, positions, plan).logits[0]
+        logits = run_planned(model, ids, positions, plan, **extra).logits[0]
     # The head's input was narrowed unless this model computes its logits in another way.
     return logits if seen["narrowed"] else logits[last.to(logits.device)]
 

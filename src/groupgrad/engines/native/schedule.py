@@ -16,6 +16,8 @@ import torch
 
 from groupgrad.engines.base import Request
 from groupgrad.engines.native.store import Need, Parked, Store
+from groupgrad.models.vision import Sight
+from groupgrad.types import Media
 
 HEADROOM = 32
 """A row enters only if all rows could still grow by this many tokens, or by half if that is more."""
@@ -50,6 +52,19 @@ class Group:
     """Rows that begin right behind it and have no token yet."""
     first_logits: torch.Tensor | None = None
     """(V,) logits of what follows the prompt, while it is stored and fresh rows are left."""
+    media: Media | None = None
+    sight: Sight | None = None
+    """How the model sees its images; found when it is first computed."""
+
+    @property
+    def identity(self) -> tuple[tuple[int, ...], str]:
+        """Requests with equal ones continue the same prompt."""
+        return _identity(self.ids, self.media)
+
+    @property
+    def shift(self) -> int:
+        """Added to the places of the tokens behind it to get their positions."""
+        return 0 if self.sight is None else self.sight.shift
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +170,7 @@ class Schedule:
         """Those that are stored, in the order of their slots."""
         self.version = 0
         """Changes when the slots of rows or prompts do."""
-        self._joinable: dict[tuple[int, ...], Group] = {}
+        self._joinable: dict[tuple[tuple[int, ...], str], Group] = {}
         self._kept: dict[int, Kept] = {}
         self._parked: dict[int, Kept] = {}
         """By the tickets of the rows that ended, in that order."""
@@ -166,12 +181,18 @@ class Schedule:
     # ------------------------------------------------------------------------------------ requests come
 
     def add(self, ticket: int, request: Request) -> None:
-        """A request waits. ValueError if what it continues is not kept or is no beginning of it."""
+        """A request waits. ValueError if what it continues is not kept or is no beginning of it.
+
+        One that brings new images is computed as a whole: what was kept holds none of them.
+        """
+        if request.continues is not None and self._has_new_images(request):
+            self.release(request.continues)
+            request = replace(request, continues=None)
         if request.continues is None:
-            key = tuple(request.prompt_ids)
+            key = _identity(request.prompt_ids, request.media)
             group = self._joinable.get(key)
             if group is None:
-                group = self._joinable[key] = Group(request.prompt_ids, self._num_groups)
+                group = self._joinable[key] = Group(request.prompt_ids, self._num_groups, media=request.media)
                 self._num_groups += 1
             group.num_users += 1
             group.num_fresh += 1
@@ -181,6 +202,10 @@ class Schedule:
             given = request.prompt_ids[len(kept.group.ids) :]
             row = Row(ticket, request, kept.group, given, kept)
         self._arrived.append(row)
+
+    def _has_new_images(self, request: Request) -> bool:
+        kept = None if request.continues is None else self._kept.get(request.continues)
+        return kept is not None and kept.group.identity[1] != _identity([], request.media)[1]
 
     def _take(self, ticket: int, prompt_ids: list[int]) -> Kept:
         kept = self._kept.get(ticket)
@@ -408,7 +433,11 @@ class Schedule:
         """A row of the group is no more; when it was the last, nobody joins the group again."""
         group.num_users -= 1
         if not group.num_users:
-            self._joinable.pop(tuple(group.ids), None)
+            self._joinable.pop(group.identity, None)
+
+
+def _identity(ids: list[int], media: Media | None) -> tuple[tuple[int, ...], str]:
+    return tuple(ids), "" if media is None else media.key
 
 
 def _need(rows: Sequence[Row], groups: Sequence[Group], extra: int) -> Need:

@@ -18,6 +18,7 @@ from groupgrad.engines.native.graphs import EagerStep, RecordedStep, Steps
 from groupgrad.engines.native.sampling import Sampler
 from groupgrad.engines.native.schedule import Group, Row, Schedule
 from groupgrad.engines.native.stops import StopStrings
+from groupgrad.models.vision import Laid, Sight, flat_view, sight
 
 PREFILL_TOKENS = 8192
 """Tokens of prompts that go through the model at once, unless a single prompt has more."""
@@ -158,6 +159,9 @@ class NativeSession:
         assert is_room, "rows are let in only if they fit"
         first_slot = len(schedule.active)
         schedule.enter(rows, groups)
+        for group in new:
+            if group.media is not None and group.sight is None:
+                group.sight = sight(self._model, torch.tensor(group.ids), group.media)
         self._statistics.num_restored += sum(row.num_restored for row in rows)
         beginning = [row for row in rows if row.index < 0]
         for row, index in zip(beginning, self._sampler.add([row.request for row in beginning])):
@@ -165,7 +169,7 @@ class NativeSession:
         # Of a prompt that is stored, but not what follows it, the last token is enough.
         lacking = {id(row.group): row.group for row in rows if row.is_fresh and row.group.first_logits is None}
         known = [group for group in lacking.values() if group not in new]
-        self._prefill_prompts([*((group, 0) for group in new), *((group, len(group.ids) - 1) for group in known)])
+        self._prefill_prompts([*((group, 0) for group in new), *((group, _last_place(group)) for group in known)])
         self._begin([row for row in rows if row.is_fresh])
         self._prefill_rows([(slot, row) for slot, row in enumerate(rows, first_slot) if row.num_stored])
         self._end([row for row in rows if row.reason is not None])
@@ -175,7 +179,7 @@ class NativeSession:
         for pack in _packs(groups, [len(group.ids) - start for group, start in groups]):
             ids = [group.ids[start:] for group, start in pack]
             places = [Place(self._store.prompts, group.slot, offset=start) for group, start in pack]
-            logits = self._prefill(ids, [start for _, start in pack], places)
+            logits = self._prefill(ids, [start for _, start in pack], places, [group.sight for group, _ in pack])
             for (group, _), row in zip(pack, logits):
                 if group.num_fresh:
                     group.first_logits = row
@@ -190,22 +194,29 @@ class NativeSession:
             ]
             ids = [row.own_ids[row.num_restored : row.num_stored] for _, row in pack]
             starts = [length + row.num_restored for (_, row), length in zip(pack, prompt_lengths)]
-            logits = self._prefill(ids, starts, places)
+            logits = self._prefill(ids, starts, places, [row.group.sight for _, row in pack])
             first = [i for i, (_, row) in enumerate(pack) if not row.ids]
             if first:
                 self._choose_first([pack[i][1] for i in first], logits[first])
 
-    def _prefill(self, ids: list[list[int]], starts: list[int], places: list[Place]) -> torch.Tensor:
+    def _prefill(
+        self, ids: list[list[int]], starts: list[int], places: list[Place], sights: Sequence[Sight | None]
+    ) -> torch.Tensor:
         """(sequences, V) logits of what follows each of some sequences, whose first tokens stand at `starts`."""
-        flat = [token for sequence in ids for token in sequence]
-        positions = [start + i for sequence, start in zip(ids, starts) for i in range(len(sequence))]
-        ends = list(itertools.accumulate(len(sequence) for sequence in ids))
-        segments = [
-            Segment(end - len(sequence), len(sequence), place) for sequence, end, place in zip(ids, ends, places)
-        ]
+        flat = self._tensor([token for sequence in ids for token in sequence])
+        positions = self._tensor([start + i for sequence, start in zip(ids, starts) for i in range(len(sequence))])
+        lengths = [len(sequence) for sequence in ids]
+        ends = list(itertools.accumulate(lengths))
+        segments = [Segment(end - length, length, place) for length, end, place in zip(lengths, ends, places)]
         self._statistics.num_prefilled += len(flat)
-        plan, last = PrefillPlan(segments, self._store), self._tensor([end - 1 for end in ends])
-        return last_logits(self._model, self._tensor(flat), self._tensor(positions), plan, last)
+        laid = [
+            Laid(segment.start, segment.length, start, seen) for segment, start, seen in zip(segments, starts, sights)
+        ]
+        view = flat_view(self._model, flat, positions, laid)
+        plan, last = view.plan(PrefillPlan(segments, self._store)), self._tensor([end - 1 for end in ends])
+        with view.shown(self._model):
+            positions = positions if view.rope is None else view.rope
+            return last_logits(self._model, view.ids, positions, plan, last, **view.inputs)
 
     def _begin(self, rows: list[Row]) -> None:
         """First tokens right behind prompts; those of one prompt are drawn from the same logits."""
@@ -246,7 +257,9 @@ class NativeSession:
             tokens=self._tensor([row.ids[-1] for row in rows]),
             counts=self._tensor([len(row.ids) for row in rows]),
             indices=self._tensor([row.index for row in rows]),
-            starts=self._tensor([length + len(row.given) for length, row in zip(prompt_lengths, rows)]),
+            starts=self._tensor(
+                [length + row.group.shift + len(row.given) for length, row in zip(prompt_lengths, rows)]
+            ),
             step=self._steps.make(standing),
         )
 
@@ -301,8 +314,14 @@ class _Active:
     indices: torch.Tensor
     """In the sampler's tables."""
     starts: torch.Tensor
-    """Tokens before the first one chosen."""
+    """Positions of the first ones chosen."""
     step: EagerStep | RecordedStep
+
+
+def _last_place(group: Group) -> int:
+    """From where on a stored prompt is computed to know what follows it: its last token, unless that is an image's."""
+    last = len(group.ids) - 1
+    return 0 if group.sight is not None and bool(group.sight.places[last]) else last
 
 
 def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:
