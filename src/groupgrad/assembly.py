@@ -23,7 +23,7 @@ from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.choice import EngineChoice, choose_engine
 from groupgrad.errors import UnavailableError
 from groupgrad.models import load
-from groupgrad.models.adapters import add_adapter, is_adapted
+from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.models.forward import ForwardOptions, unwrap
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.memory import CheckpointingByNeed
@@ -133,6 +133,7 @@ def build_parts(
     load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
+    check_adapter(model)
     if not eos_ids:
         raise ValueError(
             "neither the tokenizer nor the model's generation config names an end-of-sequence token, so no completion "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +15,21 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from groupgrad import dist
+from groupgrad import assembly, dist
+from groupgrad.agency import Agency
 from groupgrad.assembly import Setup
 from groupgrad.callbacks import RunState
 from groupgrad.config import GRPOConfig
 from groupgrad.data.evaluation import EvalLoader
+from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
+from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.models.attention import unplug
 from groupgrad.models.reference import Reference
-from groupgrad.rollout.base import RolloutSource, row_seed
+from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
+from groupgrad.serving import longest_context, serve_policy
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
@@ -46,11 +49,13 @@ class TrainingRun(Trainer):
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     reference: Reference | None
-    rollouts: RolloutSource
-    """What makes the rollouts; closed when training or evaluating ends."""
+    serving: ServedPolicy | None = None
+    """vLLM with the policy's weights, if it samples."""
     engine: Engine
     prompt_maker: PromptMaker
     setup: Setup
+    plan: RoundPlan
+    agency: Agency
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
     """Completions that rollout functions have asked for in this optimizer step."""
 
@@ -63,14 +68,16 @@ class TrainingRun(Trainer):
     ) -> TrainOutput:
         """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
         whatever happens."""
+        self._forget_served()
         try:
             with self.progress:
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
-            self.rollouts.close()
+            self.setup.round_maker.close()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`: the metrics, by `eval_` names."""
+        self._forget_served()
         try:
             return super().evaluate(*args, **kwargs)
         finally:
@@ -78,6 +85,7 @@ class TrainingRun(Trainer):
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """`Trainer.predict`: the metrics, by `test_` names."""
+        self._forget_served()
         try:
             return super().predict(*args, **kwargs)
         finally:
@@ -100,6 +108,8 @@ class TrainingRun(Trainer):
         draws something else; a run of the same seed draws the same.
         """
         sampling = self.setup.sampling
+        if self.serving is not None:
+            self.serving.refresh(self.state.global_step)
         if max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=max_new_tokens)
         first = self._sampled_for_functions.get(self.state.global_step, 0)
@@ -108,9 +118,22 @@ class TrainingRun(Trainer):
         seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
         return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
 
+    def _serve(self, parts: assembly.Parts) -> ServedPolicy:
+        """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
+        served = serve_policy(self.args, self.model, parts, self.agency)
+        if assembly.narrow_context(self.prompt_maker, longest_context(served)):
+            datasets = self.train_dataset, self.eval_dataset
+            assembly.check_datasets(*datasets, self.plan, self.prompt_maker, self.agency, self.args)
+        return served
+
+    def _forget_served(self) -> None:
+        """Outside of training nothing tells that the weights have changed."""
+        if self.serving is not None and not self.is_in_train:
+            self.serving.forget()
+
     def _close_unless_training(self) -> None:
         if not self.is_in_train:
-            self.rollouts.close()
+            self.setup.round_maker.close()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward; afterwards no layer is computed again, and the model is called as it was found."""
@@ -128,10 +151,6 @@ class TrainingRun(Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        with self.reference.left_out() if self.reference is not None else nullcontext():
-            super()._save(output_dir, state_dict)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

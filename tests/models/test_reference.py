@@ -12,7 +12,7 @@ from torch import nn
 from groupgrad.models.adapters import add_adapter, is_adapted
 from groupgrad.models.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.models.frozen import FrozenScorer
-from groupgrad.models.reference import REFERENCE_ADAPTER, Reference
+from groupgrad.models.reference import Reference
 
 peft = pytest.importorskip("peft")
 
@@ -87,33 +87,90 @@ def test_a_fresh_adapter_is_switched_off(build, batch):
     assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3, "the adapter is on again"
 
 
-@pytest.mark.parametrize("extra", [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True}])
-def test_a_trained_adapter_is_copied_and_frozen(extra: dict[str, Any], build, batch):
-    policy = peft.get_peft_model(build("qwen3"), lora(**extra))
-    shift(policy, 0.1)
+def adapted(build: Any, kind: str) -> nn.Module:
+    """A small model with an adapter of one kind, moved off its beginning."""
+    qv = ["q_proj", "v_proj"]
+    configs = {
+        "rsLoRA": lambda: lora(use_rslora=True),
+        "DoRA": lambda: lora(use_dora=True),
+        "biases": lambda: lora(bias="all"),
+        "whole head": lambda: lora(modules_to_save=["lm_head"]),
+        "whole tied head": lambda: lora(modules_to_save=["lm_head", "embed_tokens"]),
+        "adapted embedding": lambda: lora(target_modules=[*qv, "embed_tokens"]),
+        "some tokens": lambda: lora(trainable_token_indices=[5, 20, 21, 22]),
+        "experts": lambda: lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+        "IA3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
+        "LoHa": lambda: peft.LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=qv),
+        "VeRA": lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
+    }
+    architecture = {"experts": "qwen3-moe", "whole tied head": "qwen3-tied"}.get(kind, "qwen3")
+    policy = peft.get_peft_model(build(architecture), configs.get(kind, lora)())
+    randomize(policy, seed=1)
+    return policy
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Noise on what trains; a shift by one number would cancel out in a softmax."""
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=stream))
+
+
+KINDS = ["LoRA", "rsLoRA", "DoRA", "biases", "whole head", "whole tied head", "adapted embedding", "some tokens"]
+KINDS += ["experts", "IA3", "LoHa", "VeRA"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_adapter_of_any_kind_is_kept_and_followed(kind: str, build, batch):
+    policy = adapted(build, kind)
     names, given = trainable(policy), logprobs(policy, batch)
-    assert float((given - logprobs(policy.get_base_model(), batch)).abs().max()) < 1e-6
-    with policy.disable_adapter():
-        assert float((given - logprobs(policy, batch)).abs().max()) > 1e-3
     reference = Reference(policy, adapter_is_fresh=False, follows=False)
     assert trainable(policy) == names
-    shift(policy, 0.3)
-    torch.testing.assert_close(reference_logprobs(reference, batch), given)
+    randomize(policy, seed=2)
+    moved = logprobs(policy, batch)
+    assert float((moved - given).abs().max()) > 1e-3
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
+    torch.testing.assert_close(logprobs(policy, batch), moved, rtol=0, atol=0)
     assert trainable(policy) == names
-    assert policy.active_adapter == "default"
-    assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3
+    assert set(reference.state_dict()) == names
+    reference.follow(policy, 1.0)
+    torch.testing.assert_close(reference_logprobs(reference, batch), moved, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"bias": "all"}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
+def test_where_switching_off_is_not_enough_a_fresh_adapter_is_kept(settings: dict[str, Any], build, batch):
+    """Biases of the base model train; some beginnings are taken out of the base model's weights."""
+    base = build("qwen3", attention_bias=True)
+    with torch.no_grad():
+        base.model.layers[0].self_attn.q_proj.bias.normal_()
+    given = logprobs(base, batch)
+    policy = add_adapter(base, lora(**{"init_lora_weights": True, **settings}))
+    reference = Reference(policy, adapter_is_fresh=True, follows=False)
+    randomize(policy, seed=2)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=1e-5)
+    with policy.disable_adapter():
+        assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3
+
+
+def test_a_kept_adapter_follows_its_policy_into_another_precision(build, batch):
+    policy = adapted(build, "LoRA")
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    policy.to(torch.bfloat16)
+    given = logprobs(policy, batch)
+    randomize(policy, seed=2)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
 
 
 def test_what_trains_is_restored_also_after_an_error(build):
     policy = peft.get_peft_model(build("qwen3"), lora())
     reference = Reference(policy, adapter_is_fresh=False, follows=False)
-    names = trainable(policy)
+    own = {name: id(parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad}
     with pytest.raises(RuntimeError, match="stop"), reference.active():
-        assert policy.active_adapter == REFERENCE_ADAPTER
+        assert not trainable(policy)
         raise RuntimeError("stop")
-    assert policy.active_adapter == "default"
-    assert trainable(policy) == names
-    assert not any(REFERENCE_ADAPTER in name for name in names)
+    assert {n: id(p) for n, p in policy.named_parameters() if p.requires_grad} == own
 
 
 def test_training_goes_on_after_the_reference_was_active(build, batch):
@@ -157,8 +214,7 @@ def test_an_adapter_reference_follows_by_its_share(fresh: bool, build):
     found = reference.state_dict()
     assert len(found) == len(trainable(policy)) == 8
     for name, value in found.items():
-        original = start[name.replace(REFERENCE_ADAPTER, "default")]
-        torch.testing.assert_close(value, original + 0.25, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, start[name] + 0.25, rtol=1e-5, atol=1e-6)
     for name, parameter in policy.named_parameters():
         if "lora" not in name:
             torch.testing.assert_close(parameter.detach(), start[name], rtol=0, atol=0)

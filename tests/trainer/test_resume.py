@@ -235,10 +235,10 @@ def test_the_best_model_is_loaded_at_the_end(build, tools, tmp_path):
 
 
 def test_what_is_saved_holds_the_policys_adapter_alone(build, tmp_path):
-    """Resuming works by the adapter in the checkpoint's root; a second one beside it hides it from older releases."""
+    """Resuming works by the adapter in the checkpoint's root; a second one beside it would hide it."""
     trainer = build("run", peft=True, beta=0.1, sync_ref_model=True, max_steps=1)
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     for folder in (tmp_path / "run" / "checkpoint-1", tmp_path / "final"):
         assert list(folder.rglob("adapter_model.safetensors")) == [folder / "adapter_model.safetensors"]
-    assert set(trainer.model.peft_config) == {"default", "groupgrad_reference"}
+    assert set(trainer.model.peft_config) == {"default"}

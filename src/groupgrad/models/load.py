@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import find_adapter_config_file
 
+from groupgrad import compat
 from groupgrad.errors import UnavailableError
+from groupgrad.models.adapters import is_adapted, is_quantized, load_adapter
+from groupgrad.models.vision import sees
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +36,22 @@ def load_policy(
 ) -> nn.Module:
     """The model of an id or directory, in the architecture that its config names, float32 unless `dtype` is given.
 
-    With `spread` it is placed over all visible accelerators (one process); otherwise it stays where it is loaded.
-    Raises ValueError for a dtype that is none, or a quantization config given twice.
+    An id or directory that holds an adapter gives the base model that it names, with the adapter on it, to be trained
+    further. With `spread` the model is placed over all visible accelerators (one process); otherwise it stays where it
+    is loaded.
+
+    Raises ValueError for a dtype that is none, a quantization config given twice, or an adapter that does not fit.
     """
+    base_id = _base_of_adapter(model_id, init_kwargs)
+    if base_id is not None:
+        base = load_policy(
+            base_id,
+            {name: value for name, value in init_kwargs.items() if name != "revision"},
+            trust_remote_code=trust_remote_code,
+            quantization_config=quantization_config,
+            spread=spread,
+        )
+        return load_adapter(base, model_id, revision=init_kwargs.get("revision"))
     kwargs = dict(init_kwargs)
     kwargs["dtype"] = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", "float32")))
     kwargs.setdefault("trust_remote_code", trust_remote_code)
@@ -41,8 +68,29 @@ def load_policy(
             f"{model_id} is an encoder-decoder ({config.model_type}); groupgrad trains decoder-only language models"
         )
     name = (getattr(config, "architectures", None) or [""])[0]
-    architecture = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
-    return (architecture or AutoModelForCausalLM).from_pretrained(model_id, **kwargs)
+    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    endings = ("ForCausalLM", "ForConditionalGeneration") if takes_images else ("ForCausalLM",)
+    if name.endswith(endings) and hasattr(transformers, name):
+        return getattr(transformers, name)
+    # Code that comes with a model names its own automatic class.
+    remote = getattr(config, "auto_map", None) or {}
+    is_remote = "AutoModelForImageTextToText" in remote and "AutoModelForCausalLM" not in remote
+    return AutoModelForImageTextToText if takes_images or is_remote else AutoModelForCausalLM
+
+
+def _base_of_adapter(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
+    """The base model that an adapter's configuration names; None if `model_id` holds no adapter."""
+    file = find_adapter_config_file(model_id, revision=init_kwargs.get("revision"))
+    if file is None:
+        return None
+    compat.require("peft", f"model={model_id!r} (an adapter)")
+    base_id = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base_id:
+        raise ValueError(
+            f"{model_id} holds an adapter that names no base model; pass the model as "
+            "PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
+        )
+    return base_id
 
 
 def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:
@@ -104,7 +152,13 @@ def max_context(model: Any) -> int | None:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """ValueError for a model of which nothing would be trained."""
+    """ValueError for a model of which nothing would be trained, or whose weights cannot be."""
+    if is_quantized(model) and not is_adapted(model):
+        raise ValueError(
+            f"the weights of this {type(model).__name__} are quantized and cannot be trained themselves; give a "
+            "peft_config (use_peft on the command line) to train an adapter over them, or load the model without "
+            "quantization_config, load_in_4bit or load_in_8bit"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"all parameters of this {type(model).__name__} are frozen (requires_grad is False), so there is nothing "

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models.adapters import is_adapted
+from groupgrad.models.adapters import active_adapters, is_adapted
 
-REFERENCE_ADAPTER = "groupgrad_reference"
+_BASE_STAYS = frozenset({"gaussian", "eva"})
+"""Named ways to begin a LoRA adapter that leave the base model's weights as they are; others subtract it from them."""
 
 
 class Reference:
@@ -23,17 +24,22 @@ class Reference:
 
     - a full model: a frozen copy of it;
     - a fresh adapter: the same weights with the adapter switched off;
-    - a trained adapter, or one that the reference is to follow: a frozen copy of the adapter beside it.
+    - a trained adapter, one that the reference is to follow, or one that changes the base model when it begins: frozen
+      copies of the parameters that train, which take their places while the reference is asked.
     """
 
     def __init__(self, policy: nn.Module, *, adapter_is_fresh: bool, follows: bool):
         self._policy = policy
         self._copy: nn.Module | None = None
-        self._adapter: str | None = None
+        self._kept: dict[str, nn.Parameter] = {}
         if not is_adapted(policy):
             self._copy = copy.deepcopy(policy).eval().requires_grad_(False)
-        elif not adapter_is_fresh or follows:
-            self._adapter = _add_frozen_adapter(policy)
+        elif follows or not adapter_is_fresh or not _can_be_switched_off(policy):
+            self._kept = {
+                name: nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                for name, parameter in policy.named_parameters()
+                if parameter.requires_grad
+            }
 
     @property
     def module(self) -> nn.Module | None:
@@ -46,38 +52,31 @@ class Reference:
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        """The module that answers as the reference inside this context."""
+        """The module that answers as the reference inside this context; nothing may be trained there."""
         if self._copy is not None:
             yield self._copy
-        elif self._adapter is None:
-            with _trainability_kept(self._policy), self._policy.disable_adapter():  # pyright: ignore[reportCallIssue]
+        elif self._kept:
+            with self._in_place():
                 yield self._policy
         else:
-            with _adapter_active(self._policy, self._adapter):
+            with _trainability_kept(self._policy), self._policy.disable_adapter():  # pyright: ignore[reportCallIssue]
                 yield self._policy
-
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """The policy without the reference's adapter inside this context, so that it can be saved alone.
-
-        Of a checkpoint with a second adapter some releases of transformers (up to 5.22) load no other one on resume.
-        """
-        adapters: Any = {} if self._adapter is None else self._policy.peft_config
-        kept = adapters.pop(self._adapter, None)
-        try:
-            yield
-        finally:
-            if kept is not None:
-                adapters[self._adapter] = kept
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, mixup: float) -> None:
         """reference <- mixup * policy + (1 - mixup) * reference, parameter by parameter (arXiv:2404.09656).
 
-        For adapters the parameters are the adapter's own.
+        For adapters the parameters are those that train.
         """
-        for reference, current in self._pairs(policy):
-            reference.lerp_(current.to(reference.dtype), mixup)
+        own = self._own()
+        current = dict(policy.named_parameters()) if self._copy is None else None
+        pairs = (
+            zip(own.values(), policy.parameters(), strict=True)
+            if current is None
+            else ((reference, current[name]) for name, reference in own.items())
+        )
+        for reference, parameter in pairs:
+            reference.lerp_(parameter.to(reference), mixup)
 
     def state_dict(self) -> dict[str, Any]:
         """The reference's own weights, empty if it has none (adapter switched off)."""
@@ -90,54 +89,50 @@ class Reference:
             parameter.copy_(state[name])
 
     def _own(self) -> dict[str, nn.Parameter]:
-        if self._copy is not None:
-            return dict(self._copy.named_parameters())
-        if self._adapter is None:
-            return {}
-        return {n: p for n, p in self._policy.named_parameters() if f".{self._adapter}." in n}
+        return self._kept if self._copy is None else dict(self._copy.named_parameters())
 
-    def _pairs(self, policy: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        if self._copy is not None:
-            yield from zip(self._copy.parameters(), policy.parameters(), strict=True)
-            return
-        active = _active_adapter(policy)
-        parameters = dict(policy.named_parameters())
-        for name, reference in self._own().items():
-            yield reference, parameters[name.replace(f".{self._adapter}.", f".{active}.")]
-
-
-def _active_adapter(model: Any) -> str:
-    active = model.active_adapter
-    return active if isinstance(active, str) else active[0]
-
-
-def _add_frozen_adapter(policy: Any) -> str:
-    """Copy the active adapter under the reference's name, frozen."""
-    active = _active_adapter(policy)
-    policy.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(policy.peft_config[active]))
-    parameters = dict(policy.named_parameters())
-    for name, parameter in parameters.items():
-        if f".{REFERENCE_ADAPTER}." in name:
-            parameter.data.copy_(parameters[name.replace(f".{REFERENCE_ADAPTER}.", f".{active}.")].data)
-            parameter.requires_grad_(False)
-    return REFERENCE_ADAPTER
-
-
-@contextmanager
-def _adapter_active(policy: Any, name: str) -> Iterator[None]:
-    """Another adapter inside."""
-    active = _active_adapter(policy)
-    with _trainability_kept(policy):
-        policy.set_adapter(name)
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """The kept parameters where the policy's are, each on its device and in its dtype."""
+        kept: dict[int, nn.Parameter] = {}
+        for name, parameter in self._policy.named_parameters():
+            if name in self._kept:
+                self._kept[name].data = self._kept[name].data.to(parameter)
+                kept[id(parameter)] = self._kept[name]
+        # A parameter that several modules share is in the place of each.
+        places = [
+            (module._parameters, key, parameter)
+            for module in self._policy.modules()
+            for key, parameter in module._parameters.items()
+            if id(parameter) in kept
+        ]
         try:
+            for parameters, key, parameter in places:
+                parameters[key] = kept[id(parameter)]
             yield
         finally:
-            policy.set_adapter(active)
+            for parameters, key, parameter in places:
+                parameters[key] = parameter
+
+
+def _can_be_switched_off(policy: Any) -> bool:
+    """True if the policy without its fresh adapter is the model that was given, now and after training."""
+    names = active_adapters(policy)
+    for name in names:
+        beginning = getattr(policy.peft_config[name], "init_lora_weights", True)
+        if isinstance(beginning, str) and beginning.lower() not in _BASE_STAYS:
+            return False
+    # Biases of the base model train with some adapters, and stay when these are off.
+    return all(
+        any(part in names for part in name.split("."))
+        for name, parameter in policy.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 @contextmanager
 def _trainability_kept(policy: Any) -> Iterator[None]:
-    """Which parameters train is put back as it was afterwards: switching adapters, on and off too, changes it."""
+    """Which parameters train is put back as it was afterwards: switching adapters on and off changes it."""
     trainable = {name: parameter.requires_grad for name, parameter in policy.named_parameters()}
     try:
         yield
