@@ -41,13 +41,13 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def all_gather_objects(obj: T) -> list[T]:
-    """Collective. One picklable object from each rank, in rank order."""
+def all_gather_objects(obj: T, group: Any = None) -> list[T]:
+    """Collective. One picklable object from each rank, in rank order; of a process group's ranks alone if given."""
     if not is_active():
         return [obj]
     _rest_at_exit()
-    gathered: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(gathered, obj)
+    gathered: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(gathered, obj, group=group)
     return gathered
 
 

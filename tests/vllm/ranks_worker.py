@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,19 +15,30 @@ from groupgrad import dist
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
 
-def main(folder: Path) -> None:
-    """Push and sample twice; ranks have different numbers of rows."""
+def main(folder: Path, tensor_parallel_size: int) -> None:
+    """Push and sample twice; ranks have different numbers of rows, and the first has none the second time."""
     torch_dist.init_process_group("gloo")
+    before = {name: os.environ.pop(name) for name in ("MASTER_PORT", "RANK")}
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    options = ColocateOptions(max_num_seqs=8, max_model_len=128, dtype="float32", extra={"enforce_eager": True})
+    options = ColocateOptions(
+        max_num_seqs=8,
+        max_model_len=128,
+        dtype="float32",
+        tensor_parallel_size=tensor_parallel_size,
+        extra={"enforce_eager": True},
+    )
     engine = VLLMColocateEngine(policy, AutoTokenizer.from_pretrained(folder), options)
+    assert not before.keys() & os.environ.keys() and os.environ["WORLD_SIZE"] == "2"
     rows = requests(8)[: 2 + 4 * dist.rank()]
     for version in range(2):
         engine.push(vary(policy, version), version)
-        assert mean_difference(policy, rows, engine.sample(rows, OPTIONS)) < 1e-5
+        mine = rows if version == 0 or dist.rank() else []
+        samples = engine.sample(mine, OPTIONS)
+        assert len(samples) == len(mine)
+        assert not mine or mean_difference(policy, mine, samples) < 1e-5
     (folder / f"rank-{dist.rank()}").write_text(f"{len(rows)} rows")
     torch_dist.barrier()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,9 @@ from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requ
 from groupgrad.engines.base import open_session
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
-COLOCATE = ColocateOptions(max_num_seqs=16, max_model_len=128, dtype="float32", extra={"enforce_eager": True})
+COLOCATE = ColocateOptions(
+    max_num_seqs=16, max_model_len=128, dtype="float32", max_lora_rank=4, extra={"enforce_eager": True}
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +53,38 @@ def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMColocateEngine, 
     assert together == [sample.ids for sample in engine.sample(rows[::-1], OPTIONS)][::-1]
 
 
-def test_merged_adapters_are_sampled_from(engine: VLLMColocateEngine, policy: Any) -> None:
+def adapted(policy: Any, rank: int = 4) -> Any:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    model = vary(peft.get_peft_model(policy, config).eval(), 3, only="lora_")
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(policy, config).eval()
+
+
+def test_merged_adapters_are_sampled_from_and_the_policy_is_only_read(engine: VLLMColocateEngine, policy: Any) -> None:
+    model = vary(adapted(policy), 3, only="lora_")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine.push(model, 0)
     assert mean_difference(model, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_each_push_of_an_adapter_alone_is_what_is_sampled_from(engine: VLLMColocateEngine, policy: Any) -> None:
+    model, rows = adapted(policy), requests()
+    for version in range(3):
+        stamp = engine.push_adapter(vary(model, version, only="lora_"), version)
+        assert stamp == engine.stamp and engine.version == version
+        assert mean_difference(model, rows, engine.sample(rows, OPTIONS)) < 1e-5
+        greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))
+        assert all(is_greedy(model, row, sample) for row, sample in zip(rows, greedy))
+    # Whole weights and adapters may follow each other.
+    engine.push(vary(model, 7), 3)
+    assert mean_difference(model, rows, engine.sample(rows, OPTIONS)) < 1e-5
+    engine.push_adapter(vary(model, 8, only="lora_"), 4)
+    assert mean_difference(model, rows, engine.sample(rows, OPTIONS)) < 1e-5
+
+
+def test_an_adapter_that_is_too_large_is_refused(engine: VLLMColocateEngine, policy: Any) -> None:
+    with pytest.raises(ValueError, match="rank 16, but vLLM was started for adapters up to rank 4; merge it"):
+        engine.push_adapter(adapted(policy, rank=16), 0)
 
 
 def test_requests_may_come_while_others_are_sampled(engine: VLLMColocateEngine, policy: Any) -> None:
@@ -137,7 +164,6 @@ def test_sleep_on_a_cpu_is_refused(policy: Any, tokenizer: Any) -> None:
         VLLMColocateEngine(policy, tokenizer, replace(COLOCATE, sleep_mode=True))
 
 
-def test_several_devices_for_one_engine_are_refused(policy: Any, tokenizer: Any) -> None:
-    assert importlib.util.find_spec("vllm") is not None
-    with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size is 2, .*set it to 1"):
+def test_several_ranks_for_one_engine_are_refused_where_there_is_one(policy: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="vllm_tensor_parallel_size is 2, but 1 training rank cannot be shared out"):
         VLLMColocateEngine(policy, tokenizer, replace(COLOCATE, tensor_parallel_size=2))

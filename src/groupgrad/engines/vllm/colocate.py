@@ -2,53 +2,77 @@
 
 One process holds one engine. With several ranks each samples its own rows, and vLLM joins the ranks' process group
 ("external launcher"), so all ranks start their engines together; that form was tried on CPUs, not on several GPUs.
+Sleeping is vLLM's own, for GPUs; it was tried against a stand-in for vLLM only.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from groupgrad import compat
+from groupgrad import compat, dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
+from groupgrad.engines.vllm.adapters import lora_rank, lora_request, write_adapter
+from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
+from groupgrad.engines.vllm.ranks import JointSession, check_tensor_parallel
 from groupgrad.engines.vllm.sampling import is_plain, row_fields, sampled_logprobs, sampling_fields, sampling_params
 from groupgrad.engines.vllm.start import ColocateOptions, save_config, start
-from groupgrad.engines.vllm.wire import TensorNote, dtype_name, notes_as_lists, torch_dtype
-from groupgrad.models.weights import served_weights
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, notes_as_lists, torch_dtype
+from groupgrad.models.forward import unwrap
+from groupgrad.models.weights import adapter_files, served_weights
 
 __all__ = ["ColocateOptions", "ColocateSession", "VLLMColocateEngine"]
 
-TENSORS_AT_A_TIME = 64
+
+@dataclass(slots=True)
+class _Pushed:
+    """What was pushed last, so that what slept can be given it again."""
+
+    model: nn.Module
+    version: int
+    kind: Literal["weights", "adapter"]
 
 
 class VLLMColocateEngine:
     """Samples with vLLM in this process; `sampling.py` says of which distribution its log-probs are.
 
-    Only the policy's config and tokenizer are read when it starts; weights come with the first `push`.
-    ImportError without vLLM, ValueError for options that cannot work here.
+    Only the policy's config and tokenizer (or processor) are read when it starts; weights come with the first `push`
+    or `push_adapter`. ImportError without vLLM, ValueError for options that cannot work here.
+
+    vLLM joins projections that transformers keeps apart and packs them for its kernels, so it holds weights of its
+    own. Where the policy's parameters are whole, have vLLM's dtype and carry no adapter, it reads them by reference,
+    straight into its own; where they are sharded, of another dtype, or merged with an adapter, a bucket of copies is
+    made at a time. The policy's own weights are only read.
+
+    With several ranks all start, push and sample together; with `tensor_parallel_size` t, each t ranks hold one model.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, options: ColocateOptions):
         compat.require("vllm", 'vllm_mode="colocate"')
-        if options.tensor_parallel_size != 1:
-            raise ValueError(
-                f"vllm_tensor_parallel_size is {options.tensor_parallel_size}, but vLLM in the training process runs "
-                'on one device; set it to 1, or use vllm_mode="server" and give it to `groupgrad vllm-serve`'
-            )
+        inner: Any = unwrap(model)
+        check_tensor_parallel(inner.config, options.tensor_parallel_size, ranks=dist.world_size())
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="groupgrad-vllm-")
-        save_config(model, tokenizer, Path(self._folder.name))
-        self._llm = start(self._folder.name, options)
+        save_config(model, tokenizer, Path(self._folder.name) / "model")
+        self._llm = start(str(Path(self._folder.name) / "model"), options)
         self._stamp: str | None = None
-        self._asleep = False
-        self._last: tuple[nn.Module, int] | None = None
+        self._asleep: set[str] = set()
+        """What vLLM has given back: `weights`, `kv_cache`."""
+        self._last: _Pushed | None = None
+        self._base_is_whole = False
+        """True while vLLM has the weights below the adapter, which do not change in training."""
+        self._adapter: Any = None
+        """vLLM's request for the adapter that rows are sampled with."""
+        self._num_adapters = 0
 
     @property
     def stamp(self) -> str:
@@ -73,23 +97,68 @@ class VLLMColocateEngine:
 
         RuntimeError if rows are being sampled, or if parameters of vLLM's model were left without new values.
         """
+        self._begin(_Pushed(model, version, "weights"))
+        self._base_is_whole = False
+        self._load(model, merge=True)
+        self._use_adapter(None)
+        return self._become(version)
+
+    def push_adapter(self, model: nn.Module, version: int) -> str:
+        """Give vLLM the active LoRA adapter as that version; gives its stamp. Collective if it is sharded.
+
+        The weights below it are given once. ValueError if the engine was not started for adapters of its rank
+        (`ColocateOptions.max_lora_rank`), or for an adapter that can only be merged.
+        """
+        files = adapter_files(model)
+        rank, largest = int(files.config["r"]), self._options.max_lora_rank
+        if rank > (lora_rank(largest) if largest else 0):
+            has = f"was started for adapters up to rank {largest}" if largest else "was started without adapters"
+            raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
+        self._begin(_Pushed(model, version, "adapter"))
+        if not self._base_is_whole:
+            self._load(model, merge=False)
+            self._base_is_whole = True
+        self._num_adapters += 1
+        stamp = _stamped(version)
+        folder = Path(self._folder.name) / f"adapter-{self._num_adapters}"
+        write_adapter(files, torch_dtype(self._options.dtype), folder)
+        self._use_adapter(lora_request(stamp, self._num_adapters, folder))
+        return self._become(version, stamp)
+
+    def _begin(self, pushed: _Pushed) -> None:
         if self._engine.has_unfinished_requests():
             raise RuntimeError("weights cannot change while rows are sampled; close the session first")
-        self._wake()
-        self._stamp, self._last = None, (model, version)
+        self._wake("weights")
+        self._stamp, self._last = None, pushed
+
+    def _load(self, model: nn.Module, *, merge: bool) -> None:
         dtype = torch_dtype(self._options.dtype)
         notes = [
             TensorNote(name, dtype_name(dtype if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
-            for name, empty in served_weights(model, shapes_only=True)
+            for name, empty in served_weights(model, merge=merge, shapes_only=True)
         ]
         with torch.no_grad():
             self._llm.collective_rpc("groupgrad_begin", args=(notes_as_lists(notes),))
-            for tensors in _chunks(served_weights(model), dtype):
+            for tensors in _chunks(served_weights(model, merge=merge), dtype):
                 self._llm.collective_rpc("groupgrad_tensors", args=(tensors,))
             self._llm.collective_rpc("groupgrad_commit", args=(len(notes),))
+
+    def _use_adapter(self, adapter: Any) -> None:
+        before, self._adapter = self._adapter, None
+        if adapter is not None and not self._engine.add_lora(adapter):
+            raise RuntimeError(f"vLLM did not load the adapter {adapter.lora_name!r}")
+        if before is not None:
+            self._engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path, ignore_errors=True)
+        self._adapter = adapter
+
+    def _become(self, version: int, stamp: str | None = None) -> str:
+        """From here on the weights are those of the push. What was computed with others is forgotten."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget what it computed with the weights before")
-        self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
+        # What it saw in images is kept by another name.
+        self._engine.reset_encoder_cache()
+        self._stamp = stamp or _stamped(version)
         return self._stamp
 
     def check(self, options: SamplingOptions, *, num_tokens: int = 0) -> None:
@@ -117,34 +186,47 @@ class VLLMColocateEngine:
             return sample_all(session, requests)
 
     @contextmanager
-    def session(self, options: SamplingOptions) -> Iterator[ColocateSession]:
-        """A session over the engine. What has not ended when it is closed is given up."""
-        if self._asleep and self._last is not None:
-            # Sleeping dropped the weights: what wakes up is given them again before it samples.
-            self.push(*self._last)
-        assert self.stamp
+    def session(self, options: SamplingOptions) -> Iterator[ColocateSession | JointSession]:
+        """A session over the engine; collective of the ranks that hold one model.
+
+        What has not ended when it is closed is given up. After `sleep` the policy's present weights are given to vLLM
+        again, so what it samples from is never older than the policy.
+        """
+        if "weights" in self._asleep and self._last is not None:
+            last = self._last
+            (self.push if last.kind == "weights" else self.push_adapter)(last.model, last.version)
+        stamp = self.stamp
         self.check(options)
-        session = ColocateSession(self._engine, sampling_fields(options, regex=self._options.regex))
+        self._wake("kv_cache")
+        fields = sampling_fields(options, regex=self._options.regex)
+        own = ColocateSession(self._engine, fields, lambda: self._stamp, stamp, self._adapter)
+        session = own if self._options.tensor_parallel_size == 1 else _jointly(own)
         try:
             yield session
         finally:
             session.close()
 
     def sleep(self) -> None:
-        """Give vLLM's memory back until the next `push` or sample; nothing happens without `sleep_mode`."""
-        if self._options.sleep_mode and not self._asleep:
-            self._llm.sleep(level=2)
-            self._asleep = True
+        """Give vLLM's memory back, weights and cache, until the next push or sample; nothing happens without
+        `sleep_mode`. RuntimeError if rows are being sampled."""
+        if not self._options.sleep_mode or self._asleep:
+            return
+        if self._engine.has_unfinished_requests():
+            raise RuntimeError("vLLM cannot sleep while rows are sampled; close the session first")
+        self._llm.sleep(level=2)
+        self._asleep = {"weights", "kv_cache"}
+        self._base_is_whole = False
 
     def close(self) -> None:
         """End vLLM in this process."""
         self._engine.engine_core.shutdown()
         self._folder.cleanup()
 
-    def _wake(self) -> None:
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+    def _wake(self, part: str) -> None:
+        """The cache is woken as late as can be: a push needs memory too."""
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep.discard(part)
 
     @property
     def _engine(self) -> Any:
@@ -152,11 +234,18 @@ class VLLMColocateEngine:
 
 
 class ColocateSession:
-    """Requests may come at any time; each `advance` is one step of vLLM's engine."""
+    """Requests may come at any time; each `advance` is one step of vLLM's engine.
 
-    def __init__(self, engine: Any, fields: dict[str, Any]):
+    Every sample is checked: the weights are still those of `stamp` when it ends, its adapter is theirs, and the prompt
+    that vLLM made of ids and images is the one that it was given.
+    """
+
+    def __init__(
+        self, engine: Any, fields: dict[str, Any], current: Callable[[], str | None], stamp: str, adapter: Any = None
+    ):
         self._engine, self._fields = engine, fields
-        self._tickets: dict[str, int] = {}
+        self._current, self._stamp, self._adapter = current, stamp, adapter
+        self._tickets: dict[str, tuple[int, Request]] = {}
         self._num_submitted = 0
 
     def submit(self, request: Request) -> int:
@@ -168,12 +257,17 @@ class ColocateSession:
         name = f"groupgrad-{uuid.uuid4().hex}"
         told = RequestOutputKind.FINAL_ONLY
         params = sampling_params(self._fields, row_fields(request), output_kind=told)
-        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_ids)}, params)
-        self._tickets[name] = ticket
+        images = () if request.media is None else request.media.images
+        prompt = vllm_prompt(request.prompt_ids, images, self._engine.model_config.hf_config)
+        self._engine.add_request(name, prompt, params, lora_request=self._adapter)
+        self._tickets[name] = ticket, request
         return ticket
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Sample about a token for each request under way; those that ended by it, in ticket order."""
+        """Sample about a token for each request under way; those that ended by it, in ticket order.
+
+        ValueError for a row whose prompt vLLM changed; RuntimeError if the weights are not those of this session.
+        """
         ended: list[tuple[int, Sample]] = []
         if not self._tickets:
             return ended
@@ -183,12 +277,22 @@ class ColocateSession:
         torch.set_rng_state(stream)
         for output in outputs:
             if output.finished:
+                ticket, request = self._tickets.pop(output.request_id)
+                self._check(ticket, request, output)
                 part = output.outputs[0]
                 ids = list(part.token_ids)
                 reason = "eos" if part.finish_reason == "stop" else "length"
-                sample = Sample(ids, reason, sampled_logprobs(ids, part.logprobs))
-                ended.append((self._tickets.pop(output.request_id), sample))
+                ended.append((ticket, Sample(ids, reason, sampled_logprobs(ids, part.logprobs))))
         return sorted(ended, key=lambda pair: pair[0])
+
+    def _check(self, ticket: int, request: Request, output: Any) -> None:
+        check_prompt(request.prompt_ids, output.prompt_token_ids)
+        if self._current() != self._stamp:
+            raise RuntimeError(f"row {ticket} was begun with {self._stamp!r} and ended with {self._current()!r}")
+        used = getattr(output.lora_request, "lora_name", None)
+        expected = getattr(self._adapter, "lora_name", None)
+        if used != expected:
+            raise RuntimeError(f"row {ticket} was sampled with the adapter {used!r}, not {expected!r}")
 
     @property
     def num_open(self) -> int:
@@ -198,19 +302,41 @@ class ColocateSession:
     def release(self, ticket: int) -> None:
         """Nothing is kept but what vLLM's prefix cache holds, so nothing happens."""
 
+    def give_up(self, tickets: Sequence[int]) -> None:
+        """Sample these no further."""
+        names = [name for name, (ticket, _) in self._tickets.items() if ticket in tickets]
+        if names:
+            self._engine.abort_request(names)
+        for name in names:
+            del self._tickets[name]
+
     def close(self) -> None:
         """Give up rows that have not ended."""
-        if self._tickets:
-            self._engine.abort_request(list(self._tickets))
-            self._tickets.clear()
+        self.give_up([ticket for ticket, _ in self._tickets.values()])
+
+
+def _jointly(own: ColocateSession) -> JointSession:
+    """The session of all ranks that hold one model with this one."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    return JointSession(own, group.rank_in_group, lambda obj: dist.all_gather_objects(obj, group.cpu_group))
+
+
+def _stamped(version: int) -> str:
+    return f"{version}-{uuid.uuid4().hex[:8]}"
 
 
 def _chunks(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Any]]]:
+    """Lists of tensors in vLLM's dtype, those that have it already as they are, of about `BUCKET_BYTES`."""
     chunk: list[tuple[str, torch.Tensor]] = []
+    num_bytes = 0
     for name, tensor in tensors:
-        chunk.append((name, tensor.to(dtype) if tensor.is_floating_point() else tensor))
-        if len(chunk) == TENSORS_AT_A_TIME:
+        ready = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if chunk and num_bytes + ready.nbytes > BUCKET_BYTES:
             yield chunk
-            chunk = []
+            chunk, num_bytes = [], 0
+        chunk.append((name, ready))
+        num_bytes += ready.nbytes
     if chunk:
         yield chunk

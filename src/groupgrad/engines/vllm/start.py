@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from groupgrad import dist
+from groupgrad.engines.vllm.adapters import lora_rank
+from groupgrad.engines.vllm.ranks import launcher_environment
 from groupgrad.engines.vllm.sampling import PROCESSED
 from groupgrad.engines.vllm.worker import EXTENSION
 from groupgrad.models.forward import unwrap
@@ -39,6 +41,9 @@ class ColocateOptions:
     sleep_mode: bool = False
     """Let `sleep` give the memory back while training runs; not on CPUs."""
     tensor_parallel_size: int = 1
+    """Ranks that hold one model together; it must divide their number."""
+    max_lora_rank: int = 0
+    """Largest rank of an adapter that `push_adapter` may send; 0: adapters can only be merged."""
     regex: str | None = None
     """What every completion must match."""
     logprobs_mode: str = PROCESSED
@@ -62,6 +67,10 @@ def save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 
 
 def start(folder: str, options: ColocateOptions) -> Any:
+    """vLLM's `LLM` of the model in `folder`, with random weights; collective if several ranks train.
+
+    A single process meets with nobody: vLLM takes a free port, and `MASTER_ADDR` and `MASTER_PORT` are not read.
+    """
     # Threads that train are not to be moved to cores of vLLM's choice.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -88,19 +97,16 @@ def start(folder: str, options: ColocateOptions) -> Any:
             "logprobs_mode": options.logprobs_mode,
             "worker_extension_cls": EXTENSION,
         }
-        if dist.is_active():
-            _join_ranks()
-            arguments["distributed_executor_backend"] = "external_launcher"
-        return LLM(**{**arguments, **options.extra})
-
-
-def _join_ranks() -> None:
-    """What vLLM's external launcher reads; a launcher such as torchrun has set it already."""
-    os.environ.setdefault("RANK", str(dist.rank()))
-    os.environ.setdefault("LOCAL_RANK", str(dist.rank()))
-    os.environ.setdefault("WORLD_SIZE", str(dist.world_size()))
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "12345")
+        if options.max_lora_rank:
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(options.max_lora_rank)}
+        if not dist.is_active():
+            return LLM(**{**arguments, **options.extra})
+        arguments["distributed_executor_backend"] = "external_launcher"
+        arguments["tensor_parallel_size"] = options.tensor_parallel_size
+        # The rows of all ranks that share a model are in each of their engines.
+        arguments["max_num_seqs"] = options.max_num_seqs * options.tensor_parallel_size
+        with launcher_environment():
+            return LLM(**{**arguments, **options.extra})
 
 
 @contextmanager

@@ -1,0 +1,161 @@
+"""vLLM in several ranks: who may share a model, what the launcher is told, and sessions held together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupgrad.engines.base import Request, Sample, sample_all
+from groupgrad.engines.vllm.ranks import JointSession, check_tensor_parallel, launcher_environment
+
+CONFIG = SimpleNamespace(num_attention_heads=12, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 3), (2, 2), (2, 6), (4, 8)])
+def test_ranks_that_can_share_a_model(size: int, ranks: int) -> None:
+    check_tensor_parallel(CONFIG, size, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "words"),
+    [
+        (2, 1, "is 2, but 1 training rank cannot be shared out in groups of 2: set it to a number that divides 1"),
+        (2, 3, "is 2, but 3 training ranks cannot be shared out in groups of 2"),
+        (8, 4, "is 8, but 4 training ranks"),
+        (5, 5, "the model's 12 attention heads cannot be shared out in 5 equal parts"),
+        (6, 6, "neither divides the model's 4 key-value heads nor is a multiple of them"),
+    ],
+)
+def test_ranks_that_cannot_are_told_why(size: int, ranks: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_tensor_parallel(CONFIG, size, ranks=ranks)
+
+
+def test_what_the_launcher_has_set_stays_and_what_was_added_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "4321")
+    with launcher_environment():
+        told = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    assert told == ["0", "0", "1", "localhost", "4321"]
+    assert os.environ["MASTER_PORT"] == "4321" and "RANK" not in os.environ and "MASTER_ADDR" not in os.environ
+    monkeypatch.delenv("MASTER_PORT")
+    with launcher_environment():
+        assert 1024 <= int(os.environ["MASTER_PORT"]) < 65536
+    assert "MASTER_PORT" not in os.environ
+
+
+class Engine:
+    """One engine of several that must do the same: each step samples a token, which is the row's seed."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self._open: dict[int, tuple[Request, int]] = {}
+
+    def submit(self, request: Request) -> int:
+        if not request.prompt_ids:
+            raise ValueError("an empty prompt")
+        ticket = len([entry for entry in self.log if entry[0] == "submit"])
+        self.log.append(("submit", request.seed))
+        self._open[ticket] = request, 0
+        return ticket
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        self.log.append(("step", sorted(self._open)))
+        ended = []
+        for ticket, (request, length) in list(self._open.items()):
+            self._open[ticket] = request, length + 1
+            if length + 1 == request.max_new_tokens:
+                del self._open[ticket]
+                ended.append((ticket, Sample([request.seed] * request.max_new_tokens, "length")))
+        return ended
+
+    def give_up(self, tickets: list[int]) -> None:
+        if tickets:
+            self.log.append(("give up", tickets))
+        for ticket in tickets:
+            self._open.pop(ticket, None)
+
+    def close(self) -> None:
+        self.log.append(("close", sorted(self._open)))
+
+
+class Ranks:
+    """Threads that stand for ranks."""
+
+    def __init__(self, size: int):
+        self.size, self._barrier = size, threading.Barrier(size, timeout=5.0)
+        self._told: list[Any] = [None] * size
+        self.engines = [Engine() for _ in range(size)]
+        self.results: list[Any] = [None] * size
+
+    def run(self, work: Any) -> None:
+        def of(rank: int) -> None:
+            def gather(obj: Any) -> list[Any]:
+                self._told[rank] = obj
+                self._barrier.wait()
+                told = list(self._told)
+                self._barrier.wait()
+                return told
+
+            session = JointSession(self.engines[rank], rank, gather)
+            try:
+                self.results[rank] = work(rank, session)
+            except ValueError as error:
+                self.results[rank] = error
+            finally:
+                session.close()
+
+        threads = [threading.Thread(target=of, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def rows(*seeds: int, tokens: int = 3) -> list[Request]:
+    return [Request([5], seed=seed, max_new_tokens=tokens) for seed in seeds]
+
+
+def test_each_rank_gets_its_own_rows_and_all_engines_do_the_same() -> None:
+    ranks = Ranks(2)
+    own = [rows(1), rows(2, 3, tokens=5)]
+    ranks.run(lambda rank, session: [sample.ids for sample in sample_all(session, own[rank])])
+    assert ranks.results == [[[1, 1, 1]], [[2] * 5, [3] * 5]]
+    assert ranks.engines[0].log == ranks.engines[1].log
+    assert ranks.engines[0].log[:3] == [("submit", 1), ("submit", 2), ("submit", 3)]
+    assert ranks.engines[0].log[-1] == ("close", [])
+
+
+def test_a_rank_with_nothing_to_sample_goes_on_for_the_others() -> None:
+    ranks = Ranks(3)
+    ranks.run(lambda rank, session: sample_all(session, rows(7) if rank == 1 else []))
+    assert [len(result) for result in ranks.results] == [0, 1, 0]
+    assert ranks.engines[0].log == ranks.engines[1].log == ranks.engines[2].log
+
+
+def test_what_one_rank_gives_up_no_engine_samples_on() -> None:
+    def work(rank: int, session: JointSession) -> Any:
+        if rank == 0:
+            session.submit(rows(1, tokens=100)[0])
+            session.advance()
+            return None
+        return sample_all(session, rows(2, tokens=4))[0].ids
+
+    ranks = Ranks(2)
+    ranks.run(work)
+    assert ranks.results == [None, [2, 2, 2, 2]]
+    assert ("give up", [0]) in ranks.engines[1].log and ranks.engines[0].log == ranks.engines[1].log
+
+
+def test_a_row_that_is_refused_is_an_error_on_all_ranks() -> None:
+    ranks = Ranks(2)
+    bad = Request([], seed=1, max_new_tokens=3)
+    ranks.run(lambda rank, session: sample_all(session, [bad] if rank else rows(4)))
+    assert all(isinstance(result, ValueError) for result in ranks.results)
+    assert ranks.engines[0].log == ranks.engines[1].log
