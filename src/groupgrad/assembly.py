@@ -309,14 +309,20 @@ def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any
     rewards = RewardRunner(
         reward_funcs,
         processing_classes,
-        device=config.device,
-        model_init_kwargs=options.mapping(config.model_init_kwargs),
-        trust_remote_code=config.trust_remote_code,
-        chat_template_kwargs=options.mapping(config.chat_template_kwargs),
+        models=options.reward_model_options(config),
         own_names=agency.reward_names,
     )
     options.scoring_options(config, len(rewards.names) - len(agency.reward_names), len(agency.reward_names))
     return rewards
+
+
+def check_reward_models(rewards: RewardRunner, train_dataset: Any) -> None:
+    """ValueError if the prompts are conversations and a reward model has no chat template to write them with."""
+    first = next(iter(train_dataset), {})
+    # Rows without prompts are for environments, which begin with a conversation.
+    if not isinstance(first.get("prompt"), str):
+        for model in rewards.models:
+            model.check_conversations()
 
 
 def build_setup(

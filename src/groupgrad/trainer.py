@@ -137,6 +137,7 @@ class GRPOTrainer(TrainingRun):
         with self.agency.closed_on_errors():
             assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.agency, config)
             self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.agency)
+            assembly.check_reward_models(self.rewards, train_dataset)
             super().__init__(
                 model=parts.model,
                 args=config,

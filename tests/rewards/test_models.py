@@ -1,17 +1,28 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from groupgrad.errors import RewardError
 from groupgrad.rewards import RewardRunner
-from groupgrad.rewards.models import RewardModel, RewardModelOptions, model_name
+from groupgrad.rewards import models as models_module
+from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs, longest_text, model_name
+from groupgrad.rewards.models import RewardModel
+from groupgrad.rewards.offload import HostWeights
 
 WORDS = ["<unk>", "<eos>", "<pad>", "user", "assistant", "sky", "is", "blue", "green", "the", "very", "and", "or"]
 TEMPLATE = """{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {{ eos_token }} {% endfor %}
@@ -35,9 +46,7 @@ def make_model(seed=0, **overrides):
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_labels=1,
-        max_position_embeddings=64,
-        **overrides,
+        **{"num_labels": 1, "max_position_embeddings": 64, **overrides},
     )
     return LlamaForSequenceClassification(config).float()
 
@@ -57,11 +66,11 @@ def saved(tmp_path):
     return str(folder)
 
 
-@pytest.mark.parametrize("max_batch_rows", [1, 2, 16])
-def test_texts_score_as_one_row_at_a_time(make_rollouts, max_batch_rows):
+@pytest.mark.parametrize("batch_tokens", [1, 12, 1000])
+def test_texts_score_as_one_row_at_a_time(make_rollouts, batch_tokens):
     model, tokenizer = make_model(), make_tokenizer()
     rollouts = make_rollouts(TEXTS, [{"prompt": "the sky "}] * len(TEXTS))
-    table = RewardRunner(model, tokenizer, max_batch_rows=max_batch_rows).score(rollouts)
+    table = RewardRunner(model, tokenizer, models=RewardModelOptions(batch_tokens=batch_tokens)).score(rollouts)
     expected = [by_hand(model, [WORDS.index(word) for word in ("the sky " + text).split()]) for text in TEXTS]
     assert table.rewards.flatten().tolist() == pytest.approx(expected, abs=1e-6)
     assert max(expected) - min(expected) > 1e-3
@@ -73,7 +82,9 @@ def test_conversations_go_through_the_template(make_rollouts):
     model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
     completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
     rollouts = make_rollouts(completions, [{"prompt": [{"role": "user", "content": "the sky"}]}] * len(TEXTS))
-    table = RewardRunner([model], [tokenizer], chat_template_kwargs={"shout": True}).score(rollouts)
+    table = RewardRunner([model], [tokenizer], models=RewardModelOptions(chat_template_kwargs={"shout": True})).score(
+        rollouts
+    )
     ids = [tokenizer(f"user the sky <eos> assistant {text} <eos> very")["input_ids"] for text in TEXTS]
     words = ["user", "the", "sky", "<eos>", "assistant", "is", "blue", "<eos>", "very"]
     assert ids[0] == [WORDS.index(word) for word in words]
@@ -81,24 +92,53 @@ def test_conversations_go_through_the_template(make_rollouts):
     assert model.config.pad_token_id == WORDS.index("<pad>")
 
 
-def test_a_folder_is_loaded_with_one_label_and_without_policy_settings(make_rollouts, saved):
-    kwargs = {
-        "revision": "policy-branch",
-        "quantization_config": object(),
-        "attn_implementation": "no_such_attention",
-        "device_map": "auto",
-        "dtype": "float64",
-    }
+def test_a_folder_is_loaded_with_one_label_and_options_of_its_own(make_rollouts, saved):
+    kwargs = {"dtype": "float64", "attn_implementation": "eager"}
     given = dict(kwargs)
     functions = [saved + "/", lambda completions: [1.0] * len(completions)]
-    runner = RewardRunner(functions, model_init_kwargs=kwargs)
-    assert kwargs == given and functions[0] == saved + "/"
+    runner = RewardRunner(functions, models=RewardModelOptions(init_kwargs=kwargs))
+    assert kwargs == given and functions[0] == saved + "/" and len(functions) == 2
     assert runner.names == ["tiny-rm", "<lambda>"]
-    model = runner._scorers[0].model  # pyright: ignore[reportAttributeAccessIssue]
+    (scorer,) = runner.models
+    model: Any = scorer.model
     assert model.config.num_labels == 1 and model.dtype == torch.float64 and not model.training
+    assert model.config._attn_implementation == "eager"
     rollouts = make_rollouts(["is blue", "or"], [{"prompt": "sky "}] * 2)
     expected = [by_hand(model, [WORDS.index(w) for w in f"sky {text}".split()]) for text in ("is blue", "or")]
     assert runner.score(rollouts).rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_without_options_a_folder_is_loaded_as_it_was_saved(tmp_path):
+    make_model().bfloat16().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model: Any = RewardRunner(str(tmp_path)).models[0].model
+    assert model.dtype == torch.bfloat16
+
+
+def test_of_the_policys_options_only_how_files_are_fetched_is_shared():
+    policy = {"dtype": "bfloat16", "revision": "main", "token": "t", "device_map": "auto", "cache_dir": "/c"}
+    assert hub_kwargs(policy) == {"cache_dir": "/c", "token": "t"}
+
+
+def test_a_checkpoint_without_a_score_head_is_refused(tmp_path):
+    """transformers fills the head with random numbers and goes on."""
+    LlamaForCausalLM(make_model().config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks score.weight, so its rewards would be random; give a sequence-class"):
+        RewardRunner(str(tmp_path))
+
+
+def test_a_checkpoint_with_several_labels_is_refused(tmp_path):
+    make_model(num_labels=3).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be loaded with one label: score.weight has another size"):
+        RewardRunner(str(tmp_path))
+    with pytest.raises(ValueError, match=r"reward_model_init_kwargs has num_labels=3"):
+        RewardRunner(str(tmp_path), models=RewardModelOptions(init_kwargs={"num_labels": 3}))
+
+
+def test_a_model_with_several_labels_is_refused():
+    with pytest.raises(ValueError, match=r"logits have shape \(1, 3\) for 1 rows.*num_labels=1"):
+        RewardRunner(make_model(num_labels=3), make_tokenizer())
 
 
 def test_the_tokenizer_of_a_model_object_is_found_by_its_name(make_rollouts, saved):
@@ -150,20 +190,56 @@ def test_a_score_that_is_not_finite_names_its_row(make_rollouts, bad):
         RewardRunner(model, make_tokenizer()).score(rollouts, step=5)
 
 
-def test_a_failing_model_is_named(make_rollouts):
+def test_a_model_that_gives_nothing_but_nan_is_refused_at_once():
+    model = make_model()
+    with torch.no_grad():
+        model.score.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match=r"gives nan for the text 'A'.*wider dtype"):
+        RewardRunner(model, make_tokenizer())
+
+
+def test_the_row_that_a_template_cannot_write_is_named(make_rollouts):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['content'] == 'green' %}{{ raise_exception('not green') }}{% endif %}"
+        "{{ m['content'] }} {% endfor %}"
+    )
+    question = {"prompt": [{"role": "user", "content": "the sky"}]}
+    completions = [[{"role": "assistant", "content": text}] for text in ("blue", "green")]
+    rollouts = make_rollouts(completions, [question] * 2)
+    with pytest.raises(
+        RewardError, match=r"'LlamaForSequenceClassification' failed at step 4 on row 1 \(prompt 'user: the sky'"
+    ) as error:
+        RewardRunner(make_model(), tokenizer).score(rollouts, step=4)
+    assert error.value.__cause__ is not None
+
+
+def test_conversations_need_a_template():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
+    (model,) = RewardRunner(make_model(), tokenizer).models
+    with pytest.raises(ValueError, match=r"'LlamaForSequenceClassification' has no chat template.*reward_processing"):
+        model.check_conversations()
+    RewardRunner(make_model(), make_tokenizer()).models[0].check_conversations()
+
+
+def test_a_processors_own_template_goes_first(make_rollouts):
+    class Processor:
+        tokenizer = make_tokenizer()
+        chat_template = "any"
+
+        def apply_chat_template(self, messages, tokenize):
+            return " ".join(["very", *(m["content"] for m in messages)])
+
+    model = make_model()
     rollouts = make_rollouts(
-        [[{"role": "assistant", "content": "x"}]], [{"prompt": [{"role": "user", "content": "q"}]}]
+        [[{"role": "assistant", "content": "blue"}]], [{"prompt": [{"role": "user", "content": "sky"}]}]
     )
-    with pytest.raises(
-        RewardError, match=r"'LlamaForSequenceClassification' failed at step 0 on a batch of 1 rows"
-    ) as e:
-        RewardRunner(make_model(), tokenizer).score(rollouts)
-    assert e.value.__cause__ is not None
+    reward = RewardRunner(model, Processor()).score(rollouts).rewards.item()
+    assert reward == pytest.approx(by_hand(model, [WORDS.index(word) for word in ("very", "sky", "blue")]), abs=1e-6)
 
 
-def test_a_model_that_scores_tokens_is_refused(make_rollouts):
+def test_a_model_that_scores_tokens_is_refused():
     class Tagger(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -174,18 +250,121 @@ def test_a_model_that_scores_tokens_is_refused(make_rollouts):
 
             return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 3))
 
-    with pytest.raises(RewardError, match=r"'Tagger'.*logits have shape \(1, 2, 3\) for 1 rows"):
-        RewardRunner(Tagger(), make_tokenizer()).score(make_rollouts(["is"], [{"prompt": "sky "}]))
+    with pytest.raises(ValueError, match=r"'Tagger' cannot score a text: .*logits have shape \(1, 1, 3\) for 1 rows"):
+        RewardRunner(Tagger(), make_tokenizer())
 
 
-def test_a_text_beyond_the_models_length_keeps_its_end(make_rollouts, caplog):
+def test_a_text_beyond_the_models_length_keeps_its_end_and_says_so(make_rollouts, caplog):
     model = make_model()
     runner = RewardRunner(model, make_tokenizer())
     words = ["very"] * 70 + ["is", "blue"]
-    rewards = runner.score(make_rollouts([" ".join(words)], [{"prompt": "sky "}])).rewards
+    rollouts = make_rollouts([" ".join(words), "or"], [{"prompt": "sky "}] * 2)
+    table = runner.score(rollouts)
+    runner.score(rollouts)
     expected = by_hand(model, [WORDS.index(word) for word in words[-64:]])
-    assert rewards.item() == pytest.approx(expected, abs=1e-6)
-    assert "reads at most 64 tokens" in caplog.text
+    assert table.rewards[0].item() == pytest.approx(expected, abs=1e-6)
+    assert table.metrics["rewards/LlamaForSequenceClassification/truncated"].read() == 0.5
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "reads at most 64 tokens; of longer texts it sees the end only, as of row 0" in said[0]
+    assert "which has 73" in said[0]
+
+
+def test_learned_positions_begin_behind_the_padding_token():
+    """RoBERTa's table of 20 holds 18 positions: those up to the padding token's are not used."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(vocab_size=13, max_position_embeddings=20, pad_token_id=1, **{**sizes, "num_labels": 1})
+    model = RobertaForSequenceClassification(config).eval()
+    assert longest_text(model) == 18
+    model(input_ids=torch.full((1, 18), 5))
+    with pytest.raises((RuntimeError, IndexError)):
+        model(input_ids=torch.full((1, 19), 5))
+    assert longest_text(make_model()) == 64
+    assert longest_text(torch.nn.Linear(1, 1)) is None
+
+
+def test_forward_passes_are_bounded_by_tokens(make_rollouts):
+    """Rows of 2, 3, 3, 4 and 8 tokens; what a pass reads is its rows times the longest of them."""
+    model = make_model()
+    runner = RewardRunner(model, make_tokenizer(), models=RewardModelOptions(batch_tokens=9))
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(
+        lambda m, a, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    texts = ["is very very very very very green", "or", "the sky", "is blue", "is the sky"]
+    runner.score(make_rollouts(texts, [{"prompt": "sky "}] * 5))
+    assert shapes == [(3, 3), (1, 4), (1, 8)]
+
+
+def test_a_pass_that_runs_out_of_memory_is_made_in_parts(make_rollouts):
+    model = make_model()
+    runner = RewardRunner(model, make_tokenizer())
+    rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
+    expected = runner.score(rollouts).rewards
+
+    def fail(_module: Any, _args: Any, kwargs: Any) -> None:
+        if len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    handle = model.register_forward_pre_hook(fail, with_kwargs=True)
+    torch.testing.assert_close(runner.score(rollouts).rewards, expected, atol=1e-6, rtol=0)
+    handle.remove()
+    model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    with pytest.raises(RewardError, match=r"OutOfMemoryError"):
+        runner.score(rollouts)
+
+
+class Elsewhere(HostWeights):
+    """A device of its own in the same memory."""
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+
+def test_offloaded_weights_are_on_the_device_while_it_scores_alone(make_rollouts, monkeypatch):
+    """Nothing is copied back: the tensors at home are those of before; what was made anew in between is kept."""
+    monkeypatch.setattr(models_module, "HostWeights", Elsewhere)
+    model = make_model()
+    rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
+    expected = RewardRunner(model, make_tokenizer()).score(rollouts).rewards
+    home = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    away: list[dict[str, int]] = []
+    handle = model.register_forward_hook(
+        lambda *_: away.append({name: tensor.data_ptr() for name, tensor in model.state_dict().items()})
+    )
+    runner = RewardRunner(model, make_tokenizer(), models=RewardModelOptions(offload=True))
+    assert runner.score(rollouts).rewards.tolist() == expected.tolist()
+    assert len(away) == 2  # the text that is tried, and the rows
+    assert all(pointer != home[name] for pointers in away for name, pointer in pointers.items())
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == home
+    handle.remove()
+    model.register_forward_hook(lambda *_: model.register_buffer("made", torch.ones(1)) or 1 / 0)
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        runner.score(rollouts)
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items() if name in home} == home
+
+
+def test_a_model_that_stays_where_it_is_cannot_be_offloaded():
+    model = make_model()
+    model.hf_device_map = {"": "cpu"}  # pyright: ignore
+    with pytest.raises(ValueError, match=r"reward_model_offload=True.*stays where it is"):
+        RewardRunner(model, make_tokenizer(), models=RewardModelOptions(offload=True))
+
+
+def test_the_models_own_padding_token_goes_before_the_end_of_sequence(make_rollouts):
+    model = make_model(pad_token_id=WORDS.index("or"))
+    RewardRunner(model, make_tokenizer())
+    assert model.config.pad_token_id == WORDS.index("or")
+    RewardRunner(model, make_tokenizer(eos_token="<eos>", pad_token="<pad>"))
+    assert model.config.pad_token_id == WORDS.index("<pad>")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"), [({"batch_tokens": 0}, "batch_tokens=0"), ({"device": "gpu"}, "reward_model_device='gpu'")]
+)
+def test_options_that_cannot_work(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        RewardModelOptions(**options)
 
 
 def test_names_of_models():
@@ -196,6 +375,6 @@ def test_names_of_models():
 
 def test_a_reward_model_stays_on_its_devices():
     model = make_model()
-    model.hf_device_map = {"": "cpu"}  # pyright: ignore[reportAttributeAccessIssue]
+    model.hf_device_map = {"": "cpu"}  # pyright: ignore
     RewardModel(model, make_tokenizer(), RewardModelOptions(device="meta"))
     assert next(model.parameters()).device.type == "cpu"

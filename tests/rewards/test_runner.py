@@ -451,7 +451,6 @@ def test_rows_that_nothing_scores_are_reported_once(make_rollouts, caplog):
         ("accuracy_reward", {}, ValueError, r"'accuracy_reward'.*give the function itself"),
         ([length, length], {"processing_classes": object()}, ValueError, r"1 reward_processing_classes for 2"),
         ([length], {"processing_classes": [None, None]}, ValueError, r"2 reward_processing_classes for 1"),
-        ([length], {"max_batch_rows": 0}, ValueError, r"max_batch_rows=0"),
     ],
 )
 def test_what_cannot_work_fails_at_construction(functions, kwargs, error, message):

@@ -4,197 +4,218 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from groupgrad.data.prompts import drop_empty_fields
 from groupgrad.errors import RewardError
+from groupgrad.metrics import Metric, mean_of
+from groupgrad.models.shortage import collect_what_failed, is_out_of_memory
+from groupgrad.rewards.functions import failure
 from groupgrad.rewards.inputs import CallInputs
+from groupgrad.rewards.model_loading import (
+    RewardModelOptions,
+    is_placed,
+    load_model,
+    load_tokenizer,
+    longest_text,
+    model_name,
+    padding_id,
+    source_of,
+    tell_padding_id,
+)
+from groupgrad.rewards.offload import HostWeights
 from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-POLICY_ONLY_KEYS = frozenset(
-    {
-        "revision",
-        "code_revision",
-        "subfolder",
-        "variant",
-        "config",
-        "state_dict",
-        "quantization_config",
-        "load_in_4bit",
-        "load_in_8bit",
-        "attn_implementation",
-        "experts_implementation",
-        "device_map",
-        "device_mesh",
-        "tp_plan",
-        "tp_size",
-        "max_memory",
-        "offload_folder",
-        "use_cache",
-        "num_labels",
-    }
-)
-"""Entries of `model_init_kwargs` that say something of the policy's own checkpoint, architecture or placement. They are
-left out when a reward model is loaded; `dtype`, `cache_dir`, `token` and the like are passed on."""
-
 
 @dataclass(slots=True, frozen=True)
-class RewardModelOptions:
-    """How reward models are loaded and run."""
+class ModelScores:
+    """What a reward model said of some rollouts."""
 
-    device: torch.device | str = "cpu"
-    model_init_kwargs: dict[str, Any] | None = None
-    """Keyword arguments for loading by name; never changed, `POLICY_ONLY_KEYS` left out."""
-    trust_remote_code: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_batch_rows: int = field(default=16)
-    """Rows in one forward pass."""
+    rewards: list[float]
+    """One finite number a row."""
+    num_truncated: int
+    """Rows of which it read the end only."""
 
 
 class RewardModel:
-    """A sequence-classification model whose first output is the reward.
+    """A sequence-classification model whose only output is the reward.
 
     A name or folder is loaded with one label; a module is used as it is, put into evaluation mode and moved to the
-    device unless it is quantized or spread over devices. A missing processing class is loaded by the model's name.
-    Where the tokenizer has no padding token its end-of-sequence token is used; the model's `pad_token_id` is set to it.
-    Conversations are written by the tokenizer's chat template; plain texts are prompt and completion end to end, with
-    the special tokens that the tokenizer adds by default.
+    device unless it is quantized or spread by a device map. A missing processing class is loaded by the model's name.
+    Where the tokenizer has no padding token, the model's is used, or else the end-of-sequence token; the model's
+    `pad_token_id` is set to it. Conversations are written by the processing class's chat template; plain texts are
+    prompt and completion end to end, with the special tokens that the tokenizer adds by default.
+
+    One short text is scored when it is made, so that what cannot work is a ValueError then.
     """
 
     def __init__(self, model: str | torch.nn.Module, processing_class: Any, options: RewardModelOptions):
         self._options = options
         self.name = model_name(model)
-        source = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         self.model = load_model(model, options) if isinstance(model, str) else model
         self.model.eval()
-        if not getattr(self.model, "hf_device_map", None) and not getattr(self.model, "is_quantized", False):
-            self.model.to(options.device)
-        self._tokenizer = _load_tokenizer(source, self.name, processing_class, options)
-        self._pad_id = _padding_id(self._tokenizer, self.name)
-        self._max_length = _prepare_config(self.model, self._pad_id)
+        self._host = self._place()
+        if processing_class is None:
+            processing_class = load_tokenizer(source_of(model), self.name, options)
+        self._tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        self._writer = processing_class if getattr(processing_class, "chat_template", None) else self._tokenizer
+        self._pad_id = padding_id(self._tokenizer, self.model, self.name)
+        tell_padding_id(self.model, self._pad_id)
+        self._max_length = longest_text(self.model)
         self._warned = False
+        self._try_out()
 
     def renamed(self, name: str) -> RewardModel:
         """This model, from now on under another name."""
         self.name = name
         return self
 
-    def score(self, inputs: CallInputs) -> list[float]:
-        """One finite reward a row. RewardError that names the row if the model gives NaN or infinity. No gradient."""
-        rows = [self._encode(rollout) for rollout in inputs.rollouts]
-        for row, ids in enumerate(rows):
-            if not ids:
-                raise RewardError(
-                    f"reward model '{self.name}', step {inputs.step}: {inputs.describe(row)} has no tokens"
-                )
+    def check_conversations(self) -> None:
+        """ValueError if conversations cannot be scored, for want of a chat template."""
+        if not getattr(self._writer, "chat_template", None):
+            raise ValueError(
+                f"the prompts are conversations, but the tokenizer of reward model '{self.name}' has no chat template "
+                "to write them with; give a tokenizer that has one in reward_processing_classes, or use text prompts"
+            )
+
+    def score(self, inputs: CallInputs) -> ModelScores:
+        """One finite reward a row, without gradient. RewardError that names the row if the model gives NaN or infinity,
+        or if a row cannot be written for it."""
+        rows = [self._encode(inputs, row) for row in range(len(inputs.rollouts))]
+        cut = [row for row, ids in enumerate(rows) if self._max_length is not None and len(ids) > self._max_length]
+        if cut:
+            self._warn_of_cut(len(rows[cut[0]]), inputs.describe(cut[0]))
+        for row in cut:
+            rows[row] = rows[row][-(self._max_length or 0) :]
         rewards = [0.0] * len(rows)
-        # Rows of like length share a forward pass, so that little of it is padding.
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         self.model.eval()
-        for start in range(0, len(order), self._options.max_batch_rows):
-            chunk = order[start : start + self._options.max_batch_rows]
-            for row, reward in zip(chunk, self._forward([rows[row] for row in chunk])):
-                rewards[row] = reward
+        with self._on_device():
+            for chunk in self._chunks(rows):
+                for row, reward in zip(chunk, self._forward_in_parts([rows[row] for row in chunk])):
+                    rewards[row] = reward
         for row, reward in enumerate(rewards):
             if not math.isfinite(reward):
                 raise RewardError(
                     f"reward model '{self.name}', step {inputs.step}: it gave {reward} for {inputs.describe(row)}; "
-                    "load it in a wider dtype (model_init_kwargs={'dtype': 'float32'}) or check its weights"
+                    "load it in a wider dtype (reward_model_init_kwargs={'dtype': 'float32'}) or check its weights"
                 )
-        return rewards
+        return ModelScores(rewards, len(cut))
 
-    def _encode(self, rollout: Rollout) -> list[int]:
+    def metrics(self, scores: ModelScores) -> dict[str, Metric]:
+        """The share of texts that were cut, for a model that can read so many tokens and no more."""
+        if self._max_length is None:
+            return {}
+        return {f"rewards/{self.name}/truncated": mean_of(float(scores.num_truncated), float(len(scores.rewards)))}
+
+    def _place(self) -> HostWeights | None:
+        if is_placed(self.model, self._options):
+            if self._options.offload:
+                raise ValueError(
+                    f"reward_model_offload=True, but reward model '{self.name}' is quantized or placed by a device map "
+                    "and stays where it is; set reward_model_offload=False, or load it plainly"
+                )
+            return None
+        if self._options.offload:
+            return HostWeights(self.model, self._options.device)
+        self.model.to(self._options.device)
+        return None
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._host is None else self._host.visiting()
+
+    def _try_out(self) -> None:
+        """Score one short text. ValueError if that does not give one finite number."""
+        try:
+            ids = list(self._tokenizer("A")["input_ids"])[: self._max_length] or [self._pad_id]
+            with self._on_device():
+                reward = self._forward([ids])[0]
+        except Exception as error:  # whatever a model's own code raises
+            raise ValueError(
+                f"reward model '{self.name}' cannot score a text: {type(error).__name__}: {error}"
+            ) from error
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"reward model '{self.name}' gives {reward} for the text 'A'; load it in a wider dtype "
+                "(reward_model_init_kwargs={'dtype': 'float32'}) or check its weights"
+            )
+
+    def _encode(self, inputs: CallInputs, row: int) -> list[int]:
+        try:
+            ids = self._token_ids(inputs.rollouts[row])
+        except Exception as error:  # whatever a template raises
+            raise failure(error, self.name, inputs, row) from error
+        if not ids:
+            raise RewardError(f"reward model '{self.name}', step {inputs.step}: {inputs.describe(row)} has no tokens")
+        return ids
+
+    def _token_ids(self, rollout: Rollout) -> list[int]:
         prompt, completion = rollout.prompt.row["prompt"], rollout.completion
         if rollout.prompt.is_conversational:
             reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-            text = self._tokenizer.apply_chat_template(
+            text = self._writer.apply_chat_template(
                 drop_empty_fields([*prompt, *reply]), tokenize=False, **(self._options.chat_template_kwargs or {})
             )
             # The template writes the special tokens itself.
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self._tokenizer(prompt + (completion if isinstance(completion, str) else rollout.text))["input_ids"]
-        if self._max_length is not None and len(ids) > self._max_length:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "reward model '%s' reads at most %d tokens; of longer texts (this one: %d) it sees the end only",
-                    self.name,
-                    self._max_length,
-                    len(ids),
-                )
-            ids = ids[-self._max_length :]
-        return ids
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        text = prompt + (completion if isinstance(completion, str) else rollout.text)
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
+
+    def _warn_of_cut(self, length: int, described: str) -> None:
+        """Once; how many there are is logged as a metric."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "reward model '%s' reads at most %d tokens; of longer texts it sees the end only, as of %s, which has "
+                "%d. 'rewards/%s/truncated' in the log is their share",
+                self.name,
+                self._max_length,
+                described,
+                length,
+                self.name,
+            )
+
+    def _chunks(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Numbers of the rows of each forward pass. Rows of like length go together, so that little is padding."""
+        chunk: list[int] = []
+        for row in sorted(range(len(rows)), key=lambda row: len(rows[row])):
+            if chunk and (len(chunk) + 1) * len(rows[row]) > self._options.batch_tokens:
+                yield chunk
+                chunk = []
+            chunk.append(row)
+        if chunk:
+            yield chunk
+
+    def _forward_in_parts(self, rows: list[list[int]]) -> list[float]:
+        """The rewards of some rows; where memory runs out, of half of them at a time, and so on."""
+        try:
+            return self._forward(rows)
+        except (RuntimeError, MemoryError) as error:
+            if len(rows) < 2 or not is_out_of_memory(error):
+                raise
+        collect_what_failed()  # here the error is gone
+        middle = len(rows) // 2
+        return self._forward_in_parts(rows[:middle]) + self._forward_in_parts(rows[middle:])
 
     @torch.no_grad()
-    def _forward(self, rows: Sequence[list[int]]) -> list[float]:
+    def _forward(self, rows: list[list[int]]) -> list[float]:
         width = max(map(len, rows))
         ids = torch.tensor([row + [self._pad_id] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        device = next(self.model.parameters()).device
+        first = next(self.model.parameters(), None)
+        # A first weight that is kept elsewhere and brought in by a hook says nothing of the device.
+        device = self._options.device if first is None or first.device.type == "meta" else first.device
         output = self.model(input_ids=ids.to(device), attention_mask=mask.to(device))
         logits = output.logits
-        if logits.ndim != 2 or logits.shape[0] != len(rows):
+        if logits.ndim != 2 or tuple(logits.shape) != (len(rows), 1):
             raise ValueError(
-                f"its logits have shape {tuple(logits.shape)} for {len(rows)} rows; a reward model gives one row of "
-                "scores a text: use a sequence-classification model"
+                f"its logits have shape {tuple(logits.shape)} for {len(rows)} rows; a reward model gives one number a "
+                "text: use a sequence-classification model with num_labels=1"
             )
         return logits[:, 0].float().tolist()
-
-
-def model_name(model: str | torch.nn.Module) -> str:
-    """The last path component of a model's name, or its class name if it has none."""
-    path = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return os.path.basename(str(path or "").replace("\\", "/").rstrip("/")) or type(model).__name__
-
-
-def load_model(name: str, options: RewardModelOptions) -> torch.nn.Module:
-    """A sequence classifier with one label, from a folder or by name."""
-    from transformers import AutoModelForSequenceClassification
-
-    given = options.model_init_kwargs or {}
-    kwargs = {key: value for key, value in given.items() if key not in POLICY_ONLY_KEYS}
-    kwargs["trust_remote_code"] = options.trust_remote_code or bool(given.get("trust_remote_code"))
-    return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **kwargs)
-
-
-def _load_tokenizer(source: str | None, name: str, processing_class: Any, options: RewardModelOptions) -> Any:
-    if processing_class is None:
-        if not source:
-            raise ValueError(
-                f"reward model '{name}' does not say where it was loaded from, so that its tokenizer cannot be loaded; "
-                "give it in reward_processing_classes"
-            )
-        from transformers import AutoTokenizer
-
-        trust = options.trust_remote_code or bool((options.model_init_kwargs or {}).get("trust_remote_code"))
-        processing_class = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
-    return getattr(processing_class, "tokenizer", processing_class)
-
-
-def _padding_id(tokenizer: Any, name: str) -> int:
-    # Rows are padded here, not by the tokenizer, so that a tokenizer that others use too stays as it is.
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if pad_id is None:
-        raise ValueError(
-            f"the tokenizer of reward model '{name}' has neither a padding nor an end-of-sequence token, so that rows "
-            "of different length cannot be scored together; set tokenizer.pad_token"
-        )
-    return pad_id
-
-
-def _prepare_config(model: torch.nn.Module, pad_id: int) -> int | None:
-    """Tell the model the padding id, by which it finds each row's last token; gives the length it can read, if any."""
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        return None
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    config.pad_token_id = text_config.pad_token_id = pad_id
-    return getattr(text_config, "max_position_embeddings", None)

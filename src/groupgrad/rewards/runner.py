@@ -7,13 +7,13 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 from groupgrad.errors import RewardError
-from groupgrad.metrics import Metric, mean_of, merge
+from groupgrad.metrics import Metric, mean_of, merge, merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.functions import (
     RewardFunction,
@@ -25,7 +25,8 @@ from groupgrad.rewards.functions import (
 )
 from groupgrad.rewards.inputs import TABLE_COLUMNS, CallInputs, CallLog
 from groupgrad.rewards.loop import LoopThread
-from groupgrad.rewards.models import RewardModel, RewardModelOptions
+from groupgrad.rewards.model_loading import RewardModelOptions
+from groupgrad.rewards.models import RewardModel
 from groupgrad.types import RewardTable, Rollout
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class _Outcome:
 
     rewards: list[float]
     seconds: float
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -56,13 +58,12 @@ class _Ended:
 class RewardRunner:
     """Calls every reward function on rollouts and collects what they return and log.
 
-    An item is the name or folder of a sequence-classification model (loaded with one label and a copy of
-    `model_init_kwargs` without the entries that concern the policy's own checkpoint or placement, see
-    `models.POLICY_ONLY_KEYS`), such a model itself, or a callable, synchronous or not. `processing_classes` are the
-    tokenizers of the models: None, one for a single item, or a list as long as the items, of which entries for
-    callables are ignored. The lists given are not changed. `own_names` are the names of rewards that rollouts bring
-    with them (`Rollout.own_rewards`), further columns of the table; with them there may be no function at all.
-    ValueError or TypeError for what cannot work.
+    An item is the name or folder of a sequence-classification model (loaded with one label, by `models` alone and not
+    as the policy is), such a model itself, or a callable, synchronous or not. `processing_classes` are the tokenizers
+    of the models: None, one for a single item, or a list as long as the items, of which entries for callables are
+    ignored. The lists given are not changed. `own_names` are the names of rewards that rollouts bring with them
+    (`Rollout.own_rewards`), further columns of the table; with them there may be no function at all. ValueError or
+    TypeError for what cannot work.
     """
 
     def __init__(
@@ -70,22 +71,14 @@ class RewardRunner:
         reward_funcs: RewardFunc | list[RewardFunc],
         processing_classes: Any = None,
         *,
-        device: torch.device | str = "cpu",
-        model_init_kwargs: dict[str, Any] | None = None,
-        trust_remote_code: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        max_batch_rows: int = 16,
+        models: RewardModelOptions | None = None,
         own_names: Sequence[str] = (),
     ):
-        if max_batch_rows < 1:
-            raise ValueError(
-                f"max_batch_rows={max_batch_rows}: a forward pass needs at least one row; set it to 1 or more"
-            )
         items: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not items and not own_names:
             raise ValueError("reward_funcs=[]: without a reward there is nothing to learn; give at least one function")
         classes = _align(processing_classes, len(items))
-        options = RewardModelOptions(device, model_init_kwargs, trust_remote_code, chat_template_kwargs, max_batch_rows)
+        options = models or RewardModelOptions()
         for item in items:
             _check(item)
         scorers = [_scorer(item, processing_class, options) for item, processing_class in zip(items, classes)]
@@ -94,6 +87,11 @@ class RewardRunner:
         self._scorers = [scorer.renamed(name) for scorer, name in zip(scorers, self.names)]
         self._loop = LoopThread()
         self._warned_unscored = False
+
+    @property
+    def models(self) -> list[RewardModel]:
+        """The reward models among the functions, in their order."""
+        return [scorer for scorer in self._scorers if isinstance(scorer, RewardModel)]
 
     def score(self, rollouts: Sequence[Rollout], *, trainer_state: Any = None, step: int = 0) -> RewardTable:
         """The rewards of these rollouts, in their order. Local, no collective.
@@ -191,7 +189,7 @@ class RewardRunner:
                 inputs.describe(unscored[0]),
             )
         columns: dict[str, list[Any]] = {}
-        metrics: dict[str, Metric] = {}
+        metrics = merge_all(outcome.metrics for outcome in outcomes)
         for log in logs:
             for column, values in log.columns.items():
                 columns[_free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *columns})] = values
@@ -216,7 +214,8 @@ def _spread(table: RewardTable, rows: list[int], num_rows: int) -> RewardTable:
 def _run_model(model: RewardModel, inputs: CallInputs) -> _Outcome:
     started = time.perf_counter()
     try:
-        return _Outcome(model.score(inputs), time.perf_counter() - started)
+        scores = model.score(inputs)
+        return _Outcome(scores.rewards, time.perf_counter() - started, model.metrics(scores))
     except RewardError:
         raise
     except Exception as error:

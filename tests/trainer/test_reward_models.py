@@ -1,0 +1,140 @@
+"""Reward models beside the policy: how they are loaded, placed and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from groupgrad import GRPOConfig
+from groupgrad.errors import ConfigError
+
+
+def make_scorer(vocabulary: int, **config: Any) -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=vocabulary, **{**sizes, "num_labels": 1, "initializer_range": 0.5, **config})
+    ).eval()
+
+
+@pytest.fixture
+def saved(tokenizer: Any, tmp_path: Path) -> str:
+    """A scorer with its tokenizer, saved in bfloat16."""
+    folder = tmp_path / "scorer"
+    make_scorer(len(tokenizer)).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def by_hand(model: Any, tokenizer: Any, texts: list[str]) -> list[float]:
+    """One text at a time: the score of the last token."""
+    with torch.no_grad():
+        return [float(model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0]) for text in texts]
+
+
+def test_loading_is_their_own(make_trainer: Callable[..., Any], saved: str, model_dir: Path) -> None:
+    """Nothing of how the policy is loaded reaches them; nothing given is changed."""
+    policy, own = {"dtype": "float32", "attn_implementation": "eager"}, {"dtype": "float16"}
+    functions = [saved, lambda completions, **kwargs: [0.0] * len(completions)]
+    classes = [None, None]
+    kept = list(functions)
+    trainer = make_trainer(
+        model=str(model_dir),
+        reward_funcs=functions,
+        model_init_kwargs=policy,
+        trainer={"reward_processing_classes": classes},
+    )
+    (scorer,) = trainer.rewards.models
+    assert scorer.model.dtype == torch.bfloat16
+    assert scorer.model.config._attn_implementation != "eager"
+    assert trainer.model.dtype == torch.float32
+    assert functions == kept and classes == [None, None]
+    assert policy == {"dtype": "float32", "attn_implementation": "eager"}
+    (scorer,) = make_trainer(reward_funcs=saved, reward_model_init_kwargs=own).rewards.models
+    assert scorer.model.dtype == torch.float16
+    assert own == {"dtype": "float16"}
+    assert make_trainer(reward_funcs=saved, reward_model_init_kwargs='{"dtype": "float32"}').rewards.models
+
+
+def test_options_reach_them(make_trainer: Callable[..., Any], saved: str) -> None:
+    shapes: list[tuple[int, ...]] = []
+    with pytest.warns(UserWarning, match=r"reward_model_offload=True \(reward models run on the CPU, in host memory\)"):
+        trainer = make_trainer(
+            reward_funcs=saved,
+            reward_model_device="cpu",
+            reward_model_batch_tokens=20,
+            reward_model_offload=True,
+            max_steps=1,
+        )
+    (scorer,) = trainer.rewards.models
+    options = scorer._options
+    assert (options.device, options.batch_tokens, options.offload) == ("cpu", 20, True)
+    scorer.model.register_forward_pre_hook(
+        lambda module, inputs, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    trainer.train()
+    assert sum(rows for rows, _ in shapes) == 8
+    assert all(rows * width <= 20 for rows, width in shapes) and len(shapes) > 2
+
+
+def test_two_places_are_one_too_many(saved: str) -> None:
+    given = {"device_map": "cpu"}
+    with pytest.raises(ConfigError, match=r"reward_model_init_kwargs has device_map='cpu'.*Set one of the two"):
+        GRPOConfig(use_cpu=True, reward_model_init_kwargs=given, reward_model_device="cpu")
+    with pytest.raises(ConfigError, match=r"dtype='float8'"):
+        GRPOConfig(use_cpu=True, reward_model_init_kwargs={"dtype": "float8"})
+
+
+def test_models_and_functions_score_side_by_side(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
+    """A model's reward is that of prompt and completion, a function's stands beside it; weights hold for both."""
+    scorer, seen = make_scorer(len(tokenizer)), []
+
+    def length(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        seen.append([prompt + completion for prompt, completion in zip(prompts, completions)])
+        return [float(len(completion)) for completion in completions]
+
+    trainer = make_trainer(
+        reward_funcs=[scorer, length],
+        reward_weights=[2.0, 1.0],
+        max_steps=1,
+        trainer={"reward_processing_classes": [tokenizer, None]},
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    expected = by_hand(scorer, tokenizer, seen[0])
+    name = "rewards/LlamaForSequenceClassification"
+    assert entry[f"{name}/mean"] == pytest.approx(sum(expected) / 8, abs=1e-5)
+    assert entry["reward"] == pytest.approx(2 * entry[f"{name}/mean"] + entry["rewards/length/mean"], abs=1e-5)
+    assert entry[f"{name}/truncated"] == 0.0
+
+
+def test_conversations_without_a_template_are_refused_before_training(
+    make_trainer: Callable[..., Any], make_tokenizer: Callable[[], Any], tokenizer: Any
+) -> None:
+    from datasets import Dataset
+
+    plain = make_tokenizer()
+    plain.chat_template = None
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 4)
+    with pytest.raises(ValueError, match="no chat template to write them with"):
+        make_trainer(
+            reward_funcs=make_scorer(len(tokenizer)),
+            train_dataset=dataset,
+            trainer={"reward_processing_classes": plain},
+        )
+
+
+def test_nan_ends_training_with_the_rows_name(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
+    from groupgrad.errors import RewardError
+
+    scorer = make_scorer(len(tokenizer))
+    with torch.no_grad():
+        scorer.model.embed_tokens.weight[tokenizer("b")["input_ids"][0]] = float("nan")
+    trainer = make_trainer(reward_funcs=scorer, trainer={"reward_processing_classes": tokenizer}, shuffle_dataset=False)
+    with pytest.raises(RewardError, match=r"step 0: it gave nan for row \d \(prompt '.*b?c?', completion"):
+        trainer.train()
