@@ -1,0 +1,279 @@
+"""vLLM in the training process, against a stand-in that keeps what it is given and samples from a script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.vllm import colocate
+from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+from groupgrad.types import Media
+
+OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
+ROW = Request([5, 6], seed=3, max_new_tokens=4)
+SETTINGS = ColocateOptions(max_num_seqs=4, dtype="float32", sleep_mode=True, max_lora_rank=4)
+
+
+class StandIn:
+    """Both vLLM's `LLM` and its engine: weights as pushed, memory that sleeps, one token a row."""
+
+    def __init__(self) -> None:
+        self.llm_engine = self
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.model_config = SimpleNamespace(max_model_len=64, hf_config=SimpleNamespace(image_token_id=9))
+        self.log: list[str] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.adapters: dict[int, dict[str, torch.Tensor]] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.change: Callable[[dict[str, Any]], None] = lambda output: None
+        """What happens to an answer on its way."""
+
+    def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> None:
+        assert "weights asleep" not in self.log[-1:], "a push into memory that sleeps"
+        if name == "groupgrad_tensors":
+            self.weights.update(args[0])
+        elif name == "groupgrad_commit":
+            self.log.append("pushed")
+
+    def add_lora(self, request: Any) -> bool:
+        self.adapters[request.lora_int_id] = load_file(Path(request.lora_path) / "adapter_model.safetensors")
+        self.log.append(f"adapter {request.lora_int_id}")
+        return True
+
+    def remove_lora(self, number: int) -> bool:
+        del self.adapters[number]
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        self.log.append("forgot")
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        self.log.append("forgot images")
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.rows)
+
+    def sleep(self, level: int) -> None:
+        assert level == 2
+        self.weights.clear()
+        self.log.append("asleep")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.log.append(f"woke {tags[0]}")
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any, lora_request: Any) -> None:
+        assert self.weights or not SETTINGS.sleep_mode
+        self.rows[name] = {"prompt": prompt, "params": params, "adapter": lora_request}
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            del self.rows[name]
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for name, row in self.rows.items():
+            told = [token for token in row["prompt"]["prompt_token_ids"] for _ in range(3 if token == 9 else 1)]
+            part = SimpleNamespace(token_ids=[1], finish_reason="stop", logprobs=[{1: SimpleNamespace(logprob=-0.5)}])
+            output = {"request_id": name, "finished": True, "outputs": [part], "prompt_token_ids": told}
+            output |= {"lora_request": row["adapter"]}
+            self.change(output)
+            outputs.append(SimpleNamespace(**output))
+        self.rows.clear()
+        return outputs
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """In place of vLLM, whose records are plain ones here."""
+    stand_in = StandIn()
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.lora", "vllm.lora.request")}
+    for module in ("vllm", "vllm.sampling_params"):
+        modules[module].SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    modules["vllm.sampling_params"].StructuredOutputsParams = SimpleNamespace  # type: ignore[attr-defined]
+    modules["vllm.sampling_params"].RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")  # type: ignore[attr-defined]
+    modules["vllm.lora.request"].LoRARequest = lambda name, number, path: SimpleNamespace(  # type: ignore[attr-defined]
+        lora_name=name, lora_int_id=number, lora_path=path
+    )
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(colocate.compat, "require", lambda name, purpose: None)
+    monkeypatch.setattr(colocate, "start", lambda folder, options: stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def engine(vllm: StandIn, model: Any, tokenizer: Any) -> VLLMColocateEngine:
+    return VLLMColocateEngine(model, tokenizer, SETTINGS)
+
+
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def test_weights_of_the_same_dtype_are_given_by_reference(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+) -> None:
+    engine.push(model, 3)
+    own = dict(model.named_parameters())
+    assert all(vllm.weights[name].data_ptr() == own[name].data_ptr() for name in own)
+    assert vllm.log == ["pushed", "forgot", "forgot images"]
+    assert engine.sample([ROW], OPTIONS)[0].ids == [1] and engine.version == 3
+
+
+def test_buckets_are_no_larger_than_told(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    inner = vllm.collective_rpc
+
+    def counted(name: str, args: tuple[Any, ...] = ()) -> None:
+        if name == "groupgrad_tensors":
+            given.append(sum(tensor.nbytes for _, tensor in args[0]))
+        inner(name, args)
+
+    monkeypatch.setattr(vllm, "collective_rpc", counted)
+    monkeypatch.setattr(colocate, "BUCKET_BYTES", 20_000)
+    engine.push(model, 0)
+    assert max(given) <= 20_000 and sum(given) == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_merge_leaves_the_policy_alone(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
+    policy = adapted(model)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    engine.push(policy, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    name = "model.layers.0.self_attn.q_proj"
+    layer = policy.get_base_model().get_submodule(name)
+    delta = layer.get_delta_weight("default")
+    torch.testing.assert_close(vllm.weights[name + ".weight"], layer.base_layer.weight + delta)
+
+
+def test_an_adapter_goes_alone_and_the_weights_below_it_once(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+) -> None:
+    policy = adapted(model)
+    engine.push_adapter(policy, 0)
+    engine.push_adapter(policy, 1)
+    assert vllm.log.count("pushed") == 1 and list(vllm.adapters) == [2] and engine.version == 1
+    (tensors,) = vllm.adapters.values()
+    assert sorted(tensors) and all(".lora_" in name for name in tensors)
+    assert engine.sample([ROW], OPTIONS)[0].logprobs == [-0.5]
+    # Merged weights lie where those below the adapter were.
+    engine.push(policy, 2)
+    assert not vllm.adapters
+    engine.push_adapter(policy, 3)
+    assert vllm.log.count("pushed") == 3
+
+
+def test_without_room_for_adapters_they_are_refused(vllm: StandIn, model: Any, tokenizer: Any) -> None:
+    engine = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, max_lora_rank=0))
+    with pytest.raises(ValueError, match="rank 4, but vLLM was started without adapters; merge it"):
+        engine.push_adapter(adapted(model), 0)
+
+
+def test_what_slept_samples_from_nothing_older_than_the_policy(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+) -> None:
+    engine.push(model, 0)
+    engine.sleep()
+    engine.sleep()
+    assert vllm.log.count("asleep") == 1 and not vllm.weights
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    vllm.log.clear()
+    engine.sample([ROW], OPTIONS)
+    assert torch.equal(vllm.weights["lm_head.weight"], model.lm_head.weight)
+    # The cache needs its memory only when rows are sampled.
+    assert vllm.log == ["woke weights", "pushed", "forgot", "forgot images", "woke kv_cache"]
+
+
+def test_a_push_wakes_what_slept_once(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
+    policy = adapted(model)
+    engine.push_adapter(policy, 0)
+    engine.sleep()
+    vllm.log.clear()
+    engine.push_adapter(policy, 1)
+    engine.sample([ROW], OPTIONS)
+    engine.sample([ROW], OPTIONS)
+    # Weights below the adapter slept too, so they are given again.
+    assert vllm.log == ["woke weights", "pushed", "adapter 2", "forgot", "forgot images", "woke kv_cache"]
+
+
+def test_nothing_sleeps_or_changes_while_rows_are_sampled(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+) -> None:
+    engine.push(model, 0)
+    with engine.session(OPTIONS) as session:
+        session.submit(ROW)
+        with pytest.raises(RuntimeError, match="cannot sleep while rows are sampled"):
+            engine.sleep()
+        with pytest.raises(RuntimeError, match="weights cannot change while rows are sampled"):
+            engine.push(model, 1)
+    assert not vllm.rows
+
+
+def test_a_push_that_fails_leaves_nothing_to_sample_from(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.push(model, 0)
+    monkeypatch.setattr(vllm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="did not forget"):
+        engine.push(model, 1)
+    with pytest.raises(ValueError, match="no whole weights"):
+        engine.sample([ROW], OPTIONS)
+
+
+def test_a_row_whose_weights_changed_meanwhile_is_refused(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+) -> None:
+    stamp = engine.push(model, 0)
+    vllm.change = lambda output: setattr(engine, "_stamp", "1-other")
+    with pytest.raises(RuntimeError, match=f"row 0 was begun with '{stamp}' and ended with '1-other'"):
+        engine.sample([ROW], OPTIONS)
+
+
+def test_a_row_of_another_adapter_is_refused(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
+    stamp = engine.push_adapter(adapted(model), 0)
+    vllm.change = lambda output: output.update(lora_request=None)
+    with pytest.raises(RuntimeError, match=f"row 0 was sampled with the adapter None, not '{stamp}'"):
+        engine.sample([ROW], OPTIONS)
+
+
+def test_images_go_along_and_the_prompt_is_the_one_trained_on(
+    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+) -> None:
+    engine.push(model, 0)
+    media = Media(("a picture",), {}, {}, "key")
+    seen: list[Any] = []
+    vllm.change = lambda output: seen.append(vllm.rows[output["request_id"]]["prompt"])
+    engine.sample([replace(ROW, prompt_ids=[5, 9, 9, 9, 6], media=media)], OPTIONS)
+    assert seen == [{"prompt_token_ids": [5, 9, 6], "multi_modal_data": {"image": ["a picture"]}}]
+    with pytest.raises(ValueError, match="5 tokens instead of 4, different from token 3 on"):
+        engine.sample([replace(ROW, prompt_ids=[5, 9, 9, 6], media=media)], OPTIONS)
+
+
+def test_vllm_finds_the_policys_config_and_tokenizer(
+    vllm: StandIn, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+
+    def start(folder: str, options: ColocateOptions) -> StandIn:
+        found.append(json.loads((Path(folder) / "config.json").read_text())["architectures"])
+        assert (Path(folder) / "tokenizer.json").exists()
+        return vllm
+
+    monkeypatch.setattr(colocate, "start", start)
+    VLLMColocateEngine(model, tokenizer, SETTINGS).close()
+    assert found == [["Qwen3ForCausalLM"]]
