@@ -26,6 +26,7 @@ from transformers import (
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.models.forward import evaluation_mode, unwrap
+from groupgrad.models.vision import View, row_view, sight
 
 # With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
 _OWN_SAMPLER = frozenset(
@@ -69,7 +70,8 @@ class TransformersEngine:
         """One sample a request, in order."""
         samples: list[Sample | None] = [None] * len(requests)
         # Rows of like budget and prompt length share a call: less padding, and no row runs past its context.
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
+        # Rows with images are apart from those without.
+        order = sorted(range(len(requests)), key=lambda i: (_kind(requests[i]), len(requests[i].prompt_ids)))
         padded = not _needs_equal_lengths(unwrap(self._model), options)
         with evaluation_mode(self._model), self._precision():
             for chunk in _chunks(order, requests, self._max_rows, padded=padded):
@@ -81,24 +83,23 @@ class TransformersEngine:
         model = unwrap(self._model)
         device = next(model.parameters()).device
         ids, mask = _left_padded([request.prompt_ids for request in requests], options.pad_id, device)
+        view = _view(model, ids, requests)
         budget = requests[0].max_new_tokens
         config = _generation_config(options, budget)
         stop = _StopStrings(options.extra.get("stop_strings") or (), self._tokenizer, ids.shape[1])
-        kwargs: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([stop])} if stop.strings else {}
+        kwargs: dict[str, Any] = {"attention_mask": mask, "generation_config": config, **view.inputs}
+        if stop.strings:
+            kwargs["stopping_criteria"] = StoppingCriteriaList([stop])
         if _OWN_SAMPLER & options.extra.keys():
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _only_config(model, config):
+            fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+            with fork, view.shown(model), _only_config(model, config):
                 torch.manual_seed(requests[0].seed)
-                output = model.generate(ids, attention_mask=mask, generation_config=config, **kwargs)  # pyright: ignore
+                output = model.generate(view.ids, **kwargs)  # pyright: ignore[reportCallIssue]
             return [_cut(row, None, options, stop) for row in output[:, ids.shape[1] :].tolist()]
         sampler = _RowSampler([request.seed for request in requests], budget, options, device)
-        with sampler.watching(model), _only_config(model, config):
-            output = model.generate(  # pyright: ignore[reportCallIssue]
-                ids,
-                attention_mask=mask,
-                generation_config=config,
-                logits_processor=LogitsProcessorList([*_warpers(options), sampler]),
-                **kwargs,
-            )
+        kwargs["logits_processor"] = LogitsProcessorList([*_warpers(options), sampler])
+        with sampler.watching(model), view.shown(model), _only_config(model, config):
+            output = model.generate(view.ids, **kwargs)  # pyright: ignore[reportCallIssue]
         completions = output[:, ids.shape[1] :].tolist()
         return [_cut(row, logprobs, options, stop) for row, logprobs in zip(completions, sampler.logprobs())]
 
@@ -249,6 +250,20 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
+def _view(model: nn.Module, ids: torch.Tensor, requests: list[Request]) -> View:
+    """What the model is given to see the requests' images; positions it finds itself."""
+    sights = [
+        None if request.media is None else sight(model, torch.tensor(request.prompt_ids), request.media)
+        for request in requests
+    ]
+    return row_view(model, ids, sights, [ids.shape[1] - len(request.prompt_ids) for request in requests])
+
+
+def _kind(request: Request) -> tuple[int, bool]:
+    """Requests of one call of `generate` have this in common."""
+    return request.max_new_tokens, request.media is not None
+
+
 def _needs_equal_lengths(model: Any, options: SamplingOptions) -> bool:
     """True if padding on the left of a prompt would change what comes after it.
 
@@ -261,10 +276,10 @@ def _needs_equal_lengths(model: Any, options: SamplingOptions) -> bool:
 
 
 def _chunks(order: list[int], requests: Sequence[Request], max_rows: int, *, padded: bool) -> Iterator[list[int]]:
-    """Runs of `order` of at most `max_rows` requests with one budget, and unless `padded` one prompt length."""
+    """Runs of `order` of at most `max_rows` requests of one kind, and unless `padded` one prompt length."""
 
-    def kind(i: int) -> tuple[int, int]:
-        return requests[i].max_new_tokens, 0 if padded else len(requests[i].prompt_ids)
+    def kind(i: int) -> tuple[Any, int]:
+        return _kind(requests[i]), 0 if padded else len(requests[i].prompt_ids)
 
     chunk: list[int] = []
     for i in order:
