@@ -19,8 +19,10 @@ from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker, check_dataset
-from groupgrad.engines.base import SamplingOptions
+from groupgrad.data.vision import VisionPromptMaker, is_processor, speaking_tokenizer
+from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.choice import EngineChoice, choose_engine
+from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.errors import UnavailableError
 from groupgrad.models import load
 from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted
@@ -29,6 +31,7 @@ from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.memory import CheckpointingByNeed
 from groupgrad.models.reference import Reference
 from groupgrad.models.startup import LayoutReport, check_layout
+from groupgrad.models.vision import sees
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.environments import KIND_COLUMN
@@ -156,7 +159,7 @@ def build_parts(
     return Parts(
         model=model,
         processing_class=processing_class,
-        tokenizer=tokenizer,
+        tokenizer=speaking_tokenizer(processing_class, tokenizer),
         eos_ids=eos_ids,
         max_context=load.max_context(model),
         reference=reference,
@@ -300,8 +303,25 @@ def checkpointing_by_need(
 
 
 def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:
-    """What turns rows into prompts."""
-    return PromptMaker(parts.tokenizer, options.mapping(config.chat_template_kwargs), parts.max_context)
+    """What turns rows into prompts; with images where the model takes them and there is a processor for them."""
+    kwargs, name = options.mapping(config.chat_template_kwargs), type(unwrap(parts.model)).__name__
+    if not sees(parts.model):
+        no_images = f"{name} reads text alone; train a model that takes images, or remove the images from the data set"
+        return PromptMaker(parts.tokenizer, kwargs, parts.max_context, no_images=no_images)
+    if is_processor(parts.processing_class):
+        return VisionPromptMaker(parts.processing_class, parts.tokenizer, kwargs, parts.max_context)
+    found = f"processing_class is a {type(parts.processing_class).__name__}, which makes no model inputs of images"
+    logger.warning("%s takes images, but %s: it trains on text alone", name, found)
+    no_images = f"{found}; pass processing_class=AutoProcessor.from_pretrained(...)"
+    return PromptMaker(parts.tokenizer, kwargs, parts.max_context, no_images=no_images)
+
+
+def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
+    """Let prompts and completions fit into `longest` tokens together; whether that is less than the model has."""
+    if prompt_maker.max_context is not None and prompt_maker.max_context <= longest:
+        return False
+    prompt_maker.max_context = longest
+    return True
 
 
 def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any, agency: Agency) -> RewardRunner:

@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from groupgrad.data.prompts import PromptMaker, check_dataset, drop_empty_fields
-from groupgrad.errors import UnavailableError
 
 USER = [{"role": "user", "content": "ab"}]
 
@@ -134,7 +133,9 @@ def test_something_that_is_no_data_set(thing: Any, tokenizer):
 def test_image_columns_are_refused_wherever_the_images_are(column: str, first: bool, tokenizer):
     value = "picture" if column == "image" else ["picture"]
     rows = [{"prompt": "a", column: value}, {"prompt": "b", column: None}]
-    with pytest.raises(UnavailableError, match=f"the column '{column}'"):
+    number = 0 if first else 1
+    message = f"an image in '{column}' of row {number} of train_dataset, but the model reads text alone"
+    with pytest.raises(ValueError, match=message):
         check(rows if first else rows[::-1], tokenizer)
 
 

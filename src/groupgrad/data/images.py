@@ -42,7 +42,8 @@ class Place:
     """Which of several images of the row, from 0."""
 
     def __str__(self) -> str:
-        parts = [f"the image in '{self.column}'" if self.number is None else f"image {self.number} in '{self.column}'"]
+        which = "an image" if self.number is None else f"image {self.number}"
+        parts = [f"{which} in '{self.column}'"]
         if self.row is not None:
             parts.append(f"of row {self.row}")
         if self.dataset:

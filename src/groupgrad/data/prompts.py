@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from groupgrad.errors import UnavailableError
+from groupgrad.data.columns import first_row, prompt_rows
+from groupgrad.data.images import Place, column_images, image_blocks
 from groupgrad.types import Prompt
 
 # A chat template may add this many tokens to the text of a conversation before a prompt is measured exactly.
@@ -18,18 +17,28 @@ TEMPLATE_ALLOWANCE = 1024
 
 
 class PromptMaker:
-    """Tokenises prompts: text as it is, messages through the chat template with a generation prompt."""
+    """Tokenises prompts: text as it is, messages through the chat template with a generation prompt.
+
+    Rows with images are refused; `no_images` says why, and what to do (`VisionPromptMaker` takes them).
+    """
 
     def __init__(
-        self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None, max_context: int | None = None
+        self,
+        tokenizer: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        max_context: int | None = None,
+        *,
+        no_images: str = "the model reads text alone",
     ):
         self.tokenizer = tokenizer
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.max_context = max_context
         """Positions that the model has, prompt and completion together; None if unbounded."""
+        self._no_images = no_images
 
     def __call__(self, row: dict[str, Any], group: int) -> Prompt:
-        """The prompt of a data-set row. A prompt that leaves no room for a completion is a ValueError."""
+        """The prompt of a data-set row. ValueError for one with images, or that leaves no room for a completion."""
+        self.check_images(row)
         ids = self.token_ids(row["prompt"])
         if not ids:
             raise ValueError(
@@ -45,7 +54,7 @@ class PromptMaker:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt, add_special_tokens=True, verbose=False)["input_ids"])
         rendered = self.tokenizer.apply_chat_template(
-            drop_empty_fields(prompt),
+            [as_text(message) for message in drop_empty_fields(prompt)],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -53,6 +62,24 @@ class PromptMaker:
         )
         ids = rendered["input_ids"]
         return list(ids[0] if ids and isinstance(ids[0], list) else ids)
+
+    def check_images(self, row: dict[str, Any], place: Place | None = None) -> list[tuple[int, int]]:
+        """The (height, width) of a row's images, which are not decoded; ValueError for images that no prompt can be
+        made with. `place` names the row in messages."""
+        column, images = column_images(row)
+        if not images and not isinstance(row["prompt"], str):
+            column, images = "prompt", list(image_blocks(row["prompt"]))
+        if images:
+            raise ValueError(f"there is {replace(place or Place(''), column=column)}, but {self._no_images}")
+        return []
+
+    def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of images of these (height, width), as near as can be told without the images."""
+        return 0
+
+    def num_tokens(self, row: dict[str, Any]) -> int:
+        """Tokens of a row's prompt."""
+        return len(self.token_ids(row["prompt"]))
 
     def too_long_message(self, prompt: Any, num_tokens: int) -> str:
         """What to tell a user whose prompt does not fit."""
@@ -68,19 +95,28 @@ def drop_empty_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
+def as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as a template for text takes it: content blocks become one text, in which an image is only named."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(str(block.get("text", f"[{block.get('type')}]")) for block in content)}
+
+
 def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False) -> None:
     """Refuse a data set that cannot be trained on; `argument` names it in the message.
 
     TypeError for something that is no data set; ValueError for a missing `prompt` column, empty or malformed prompts,
-    and prompts longer than the model's context (counted, one shown). Of a stream only the first row is looked at. With
-    `may_lack_prompts` the column may be missing.
+    images that cannot be had or do not fit their messages, and prompts longer than the model's context (counted, one
+    shown). Images are looked at without decoding them, but for the first. Of a stream only the first row is looked at.
+    With `may_lack_prompts` the column may be missing.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
             f"{argument} is a {type(dataset).__name__}; it must be a datasets.Dataset or datasets.IterableDataset "
             "(datasets.Dataset.from_list([...]) makes one from a list of rows)"
         )
-    first = next(iter(islice(iter(dataset), 1)), None)
+    first = first_row(dataset)
     if first is None:
         raise ValueError(f"{argument} has no rows; give it at least one row with a 'prompt'")
     if "prompt" not in first and may_lack_prompts:
@@ -90,44 +126,41 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may
             f"{argument} has the columns {sorted(first)}, but no 'prompt' column; rename the column that holds the "
             "prompts: dataset.rename_column('...', 'prompt')"
         )
-    for column in ("image", "images"):
-        if column in first and (first[column] or _has_images(dataset, column)):
-            raise UnavailableError(
-                f"{argument} has the column '{column}', but training on images is not part of this version; remove "
-                f"the column: dataset.remove_columns('{column}')"
-            )
-    prompts = [first["prompt"]] if isinstance(dataset, IterableDataset) else dataset["prompt"]
-    _check_prompts(prompts, argument, prompt_maker)
+    _check_prompts(dataset, argument, prompt_maker)
 
 
-def _has_images(dataset: Any, column: str) -> bool:
-    """True if any row has one; nothing is decoded. Of a stream only the first row is known."""
-    if isinstance(dataset, IterableDataset):
-        return False
-    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=1000):
-        values = table.column(column).drop_null()
-        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
-        if pc.sum(pc.list_value_length(values)).as_py() if is_list else len(values):  # pyright: ignore[reportAttributeAccessIssue]
-            return True
-    return False
-
-
-def _check_prompts(prompts: Iterable[Any], argument: str, prompt_maker: PromptMaker) -> None:
+def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker) -> None:
     too_long: list[tuple[int, Any]] = []
-    for number, prompt in enumerate(prompts):
+    is_tried = False
+    for number, row in enumerate(prompt_rows(dataset)):
+        prompt = row["prompt"]
         problem = _malformed(prompt, prompt_maker)
         if problem:
             raise ValueError(f"row {number} of {argument}: {problem}")
-        if prompt_maker.max_context is not None and _may_exceed(prompt, prompt_maker.max_context):
-            num_tokens = len(prompt_maker.token_ids(prompt))
-            if num_tokens >= prompt_maker.max_context:
+        sizes = prompt_maker.check_images(row, Place("image", number, argument))
+        longest = prompt_maker.max_context
+        if longest is not None and _may_exceed(prompt, longest - prompt_maker.num_image_tokens(sizes)):
+            num_tokens = prompt_maker.num_tokens(row)
+            if num_tokens >= longest:
                 too_long.append((num_tokens, prompt))
+                continue
+        if sizes and not is_tried:
+            _try(row, number, argument, prompt_maker)
+            is_tried = True
     if too_long:
         num_tokens, prompt = max(too_long, key=lambda item: item[0])
         raise ValueError(
             f"{len(too_long)} prompts of {argument} are too long; the longest: "
             f"{prompt_maker.too_long_message(prompt, num_tokens)}"
         )
+
+
+def _try(row: dict[str, Any], number: int, argument: str, prompt_maker: PromptMaker) -> None:
+    """Make a prompt of one row, to see whether its images, the processor and the chat template go together."""
+    try:
+        prompt_maker(row, 0)
+    except ValueError as error:
+        raise type(error)(f"row {number} of {argument}: {error}") from error
 
 
 def _malformed(prompt: Any, prompt_maker: PromptMaker) -> str | None:
@@ -156,7 +189,7 @@ def _may_exceed(prompt: Any, max_context: int) -> bool:
     """Quick test: a tokenizer gives at most one token a byte, plus what the template adds."""
     if isinstance(prompt, str):
         return len(prompt.encode()) + 2 >= max_context
-    size = sum(len(str(message.get("content", "")).encode()) for message in prompt)
+    size = sum(len(str(as_text(message).get("content", "")).encode()) for message in prompt)
     return size + TEMPLATE_ALLOWANCE >= max_context
 
 

@@ -16,6 +16,7 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
+from groupgrad.data.columns import read_row
 from groupgrad.data.plan import RoundPlan
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def rows_of(tick: Tick, dataset: Any, groups: list[int]) -> dict[int, dict[str, 
             "from the weights as they are now",
             tick.round,
         )
-    return {group: dataset[tick.indices[group]] for group in groups}
+    return {group: read_row(dataset, tick.indices[group]) for group in groups}
 
 
 class RoundLoader(DataLoader):

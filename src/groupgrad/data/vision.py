@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from groupgrad import compat
-from groupgrad.data.images import Place, column_images, digest, image_blocks, image_of_block, is_image_block, open_image
-from groupgrad.data.prompts import PromptMaker, drop_empty_fields
+from groupgrad.data.images import (
+    Place,
+    column_images,
+    digest,
+    image_blocks,
+    image_of_block,
+    is_image_block,
+    open_image,
+    size_of,
+)
+from groupgrad.data.prompts import PromptMaker, as_text, drop_empty_fields
 from groupgrad.types import Media, Messages, Prompt
 
 _PROBE = "Probe7Text"
@@ -82,6 +91,37 @@ class VisionPromptMaker(PromptMaker):
             raise ValueError(self.too_long_message(messages, len(encoded.ids)))
         return Prompt(ids=encoded.ids, row={**row, "prompt": messages}, group=group, media=encoded.media)
 
+    def check_images(self, row: dict[str, Any], place: Place | None = None) -> list[tuple[int, int]]:
+        """The (height, width) of a row's images, which are not decoded. ImageError or VisionError for images that are
+        missing, cannot be read or do not fit the messages, and for a text that has placeholders of its own."""
+        try:
+            messages = with_images(row, place, opened=False)
+        except VisionError as error:
+            raise VisionError(f"{_row_name(place)}{error}") from error
+        if messages is None:
+            self._check_text(row["prompt"], place)
+            return []
+        self._check_text(messages, place)
+        at = place or Place("prompt")
+        return [size_of(image, replace(at, number=i)) for i, image in enumerate(pictures(messages))]
+
+    def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Placeholders of images of these (height, width), if the processor says; else 0."""
+        count = getattr(self.processor, "_get_num_multimodal_tokens", None)
+        if not sizes or count is None:
+            return 0
+        try:
+            return sum(count(image_sizes=[list(size) for size in sizes]).num_image_tokens)
+        except Exception:  # a method of the library's own, which not every processor has in full
+            return 0
+
+    def num_tokens(self, row: dict[str, Any]) -> int:
+        """Tokens of a row's prompt, images included."""
+        messages = with_images(row)
+        if messages is None:
+            return super().num_tokens(row)
+        return len(self.encode(self.render(messages), pictures(messages)).ids)
+
     def token_ids(self, prompt: str | Messages) -> list[int]:
         """Token ids of a text or of a conversation, of which images are left out of account."""
         if isinstance(prompt, str):
@@ -135,9 +175,18 @@ class VisionPromptMaker(PromptMaker):
             return
         raise VisionError(
             f"a prompt has {num_images} images, but its rendered text has {text.count(self.placeholder)} times the "
-            f"placeholder {self.placeholder!r}; leave the placeholder out of texts, and use a chat template that writes "
-            "it once for each content block of the type 'image' (processing_class.chat_template)"
+            f"placeholder {self.placeholder!r}; leave the placeholder out of texts, and use a chat template that "
+            "writes it once for each content block of the type 'image' (processing_class.chat_template)"
         )
+
+    def _check_text(self, prompt: str | Messages, place: Place | None) -> None:
+        """VisionError for a text in which the placeholder of an image is written out."""
+        texts = [prompt] if isinstance(prompt, str) else [str(as_text(message).get("content")) for message in prompt]
+        if self.placeholder is not None and any(self.placeholder in text for text in texts):
+            raise VisionError(
+                f"{_row_name(place)}its prompt has the text {self.placeholder!r}, which stands for an image and has "
+                "none; use a content block of the type 'image' for an image, or take it out of the text"
+            )
 
     def _readable(self, message: dict[str, Any]) -> dict[str, Any]:
         content, role = message.get("content"), str(message.get("role"))
@@ -175,11 +224,11 @@ class VisionPromptMaker(PromptMaker):
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
 
-def with_images(row: Mapping[str, Any], *, opened: bool = True) -> Messages | None:
+def with_images(row: Mapping[str, Any], at: Place | None = None, *, opened: bool = True) -> Messages | None:
     """The row's conversation with every image in its content block; None for a row without images.
 
-    Unless they are to be `opened`, images stay as the row has them. ImageError for one that cannot be had; VisionError
-    for a text prompt, and for columns and blocks that do not fit each other.
+    Unless they are to be `opened`, images stay as the row has them; `at` names the row in messages. ImageError for one
+    that cannot be had; VisionError for a text prompt, and for columns and blocks that do not fit each other.
     """
     prompt = row.get("prompt")
     column, given = column_images(row)
@@ -202,7 +251,7 @@ def with_images(row: Mapping[str, Any], *, opened: bool = True) -> Messages | No
             f"{places} places for them (content blocks of the type 'image' without an image of their own); give as "
             "many images as places, or leave the blocks out to have all images put before the first user message"
         )
-    waiting, number = iter(enumerate(given)), 0
+    waiting, number = iter(given), 0
     for message in messages:
         if not isinstance(message.get("content"), (list, tuple)):
             continue
@@ -211,10 +260,10 @@ def with_images(row: Mapping[str, Any], *, opened: bool = True) -> Messages | No
             if not is_image_block(block):
                 filled.append(_filled(block))
                 continue
-            image, place = image_of_block(block), Place("prompt", number=number)
+            image, name = image_of_block(block), "prompt"
             if image is None:
-                at, image = next(waiting)
-                place = Place(column, number=at)
+                image, name = next(waiting), column
+            place = replace(at or Place(name), column=name, number=number)
             number += 1
             filled.append({"type": "image", "image": open_image(image, place) if opened else image})
         message["content"] = filled
@@ -267,6 +316,11 @@ def _encoded(made: Mapping[str, Any], images: Sequence[Any], placeholder: int | 
     return Encoded(ids[0].tolist(), Media(tuple(images), tensors, token_tensors, digest(images)))
 
 
+def _row_name(place: Place | None) -> str:
+    """The beginning of a message about a row."""
+    return "" if place is None else f"row {place.row} of {place.dataset}: "
+
+
 def _put_in_front(messages: Messages, num_images: int, column: str) -> None:
     """Places for images before whatever the first user message says."""
     for message in messages:
@@ -276,8 +330,8 @@ def _put_in_front(messages: Messages, num_images: int, column: str) -> None:
             message["content"] = [*({"type": "image"} for _ in range(num_images)), *said]
             return
     raise VisionError(
-        f"a row has {num_images} images in '{column}', but no message of the user's to put them in; add one, or content "
-        "blocks of the type 'image' where they belong"
+        f"a row has {num_images} images in '{column}', but no message of the user's to put them in; add one, or "
+        "content blocks of the type 'image' where they belong"
     )
 
 

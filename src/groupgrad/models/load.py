@@ -67,6 +67,11 @@ def load_policy(
         raise UnavailableError(
             f"{model_id} is an encoder-decoder ({config.model_type}); groupgrad trains decoder-only language models"
         )
+    return _architecture(config).from_pretrained(model_id, **kwargs)
+
+
+def _architecture(config: Any) -> Any:
+    """The class that a config names, or else the automatic one for what it describes."""
     name = (getattr(config, "architectures", None) or [""])[0]
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     endings = ("ForCausalLM", "ForConditionalGeneration") if takes_images else ("ForCausalLM",)
@@ -94,16 +99,22 @@ def _base_of_adapter(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
 
 
 def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer or processor that belongs to a model id; one must exist there."""
+    """The tokenizer that belongs to a model id, or the processor if the model takes images; one must exist there.
+
+    Where there is no processor to be had for a model that takes images, the tokenizer, and a warning that says why.
+    """
     kwargs = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
+    loaders = (AutoProcessor, AutoTokenizer) if sees(model) else (AutoTokenizer, AutoProcessor)
     problem: Exception | None = None
-    for loader in (AutoTokenizer, AutoProcessor):
+    for loader in loaders:
         try:
             found = loader.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             problem = problem or error
             continue
         if not _knows_nothing(found):
+            if problem is not None and loaders[0] is AutoProcessor:
+                logger.warning("the processor of %r cannot be loaded: %s", model_id, problem)
             return found
         problem = problem or ValueError("there are no tokenizer files")
     raise ValueError(

@@ -1,0 +1,102 @@
+"""What a data set holds, read without decoding an image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, Image, IterableDataset
+
+from groupgrad.data.images import COLUMNS, ImageError
+
+_COPIED_BYTES = 65_536
+"""Larger images are not copied out of the data set to look at their size."""
+
+
+def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
+    """The first row, its images undecoded where that can be had; None if there is no row."""
+    if isinstance(dataset, IterableDataset):
+        undecoded = dataset.decode(False) if dataset.features and hasattr(dataset, "decode") else dataset
+        return next(iter(undecoded), None)
+    if not len(dataset):
+        return None
+    if _is_transformed(dataset):
+        return dataset[0]
+    table = dataset.with_format("arrow")[0:1]
+    return {name: _light(table.column(name)[0]) for name in table.column_names}
+
+
+def prompt_rows(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
+    """Every row's `prompt` and image columns, images undecoded. Of a stream, the first row alone; of rows that a
+    transform of the user's makes, the images of the first alone."""
+    first = first_row(dataset)
+    if first is None:
+        return
+    columns = [name for name in COLUMNS if name in first]
+    if isinstance(dataset, IterableDataset):
+        yield {name: first[name] for name in ("prompt", *columns) if name in first}
+        return
+    raw = _decodes(dataset.features.get("prompt")) and not _is_transformed(dataset)
+    prompts = _raw_column(dataset, "prompt") if raw else iter(dataset["prompt"])
+    if _is_transformed(dataset):
+        given: Iterator[dict[str, Any]] = iter([{name: first[name] for name in columns}])
+    else:
+        given = (dict(zip(columns, values)) for values in zip(*(_raw_column(dataset, name) for name in columns)))
+    for prompt in prompts:
+        yield {"prompt": prompt, **next(given, {})}
+
+
+def read_row(dataset: Dataset, index: int) -> dict[str, Any]:
+    """One row as the data set gives it. ImageError with row and column if an image in it cannot be decoded."""
+    try:
+        return dataset[index]
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a broken file
+        for name, feature in (dataset.features or {}).items():
+            if _decodes(feature) and not _is_transformed(dataset):
+                try:
+                    dataset.select_columns(name)[index]
+                except Exception:
+                    raise ImageError(
+                        f"row {index} of the data set has an image in '{name}' that cannot be decoded "
+                        f"({type(error).__name__}: {error}); remove the row or replace the image"
+                    ) from error
+        raise
+
+
+def _is_transformed(dataset: Dataset) -> bool:
+    """Whether rows are made by a function of the user's when they are read."""
+    return dataset.format["type"] == "custom"
+
+
+def _decodes(feature: Any) -> bool:
+    """Whether reading the feature decodes images."""
+    if isinstance(feature, Image):
+        return feature.decode
+    if isinstance(feature, Mapping):
+        return any(_decodes(inner) for inner in feature.values())
+    if isinstance(feature, (list, tuple)):
+        return any(_decodes(inner) for inner in feature)
+    inner = getattr(feature, "feature", None)
+    return inner is not None and _decodes(inner)
+
+
+def _raw_column(dataset: Dataset, name: str) -> Iterator[Any]:
+    for table in dataset.select_columns(name).with_format("arrow").iter(batch_size=256):
+        for value in table.column(name):
+            yield _light(value)
+
+
+def _light(value: Any) -> Any:
+    """An arrow value in Python's own types; many bytes stay where they are, as a file to read."""
+    if not value.is_valid:
+        return None
+    if isinstance(value, pa.StructScalar):
+        return {key: _light(value[key]) for key in value}
+    if isinstance(value, (pa.ListScalar, pa.LargeListScalar, pa.FixedSizeListScalar)):
+        return [_light(item) for item in value.values]
+    if isinstance(value, (pa.BinaryScalar, pa.LargeBinaryScalar)) and not pa.types.is_string(value.type):
+        buffer = None if pa.types.is_large_string(value.type) else value.as_buffer()
+        if buffer is not None and buffer.size > _COPIED_BYTES:
+            return pa.BufferReader(buffer)
+    return value.as_py()
