@@ -37,6 +37,7 @@ from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.environments import KIND_COLUMN
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker
+from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.timings import Timings
 
 logger = logging.getLogger(__name__)
@@ -133,10 +134,10 @@ def build_parts(
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config)
+    check_adapter(model)
     load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
-    check_adapter(model)
     if not eos_ids:
         raise ValueError(
             "neither the tokenizer nor the model's generation config names an end-of-sequence token, so no completion "
@@ -273,14 +274,19 @@ class Paths:
     layout: LayoutReport
 
 
-def choose_paths(config: GRPOConfig, model: nn.Module, parts: Parts, precision: Any) -> Paths:
-    """The engine and the layout that the model can run in, tried on random tokens. ConfigError if what is asked for
-    cannot be had. `precision` makes the context that training's mixed precision computes in."""
+def choose_paths(
+    config: GRPOConfig, model: nn.Module, parts: Parts, precision: Any, served: Engine | None = None
+) -> Paths:
+    """The engine and the layout that the model can run in, tried on random tokens; the engine is `served` if given.
+    ConfigError if what is asked for cannot be had. `precision` makes the context that training's mixed precision
+    computes in."""
     pad_id = int(parts.tokenizer.pad_token_id)
     layout = check_layout(model, options.forward_options(config, pad_id=pad_id, aux_loss=False), precision)
     if layout.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
+    if served is not None:
+        return Paths(EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout)
     engine = choose_engine(
         model,
         options.engine_options(config),
@@ -322,6 +328,17 @@ def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
         return False
     prompt_maker.max_context = longest
     return True
+
+
+def build_completion_log(config: GRPOConfig) -> CompletionLog:
+    """What keeps and shows completions."""
+    return CompletionLog(
+        config.output_dir,  # pyright: ignore[reportArgumentType]
+        num_to_print=config.num_completions_to_print,
+        unique_prompts=config.log_unique_prompts,
+        log_multimodal=config.log_multimodal,
+        report_to=config.report_to or (),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any, agency: Agency) -> RewardRunner:
@@ -366,7 +383,8 @@ def build_setup(
     rollouts = agency.source(config, paths.engine.engine, prompt_maker, sampling, trainer)
     num_own = len(agency.reward_names)
     scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
-    round_maker = RoundMaker(rollouts, rewards, scoring, timings)
+    served = paths.engine.engine if isinstance(paths.engine.engine, ServedPolicy) else None
+    round_maker = RoundMaker(rollouts, rewards, scoring, timings, served, ahead=config.rollout_ahead)
     evaluator = Evaluator(
         model=parts.model,
         round_maker=round_maker,

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from groupgrad import compat, dist
-from groupgrad.config import GRPOConfig
+from groupgrad.agency import Agency
+from groupgrad.assembly import Parts
+from groupgrad.config import GRPOConfig, options
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
@@ -28,18 +30,24 @@ MOST_ROWS = 256
 """Rows that vLLM samples at the same time at most; further ones wait."""
 
 
-def serve_policy(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> ServedPolicy:
+def serve_policy(config: GRPOConfig, model: nn.Module, parts: Parts, agency: Agency) -> ServedPolicy:
     """Collective. vLLM as the configuration asks for it, ready for its first weights.
 
     Raises ImportError without vLLM, TimeoutError for a server that does not come up in time, and ValueError, with both
     sides' story, for one that serves something else and for what vLLM cannot do.
     """
+    if agency.function is not None and config.rollout_ahead:
+        raise ValueError(
+            f"rollout_ahead={config.rollout_ahead} with a rollout_func, which uses the trainer while it trains; set "
+            "rollout_ahead=0"
+        )
+    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=int(parts.tokenizer.pad_token_id))
     for problem in compat.unsupported_versions(["vllm"]):
         warnings.warn(problem)
     served: ServedPolicy | None = None
     with dist.together():
         make = _server if config.vllm_mode == "server" else _colocate
-        served = make(config, model, tokenizer, sampling)
+        served = make(config, model, parts.tokenizer, sampling)
     assert served is not None
     return served
 
@@ -80,7 +88,7 @@ def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Samp
 def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> ServedPolicy:
     sends_adapter = _sends_adapter(config, model, None, "")
     rows = config.per_device_train_batch_size * config.steps_per_generation_resolved
-    options = ColocateOptions(
+    chosen = ColocateOptions(
         max_num_seqs=min(MOST_ROWS, max(rows, config.per_device_eval_batch_size)),
         max_model_len=config.vllm_max_model_length,
         memory_utilization=config.vllm_gpu_memory_utilization,
@@ -93,11 +101,9 @@ def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Sa
         logprobs_mode=_comparable(config, sampling),
         trust_remote_code=config.trust_remote_code,
     )
-    engine = VLLMColocateEngine(model, tokenizer, options)
+    engine = VLLMColocateEngine(model, tokenizer, chosen)
     engine.check(sampling, num_tokens=sampling.max_new_tokens + 1)
-    return ServedPolicy(
-        engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling)
-    )
+    return ServedPolicy(engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling))
 
 
 def computing_dtype(config: GRPOConfig, model: nn.Module) -> str:
@@ -133,5 +139,3 @@ def _sends_adapter(config: GRPOConfig, model: nn.Module, largest_rank: int | Non
         raise ValueError(f"vllm_lora_updates='adapter', but the adapter cannot be sent alone: {reason}; set 'auto'")
     logger.info("the adapter is merged into the weights that vLLM gets, in a copy: %s", reason)
     return False
-
-

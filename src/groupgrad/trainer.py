@@ -29,7 +29,7 @@ from groupgrad.data.rounds import Tick, make_round_loader, rows_of
 from groupgrad.metrics import Metric, average, latest
 from groupgrad.models.forward import score_tokens, unwrap
 from groupgrad.objectives import policy_loss
-from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.base import training_round
 from groupgrad.rollout.round import ScoredRound
 from groupgrad.rollout.totals import step_totals
 from groupgrad.run import TrainingRun
@@ -38,7 +38,6 @@ from groupgrad.step.memory import Trained, memory_guard
 from groupgrad.step.sampled import SampledNumbers
 from groupgrad.step.scores import needed_scores
 from groupgrad.step.work import has_gradient, share_out
-from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.store import MetricStore
 from groupgrad.telemetry.timings import Timings
@@ -165,14 +164,10 @@ class GRPOTrainer(TrainingRun):
         put_step_end_first(self.callback_handler.callbacks, self._end_step)
         self._loss_window = LossWindow(self)
         self.add_callback(self._loss_window)
-        self.completion_log = CompletionLog(
-            config.output_dir,  # pyright: ignore[reportArgumentType]
-            num_to_print=config.num_completions_to_print,
-            unique_prompts=config.log_unique_prompts,
-            log_multimodal=config.log_multimodal,
-            report_to=config.report_to or (),  # pyright: ignore[reportArgumentType]
-        )
-        self.paths = assembly.choose_paths(config, self.model, parts, self.accelerator.autocast)
+        self.completion_log = assembly.build_completion_log(config)
+        if config.use_vllm:
+            self.serving = self._serve(parts)
+        self.paths = assembly.choose_paths(config, self.model, parts, self.accelerator.autocast, self.serving)
         self.engine = self.paths.engine.engine
         self._micro_batches: list[Batch] = []
         self._start_anew()
@@ -182,14 +177,19 @@ class GRPOTrainer(TrainingRun):
         self.setup = assembly.build_setup(
             self.args, self._parts, self.prompt_maker, self.paths, self.rewards, self.timings, self.agency, self
         )
-        self.rollouts = self.setup.round_maker.rollouts
         self.plan = self.setup.plan
         self.buffer, self.metric_store = RoundBuffer(self.plan), MetricStore()
         self.entropy_controller = assembly.entropy_controller(self.args)
         self.checkpointing = assembly.checkpointing_by_need(
             self.args, self.model, self.setup.forward_options, self.accelerator.autocast
         )
-        self.sampled = SampledNumbers(self.rollouts, self.model, self.setup.frozen_scorer, self.accelerator)
+        self.sampled = SampledNumbers(
+            self.setup.round_maker.rollouts,
+            self.model,
+            self.setup.frozen_scorer,
+            self.accelerator,
+            self.setup.policy_options.mismatch,
+        )
         self.memory = memory_guard(self.model, self.args, aux_loss=self.setup.forward_options.aux_loss)
         self.run_state = RunState(
             {
@@ -238,9 +238,9 @@ class GRPOTrainer(TrainingRun):
     def _make_step(self, ticks: tuple[Tick, ...]) -> list[Batch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
         self.sampled.begin_step(self.state.global_step)
-        for tick in ticks:
+        for place, tick in enumerate(ticks):
             if tick.position == 0 or self.buffer.get(tick.round) is None:
-                self.buffer.put(tick.round, self._make_round(tick))
+                self.buffer.put(tick.round, self._make_round(tick, place))
         self.buffer.keep_only({tick.round for tick in ticks})
         batches = []
         for tick in ticks:
@@ -257,21 +257,14 @@ class GRPOTrainer(TrainingRun):
             backward_everywhere=self.is_deepspeed_enabled,  # it counts backward passes
         )
 
-    def _make_round(self, tick: Tick) -> list[Batch]:
-        """Collective. Sample and score the tick's round; its S micro-batches of this rank, kept on the CPU."""
-        rank = dist.rank()
-        scored = self.setup.round_maker(
-            RoundRequest(
-                rows_by_group=rows_of(tick, self.train_dataset, self.plan.rank_groups(rank)),
-                rows=self.plan.rank_rows(rank),
-                num_rows=self.plan.rows_per_round,
-                num_generations=self.plan.num_generations,
-                phase="train",
-                number=tick.round,
-                step=self.state.global_step,
-            ),
-            trainer_state=self.state,
-        )
+    def _make_round(self, tick: Tick, place: int) -> list[Batch]:
+        """Collective. Sample and score the round of the step's tick at `place`; its S micro-batches of this rank, kept
+        on the CPU."""
+        rank, step = dist.rank(), self.state.global_step
+        left = self.plan.rounds_after((self.state.max_steps - step) * self.args.gradient_accumulation_steps - place)
+        rows = (rows_of(tick, self.train_dataset, self.plan.rank_groups(rank)), *tick.ahead[:left])
+        request, *upcoming = (training_round(self.plan, rank, tick.round + i, r, step) for i, r in enumerate(rows))
+        scored = self.setup.round_maker(request, trainer_state=self.state, upcoming=upcoming)
         self._note_round(scored)
         slices = [self.plan.slice_rows(rank, s) for s in range(self.plan.steps_per_generation)]
         micro_batches = [
@@ -304,17 +297,17 @@ class GRPOTrainer(TrainingRun):
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
         self.memory.gradients_are_whole = True
-        forward = self.setup.forward_options
+        forward, policy, exact = self.setup.forward_options, self.setup.policy_options, self.sampled.freshness.exact
         # Rows without a gradient go past the wrapper of several ranks, since each has its own number of such passes.
         scores = needed_scores(
             inputs,
-            policy=lambda rows: score_tokens(model, rows, forward, foresee(rows, self.setup.policy_options)),
+            policy=lambda rows: score_tokens(model, rows, forward, foresee(rows, policy, exact=exact)),
             measure=lambda rows: score_tokens(unwrap(model), rows, forward),
         )
         result = policy_loss(
             scores,
             inputs,
-            self.setup.policy_options,
+            policy,
             entropy_coef=self.entropy_controller.applied,
             aux_loss_coef=self._parts.aux_loss_coef,
         )
@@ -326,7 +319,8 @@ class GRPOTrainer(TrainingRun):
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
         seconds, lengths = self.timings.take(), [rollout.num_sampled for rollout in self._step_rollouts]
         metrics: dict[str, Metric] = {"step_time": average(self._step_seconds)}
-        metrics |= {f"time/{phase}": average(seconds.get(phase, 0.0)) for phase in _STEP_PHASES}
+        phases = _STEP_PHASES if self.serving is None else (*_STEP_PHASES, "weights")
+        metrics |= {f"time/{phase}": average(seconds.get(phase, 0.0)) for phase in phases}
         if lengths:
             speed = sum(lengths) * dist.world_size() / max(seconds.get("sampling", 0.0), 1e-9)
             self.progress.set_numbers(length=sum(lengths) / len(lengths), tokens_per_second=speed)

@@ -43,6 +43,10 @@ class RoundPlan:
         """Micro-batches that each rank trains on before the next round is sampled."""
         return self.steps_per_generation * self.num_iterations
 
+    def rounds_after(self, micro_steps: int) -> int:
+        """Rounds that begin after the present one within the next `micro_steps` micro-batches, its own counted."""
+        return max(0, -(-micro_steps // self.micro_steps_per_round) - 1)
+
     @property
     def is_on_policy(self) -> bool:
         """True if every round is used up within one optimizer step, so that the policy that trains is the one that

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from groupgrad.data.plan import RoundPlan
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.types import Rollout
@@ -29,6 +30,21 @@ class RoundRequest:
     phase: str
     number: int
     step: int
+
+
+def training_round(
+    plan: RoundPlan, rank: int, number: int, rows_by_group: Mapping[int, dict[str, Any]], step: int
+) -> RoundRequest:
+    """What `rank` samples of a training round, at this optimizer step."""
+    return RoundRequest(
+        rows_by_group=rows_by_group,
+        rows=plan.rank_rows(rank),
+        num_rows=plan.rows_per_round,
+        num_generations=plan.num_generations,
+        phase="train",
+        number=number,
+        step=step,
+    )
 
 
 class RolloutSource(Protocol):

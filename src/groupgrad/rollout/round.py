@@ -10,11 +10,12 @@ import torch
 
 from groupgrad import dist
 from groupgrad.data.collate import collate
-from groupgrad.metrics import Metric
+from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives import Advantages, compute_advantages, reward_metrics
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.base import RolloutSource, RoundRequest, check_failures, problems_of
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
+from groupgrad.rollout.supply import Supply, Weights
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Batch, RewardTable, Rollout
 
@@ -62,22 +63,29 @@ class RoundMaker:
         rewards: RewardRunner,
         options: ScoringOptions,
         timings: Timings,
+        weights: Weights | None = None,
+        *,
+        ahead: int = 0,
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self.options, self.timings = options, timings
+        self._supply = Supply(rollouts, timings, weights, ahead=ahead)
 
-    def __call__(self, request: RoundRequest, *, trainer_state: Any) -> ScoredRound:
+    def __call__(
+        self, request: RoundRequest, *, trainer_state: Any, upcoming: Sequence[RoundRequest] = ()
+    ) -> ScoredRound:
         """Collective. Sample and score one round. A failure on any rank is raised on all of them, and a RolloutError if
-        more than half of the round's rollouts failed, over all ranks."""
-        rollouts: list[Rollout] = []
+        more than half of the round's rollouts failed, over all ranks. The rounds `upcoming` may be begun already."""
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
-        with dist.together():
-            with self.timings.phase("sampling"):
-                rollouts = self.rollouts(request)
-            with self.timings.phase("rewards"):
-                if rollouts:
-                    table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
+        rollouts = self._supply(request, upcoming)
+        with dist.together(), self.timings.phase("rewards"):
+            if rollouts:
+                table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
         return self._finish(request, rollouts, table)
+
+    def close(self) -> None:
+        """Let go of what makes rollouts. May be called any number of times."""
+        self._supply.close()
 
     def _finish(self, request: RoundRequest, rollouts: list[Rollout], table: RewardTable) -> ScoredRound:
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
@@ -99,6 +107,9 @@ class RoundMaker:
             **self.rollouts.metrics(rollouts),
             **table.metrics,
         }
+        if self._supply.ahead and rollouts:
+            lag = request.step - min(rollout.policy_version for rollout in rollouts)
+            metrics["sampling/policy_lag"] = maximum(float(lag))
         return ScoredRound(rollouts, advantages, metrics, tokens, _mean_reward(result), records)
 
 

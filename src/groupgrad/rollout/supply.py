@@ -30,6 +30,10 @@ class Weights(Protocol):
         """Nothing is sampled until the next `refresh`, so that what sampling alone needs may be given back."""
         ...
 
+    def stop(self) -> None:
+        """Have what is sampled now fail soon."""
+        ...
+
     def held(self) -> AbstractContextManager[None]:
         """Inside, the policy may change while rows are sampled, so it is never sent: an engine that has lost its
         weights raises WeightsLost."""
@@ -48,14 +52,14 @@ class Supply:
     def __init__(self, source: RolloutSource, timings: Timings, weights: Weights | None = None, *, ahead: int = 0):
         if ahead and weights is None:
             raise ValueError(f"ahead={ahead} needs an engine with weights of its own; set it to 0")
-        self.source, self._timings, self._weights, self._ahead = source, timings, weights, ahead
+        self.source, self._timings, self._weights, self.ahead = source, timings, weights, ahead
         self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[list[Rollout]]] = {}
 
     def __call__(self, request: RoundRequest, upcoming: Sequence[RoundRequest] = ()) -> list[Rollout]:
         """Collective. This rank's rollouts of the round, in the order of its row numbers; the rounds `upcoming` are
         begun where sampling ahead allows. A failure on any rank is raised on all."""
-        if not self._ahead:
+        if not self.ahead:
             return self._now(request)
         if request.phase != "train":
             self._wait()
@@ -68,7 +72,7 @@ class Supply:
             self._refresh(request.step)
         else:
             return rollouts
-        self._begin([replace(later, step=request.step) for later in upcoming[: self._ahead]])
+        self._begin([replace(later, step=request.step) for later in upcoming[: self.ahead]])
         return rollouts
 
     def close(self) -> None:
@@ -77,6 +81,8 @@ class Supply:
         for job in jobs.values():
             job.cancel()
         if self._threads is not None:
+            if self._weights is not None:
+                self._weights.stop()
             self._threads.shutdown(wait=True)
             self._threads = None
         self.source.close()

@@ -14,12 +14,13 @@ from groupgrad.objectives import PolicyOptions, policy_loss
 from groupgrad.types import Batch, TokenScores
 
 
-def foresee(batch: Batch, options: PolicyOptions) -> Foreseen | None:
-    """What the loss will ask of the log-probs; None off-policy, or where the sampler gave no log-probs.
+def foresee(batch: Batch, options: PolicyOptions, *, exact: bool = True) -> Foreseen | None:
+    """What the loss will ask of the log-probs; None off-policy, or where the sampler gave no log-probs that are
+    `exact`, those of the modules that train.
 
     The entropy bonus is left out: with one, entropies carry gradients of their own and nothing can be foreseen.
     """
-    if batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
+    if not exact or batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
         return None
     known = batch.sampling_logprobs.detach().float()
     logprobs = known.nan_to_num(nan=0.0).requires_grad_()

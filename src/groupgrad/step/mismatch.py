@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 FLOAT32_TOLERANCE = 1e-4
 _GROWTH = 10.0
 
+MUCH_DROPPED = 0.25
+"""Share of a step's rows or tokens; dropping more is worth a warning."""
+
 
 class MismatchWatch:
     """Warns when the two differ by more than rounding explains: once, and again for each tenfold growth."""
@@ -44,6 +47,39 @@ class MismatchWatch:
             step,
             gap,
             self._tolerance,
+        )
+
+
+class DropWatch:
+    """Warns when the correction of the mismatch drops more than a quarter of a step: once, and again if it goes on to
+    drop more than half."""
+
+    def __init__(self) -> None:
+        self._tokens: Metric | None = None
+        self._rows: Metric | None = None
+        self._warn_above = MUCH_DROPPED
+
+    def observe(self, tokens: Metric, rows: Metric) -> None:
+        """Take a micro-batch's shares of loss tokens and rows that were dropped; does not wait for the device."""
+        self._tokens = tokens if self._tokens is None else merge(self._tokens, tokens)
+        self._rows = rows if self._rows is None else merge(self._rows, rows)
+
+    def end_step(self, step: int) -> None:
+        """Warn of this rank's shares of the step, if one is above what was warned of before."""
+        shares = [0.0 if metric is None else metric.read() or 0.0 for metric in (self._rows, self._tokens)]
+        self._tokens = self._rows = None
+        if max(shares) <= self._warn_above:
+            return
+        self._warn_above = 2 * MUCH_DROPPED if self._warn_above < 2 * MUCH_DROPPED else 1.0
+        logger.warning(
+            "step %d: the correction of the difference between vLLM and training drops %.0f %% of the completions and "
+            "%.0f %% of the tokens, which then teach nothing (sampling/frac_dropped_rows, "
+            "sampling/frac_dropped_tokens). Raise vllm_importance_sampling_clip_max, use "
+            "vllm_importance_sampling_mode='token_truncate' (a product over long completions soon leaves its bounds), "
+            "or let both compute alike: the same precision in vLLM and training, rollout_ahead=0",
+            step,
+            100 * shares[0],
+            100 * shares[1],
         )
 
 

@@ -10,8 +10,17 @@ from torch import nn
 
 from groupgrad.metrics import Metric
 from groupgrad.models.frozen import FrozenScorer
-from groupgrad.objectives import Freshness, fresh_rows, known_rows, logp_mismatch
-from groupgrad.step.mismatch import MismatchWatch, computing_types, has_dropout, tolerance
+from groupgrad.objectives import (
+    FRAC_DROPPED_ROWS,
+    FRAC_DROPPED_TOKENS,
+    Freshness,
+    MismatchOptions,
+    fresh_rows,
+    known_rows,
+    logp_mismatch,
+    mismatch_metrics,
+)
+from groupgrad.step.mismatch import DropWatch, MismatchWatch, computing_types, has_dropout, tolerance
 from groupgrad.types import NO_PASS, Batch, TokenScores
 
 MISMATCH = "sampling/logp_mismatch"
@@ -32,8 +41,16 @@ class SampledNumbers:
     What a user's function reports is never taken for the policy's, whatever the engine beside it.
     """
 
-    def __init__(self, source: Source, model: nn.Module, scorer: FrozenScorer, accelerator: Any):
-        self._source, self._model, self._scorer = source, model, scorer
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        scorer: FrozenScorer,
+        accelerator: Any,
+        correction: MismatchOptions | None = None,
+    ):
+        self._source, self._model, self._scorer, self._correction = source, model, scorer, correction
+        self._drops = DropWatch()
         types = computing_types(model, accelerator.mixed_precision)
         self._watch = MismatchWatch(tolerance(types, accelerator.device))
         self._step = 0
@@ -61,7 +78,11 @@ class SampledNumbers:
 
     def mismatch(self, scores: TokenScores, batch: Batch) -> dict[str, Metric]:
         """The largest gap between sampling and training, over rows that the model has seen with the weights that
-        sampled them. Empty for numbers that are not exact, and with dropout, under which a gap is no fault."""
+        sampled them. With dropout, under which a gap is no fault, nothing; for an engine of its own weights, whose
+        numbers are not exact, what their correction is made of."""
+        if self._correction is not None:
+            old = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+            return mismatch_metrics(batch, self._correction, old)
         if not self.freshness.exact:
             return {}
         rows = fresh_rows(batch, self.freshness)
@@ -73,10 +94,13 @@ class SampledNumbers:
         """Take a micro-batch's mismatch, if there is one among its metrics."""
         if MISMATCH in metrics:
             self._watch.observe(metrics[MISMATCH])
+        if FRAC_DROPPED_TOKENS in metrics:
+            self._drops.observe(metrics[FRAC_DROPPED_TOKENS], metrics[FRAC_DROPPED_ROWS])
 
     def end_step(self, step: int) -> None:
-        """Warn if the step's mismatch is more than rounding."""
+        """Warn if the step's mismatch is more than rounding, or if its correction dropped much."""
         self._watch.end_step(step)
+        self._drops.end_step(step)
 
 
 def known_logprobs(batch: Batch) -> torch.Tensor | None:
