@@ -20,7 +20,9 @@ from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.models.attention import plannable
 from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
-from groupgrad.models.startup import batch_of, measured_difference, tolerance
+from groupgrad.models.startup import batch_of, measured_difference, random_ids, tolerance
+from groupgrad.models.vision import sees
+from groupgrad.types import Media, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +59,13 @@ def choose_engine(
     *,
     tokenizer: Any = None,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    example: Prompt | None = None,
 ) -> EngineChoice:
     """The native engine if `model` and the sampling options allow it, otherwise `generate`.
 
-    The native engine is tried on random tokens first; if its log-probs are not those of a plain forward pass, it is not
-    used, and one warning names the model and the difference. With `engine="native"` what it cannot do is an error.
+    The native engine is tried on random tokens first, and on the `example`, a prompt with images; if its log-probs are
+    not those of a plain forward pass, it is not used, and one warning names the model and the difference. With
+    `engine="native"` what it cannot do is an error.
 
     Raises ConfigError for sampling options that the engine asked for lacks, ValueError for a model that it cannot run.
     """
@@ -78,7 +82,7 @@ def choose_engine(
             pack_weights=options.pack_weights,
             precision=precision,
         )
-        reason = _disagreement(model, native, precision)
+        reason = _disagreement(model, native, precision, example)
         if reason is not None and options.engine == "auto":
             logger.warning("%s is sampled by generate: %s", _name(model), reason)
     if reason is None and native is not None:
@@ -122,19 +126,24 @@ def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
 
 
 def _disagreement(
-    model: nn.Module, engine: NativeEngine, precision: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module,
+    engine: NativeEngine,
+    precision: Callable[[], AbstractContextManager[Any]],
+    example: Prompt | None,
 ) -> str | None:
-    """How sampling differs from a plain forward pass on random prompts; None if it does not."""
-    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    """How sampling differs from a plain forward pass on random prompts and the example; None if it does not."""
     stream = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, config.vocab_size, (length,), generator=stream).tolist() for length in (6, 11)]
-    rows = (0, 0, 1, 0, 1)
-    requests = [Request(prompts[p], seed=i, max_new_tokens=3 + i % 3) for i, p in enumerate(rows)]
+    prompts, rows = [random_ids(model, length, stream).tolist() for length in (6, 11)], (0, 0, 1, 0, 1)
+    media: tuple[Media | None, ...] = (None, None)
+    if example is not None and sees(model):
+        prompts, rows, media = [*prompts, example.ids], (*rows, 2, 2), (*media, example.media)
+    requests = [Request(prompts[p], seed=i, max_new_tokens=3 + i % 3, media=media[p]) for i, p in enumerate(rows)]
     try:
         samples = engine.sample(requests, SamplingOptions(max_new_tokens=5))
     except Exception as error:  # whatever a model's own code raises, generate is there
         return f"sampling random tokens failed: {type(error).__name__}: {error}"
-    batch = batch_of(prompts, rows, [sample.ids for sample in samples]).to(next(model.parameters()).device)
+    batch = batch_of(prompts, rows, [sample.ids for sample in samples], media if any(media) else None)
+    batch = batch.to(next(model.parameters()).device)
     with torch.no_grad(), evaluation_mode(model), precision():
         expected = score_tokens(model, batch, ForwardOptions(layout="dense")).logprobs.cpu()
         found = torch.tensor([value for sample in samples for value in sample.logprobs or ()])

@@ -15,15 +15,22 @@ from torch import nn
 from groupgrad.models.attention import plannable
 from groupgrad.models.forward import ForwardOptions, Layout, evaluation_mode, score_tokens, unwrap
 from groupgrad.models.recipe import head_recipe
-from groupgrad.types import Batch, StepTotals
+from groupgrad.models.vision import placeholder_ids, sees
+from groupgrad.types import Batch, Media, Prompt, StepTotals, TokenScores
 
 # Rounding alone makes about 1e-5 (float32) and some 0.05 (half precision) between two orders of the same additions; a
 # wrong mask or position makes several nats on a trained model and 0.01 or more on a random one.
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
 """Nats that a log-prob may differ by: the largest of all tokens in float32, their mean in half precision."""
 
+TOLERANCE_HALF_BALANCE = 0.02
+"""Share of the load-balancing loss that rounding may come to in half precision: a token's experts may change."""
+
 _PROMPTS, _ROWS = (7, 12), ((0, 5), (1, 8), (0, 11), (1, 3), (0, 1))
 """Prompt lengths, and (prompt, completion length) of the rows that are tried."""
+
+_ROWS_WITH_IMAGES = (4, 2)
+"""Completion lengths of rows that continue an example prompt with images."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,30 +45,39 @@ class LayoutReport:
     """Why it is not the flat layout with a tiled head; None if it is."""
     difference: float | None
     """Nats between that and the plain dense computation on random tokens; None if they were not compared."""
+    weighs_balance: bool = False
+    """The load-balancing loss of its experts can be had of shared prompts."""
 
     def options(self, options: ForwardOptions) -> ForwardOptions:
         """`options` for a model with this report."""
-        return replace(options, layout="dense" if self.layout == "dense" else None, tiled_head=self.tiled_head)
+        return replace(
+            options,
+            layout="dense" if self.layout == "dense" else None,
+            tiled_head=self.tiled_head,
+            weighs_balance=self.weighs_balance,
+        )
 
 
 def check_layout(
     model: nn.Module,
     options: ForwardOptions,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    example: Prompt | None = None,
 ) -> LayoutReport:
     """How `model` can be run: in the best way whose numbers are those of the plain dense one on random tokens.
 
-    No state is touched: no random stream, no mode, no gradient.
+    A model that sees is tried on the images of the `example` too, a prompt made by the user's processor; ValueError if
+    it fails at them. No state is touched: no random stream, no mode, no gradient.
     """
     reason = plannable(model)
-    batch, reasons, difference = random_batch(model), [] if reason is None else [reason], None
+    batch, reasons, difference = random_batch(model, example), [] if reason is None else [reason], None
     tiled = head_recipe(unwrap(model)) is not None
     if not tiled:
         reasons.append("it is not known what the model makes of its output head")
     ways: list[tuple[Layout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     ways = [way for way in ways if (way[0] == "dense" or reason is None) and (tiled or not way[1])]
     with torch.no_grad(), evaluation_mode(model), precision():
-        expected = score_tokens(model, batch, replace(options, layout="dense", tiled_head=False, aux_loss=False))
+        expected = _plain_scores(model, batch, options)
         for layout, tiled_head in ways:
             words = f"{layout} layout with the {'tiled' if tiled_head else 'plain'} head"
             try:
@@ -71,27 +87,69 @@ def check_layout(
                 reasons.append(f"the {words} failed: {type(error).__name__}: {error}")
                 continue
             if difference <= tolerance(model):
-                return LayoutReport(layout, tiled_head, "; ".join(reasons) or None, difference)
+                balance = layout == "shared" and options.aux_loss and _weighs_balance(model, batch, options)
+                return LayoutReport(layout, tiled_head, "; ".join(reasons) or None, difference, balance)
             reasons.append(f"log-probs of the {words} differ by {difference:.2g} nats on random tokens")
     return LayoutReport("dense", False, "; ".join(reasons), difference)
 
 
-def random_batch(model: nn.Module) -> Batch:
-    """Random tokens of the model's vocabulary as a small ragged batch on its device."""
+def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
+    try:
+        return score_tokens(model, batch, replace(options, layout="dense", tiled_head=False, aux_loss=False))
+    except Exception as error:  # models raise what their parts raise
+        if batch.media is None:
+            raise
+        raise ValueError(
+            f"{type(unwrap(model)).__name__} fails at a prompt with one small image as this processor makes it "
+            f"({type(error).__name__}: {error}); use the processor that belongs to the model, or pass "
+            "processing_class=processor.tokenizer to train on text alone"
+        ) from error
+
+
+def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
+    """Random tokens of the model's vocabulary as a small ragged batch on its device.
+
+    Of a model that sees some rows continue the `example`, whose images are given, and have a placeholder of no image.
+    """
     device = next(model.parameters()).device
-    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     stream = torch.Generator().manual_seed(0)
-    pad = getattr(config, "pad_token_id", None)
-    lengths = [length for _, length in _ROWS]
-    ids = torch.randint(0, config.vocab_size, (sum(lengths) + sum(_PROMPTS),), generator=stream)
-    # Some models take the padding token for a hint that a mask is missing.
-    ids = torch.where(ids == (-1 if pad is None else pad), (ids + 1) % config.vocab_size, ids)
-    *completions, prompts = ids.split([*lengths, sum(_PROMPTS)])
+    lengths, owners = [length for _, length in _ROWS], [group for group, _ in _ROWS]
+    *completions, prompts = random_ids(model, sum(lengths) + sum(_PROMPTS), stream).split([*lengths, sum(_PROMPTS)])
     groups = [prompt.tolist() for prompt in prompts.split(list(_PROMPTS))]
-    return batch_of(groups, [group for group, _ in _ROWS], [row.tolist() for row in completions]).to(device)
+    rows, media = [row.tolist() for row in completions], None
+    if example is not None and example.media is not None and sees(model):
+        for ids in random_ids(model, sum(_ROWS_WITH_IMAGES), stream).split(list(_ROWS_WITH_IMAGES)):
+            rows.append([*ids.tolist(), *_sampled_placeholder(model), int(ids[0])])
+            owners.append(len(groups))
+        groups.append(example.ids)
+        media = (*[None] * len(_PROMPTS), example.media)
+    return batch_of(groups, owners, rows, media).to(device)
 
 
-def batch_of(prompts: list[list[int]], prompt_of_row: Sequence[int], completions: list[list[int]]) -> Batch:
+def _sampled_placeholder(model: nn.Module) -> list[int]:
+    """A placeholder that the policy could sample, if there is one."""
+    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    return [token for token in placeholder_ids(model) if token < config.vocab_size][:1]
+
+
+def random_ids(model: nn.Module, count: int, stream: torch.Generator) -> torch.Tensor:
+    """(count,) token ids of the model's vocabulary that neither pad nor stand for images."""
+    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    pad = getattr(config, "pad_token_id", None)
+    ids = torch.randint(0, config.vocab_size, (count,), generator=stream)
+    # Some models take the padding token for a hint that a mask is missing.
+    special = torch.tensor([-1 if pad is None else pad, *placeholder_ids(model)])
+    while bool((found := torch.isin(ids, special)).any()):
+        ids = torch.where(found, (ids + 1) % config.vocab_size, ids)
+    return ids
+
+
+def batch_of(
+    prompts: list[list[int]],
+    prompt_of_row: Sequence[int],
+    completions: list[list[int]],
+    media: tuple[Media | None, ...] | None = None,
+) -> Batch:
     """Completions and the prompts that they continue (places in `prompts`) as a batch on the CPU; all is trained."""
     lengths, prompt_lengths = (torch.tensor([len(ids) for ids in rows]) for rows in (completions, prompts))
     num_rows, num_tokens = len(completions), int(lengths.sum())
@@ -105,6 +163,7 @@ def batch_of(prompts: list[list[int]], prompt_of_row: Sequence[int], completions
         trained=torch.ones(num_tokens, dtype=torch.bool),
         advantages=torch.ones(num_rows),
         totals=StepTotals(rows=num_rows, tokens=num_tokens),
+        media=media,
     )
 
 
@@ -113,6 +172,20 @@ def other_prompts(batch: Batch) -> Batch:
     bounds = batch.prompt_offsets.tolist()
     reversed_ids = [batch.prompt_ids[a:b].flip(0) for a, b in pairwise(bounds)]
     return replace(batch, prompt_ids=torch.cat(reversed_ids))
+
+
+def _weighs_balance(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
+    """True if the load-balancing loss of shared prompts, each counted once a row, is that of rows with their own."""
+    found = []
+    for layout in ("packed", "shared"):
+        try:
+            found.append(score_tokens(model, batch, replace(options, layout=layout, aux_loss=True)).aux_loss)
+        except Exception:  # whatever a model's own code raises, rows of their own are there
+            return False
+    if found[0] is None or found[1] is None:
+        return False
+    share = TOLERANCE_HALF_BALANCE if _is_half(model) else TOLERANCE_FLOAT32
+    return bool((found[1] - found[0]).abs() <= share * found[0].abs())
 
 
 def measured_difference(found: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:
