@@ -208,6 +208,45 @@ def test_an_adapter_is_scored_with_its_base(build, batch, row_logits):
     assert_same_gradients(trained, gradients(model, expected.sum()))
 
 
+HEADS = {
+    "LoRA": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
+    "whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "DoRA": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+}
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_adapted_head_is_tiled_exactly(kind: str, entropy: bool, build, batch):
+    """Log-probs, entropies and every gradient; with the adapter off too. A head with DoRA computes its own logits."""
+    peft = pytest.importorskip("peft")
+    model = adapted(build, peft.LoraConfig(r=4, init_lora_weights=False, **HEADS[kind]))
+    found, expected = (
+        score_tokens(model, batch, ForwardOptions(temperature=0.7, entropy_gradient=entropy, tiled_head=tiled))
+        for tiled in (True, False)
+    )
+    torch.testing.assert_close(found.logprobs, expected.logprobs, **TOLERANCE)
+    torch.testing.assert_close(found.entropy, expected.entropy, **TOLERANCE)
+    losses = [x.logprobs.square().sum() + (x.entropy.sum() if entropy else 0.0) for x in (found, expected)]
+    assert_same_gradients(gradients(model, losses[0]), gradients(model, losses[1]))
+    with model.disable_adapter(), torch.no_grad():
+        found, expected = (score_tokens(model, batch, ForwardOptions(tiled_head=tiled)) for tiled in (True, False))
+    torch.testing.assert_close(found.logprobs, expected.logprobs, **TOLERANCE)
+
+
+def test_dropout_of_an_adapted_head_is_that_of_the_module(build, batch):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
+    model = adapted(build, config).train()
+    scores = []
+    for tiled in (True, False):
+        torch.manual_seed(3)
+        scores.append(score_tokens(model, batch, ForwardOptions(layout="packed", tiled_head=tiled)).logprobs)
+    torch.testing.assert_close(scores[0], scores[1], **TOLERANCE)
+    calm = score_tokens(model.eval(), batch, ForwardOptions()).logprobs
+    assert float((calm - scores[0]).abs().max()) > 1e-3
+
+
 def adapted(build: Any, config: Any) -> Any:
     import peft
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from groupgrad.models.head import HeadRecipe, tiled_scores
 from groupgrad.models.load import cast_head_to_float32
-from groupgrad.models.recipe import head_recipe
+from groupgrad.models.recipe import head_layer, head_recipe
 
 
 def head_input(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +77,41 @@ def test_a_head_that_is_no_plain_linear_layer_has_no_recipe(build):
     assert head_recipe(nn.Linear(2, 2)) is None
 
 
-@pytest.mark.parametrize(("targets", "recipe"), [(["q_proj"], HeadRecipe()), (["q_proj", "lm_head"], None)])
-def test_adapters(build, targets, recipe):
+ADAPTERS = {
+    "elsewhere": ({"target_modules": ["q_proj"]}, HeadRecipe()),
+    "on the head": ({"target_modules": ["q_proj", "lm_head"], "use_rslora": True}, HeadRecipe()),
+    "the head as a whole": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, HeadRecipe()),
+    "DoRA on the head": ({"target_modules": ["lm_head"], "use_dora": True}, None),
+    "biases of the adapter": ({"target_modules": ["lm_head"], "lora_bias": True}, None),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters(build, case):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("qwen3"), peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+    settings, recipe = ADAPTERS[case]
+    model = peft.get_peft_model(build("qwen3"), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     assert head_recipe(model) == recipe
+
+
+def test_an_adapter_merged_into_the_head_has_no_recipe(build):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("qwen3"), peft.LoraConfig(target_modules=["lm_head"]))
+    model.merge_adapter()
+    assert head_recipe(model) is None
+
+
+def test_the_layer_under_an_adapter_that_is_off(build):
+    peft = pytest.importorskip("peft")
+    for settings in ({"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}):
+        base = build("qwen3")
+        head = base.lm_head
+        model = peft.get_peft_model(base, peft.LoraConfig(**settings))
+        on = head_layer(base.lm_head)
+        assert on is not None
+        assert bool(on.adapters) or on.linear is not head
+        with model.disable_adapter():
+            off = head_layer(base.lm_head)
+            assert off is not None
+            assert off.linear is head
+            assert off.adapters == ()

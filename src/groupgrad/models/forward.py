@@ -18,8 +18,8 @@ from torch import nn
 
 from groupgrad.models.attention import AttentionPlan, attention_dropout, plannable, run_planned
 from groupgrad.models.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
-from groupgrad.models.layout import flat_layout
-from groupgrad.models.recipe import head_recipe
+from groupgrad.models.layout import FlatLayout, flat_layout
+from groupgrad.models.recipe import head_layer, head_recipe
 from groupgrad.models.shortage import scored_in_parts
 from groupgrad.models.vision import Laid, Sight, View, flat_view, row_view, sight
 from groupgrad.types import Batch, TokenScores
@@ -42,6 +42,9 @@ class ForwardOptions:
     """Let gradients flow through the entropies."""
     aux_loss: bool = False
     """Ask a mixture of experts for its load-balancing loss."""
+    weighs_balance: bool = False
+    """The model's load-balancing loss heeds how often a token counts (the start-up check knows), so that sharing
+    changes nothing of it."""
     layout: Layout | None = None
     """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
     tiled_head: bool = True
@@ -49,12 +52,13 @@ class ForwardOptions:
 
 
 def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
-    """The layout in which `model` is run. Load balancing counts every token of every row, so it excludes sharing."""
+    """The layout in which `model` is run. Load balancing counts every token of every row: a prompt that is computed
+    once counts once a row, or where the model cannot be told so, is not shared."""
     if options.layout is not None:
         return options.layout
     if plannable(model) is not None or (model.training and attention_dropout(model)):
         return "dense"
-    return "packed" if options.aux_loss else "shared"
+    return "packed" if options.aux_loss and not options.weighs_balance else "shared"
 
 
 def score_tokens(
@@ -177,6 +181,9 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
     laid = [Laid(part.start, part.length, part.first, sights[part.prompt]) for part in flat.stretches]
     view = flat_view(model, flat.ids, flat.positions, laid)
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
+    if options.aux_loss and layout == "shared":
+        # The mask takes no part in attention, where the plan stands in its place; it weighs the tokens of the balance.
+        extra["attention_mask"] = _row_counts(batch, flat)[None]
     return _Input(
         shape=torch.Size((1, len(flat.ids))),
         rows=torch.zeros_like(flat.predictors),
@@ -186,6 +193,16 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
         plan=view.plan(flat.plan),
         places=flat.positions if view.rope is None else view.rope,
     )
+
+
+def _row_counts(batch: Batch, flat: FlatLayout) -> torch.Tensor:
+    """(T,) float: the number of rows that have each flat token of a shared layout, more than 1 for prompts alone."""
+    counts = torch.ones(len(flat.ids))
+    rows = torch.bincount(batch.prompt_of_row.cpu(), minlength=batch.num_prompts)
+    for part in flat.stretches:
+        if part.first == 0:
+            counts[part.start : part.start + part.length] = rows[part.prompt]
+    return counts.to(flat.ids.device)
 
 
 def _sights(model: nn.Module, batch: Batch) -> list[Sight | None]:
@@ -275,12 +292,15 @@ def _tiled(
     options: ForwardOptions,
     foreseen: Foreseen | None,
 ) -> TokenScores:
-    arguments: dict[str, Any] = {"recipe": recipe, "temperature": options.temperature}
+    layer = head_layer(head)
+    assert layer is not None  # there is a recipe
+    weight, bias, low_rank = layer.linear.weight, layer.linear.bias, layer.low_rank(hidden)
+    arguments: dict[str, Any] = {"recipe": recipe, "temperature": options.temperature, "low_rank": low_rank}
     if foreseen is None or options.entropy_gradient:
         arguments["entropy_gradient"] = options.entropy_gradient
-        scores = tiled_scores(hidden, head.weight, head.bias, tokens, **arguments)
+        scores = tiled_scores(hidden, weight, bias, tokens, **arguments)
     else:
-        scores = foreseen_scores(hidden, head.weight, head.bias, tokens, foreseen, **arguments)
+        scores = foreseen_scores(hidden, weight, bias, tokens, foreseen, **arguments)
     device = tokens.device
     return TokenScores(scores.logprobs.to(device).float(), scores.entropy.to(device).float())
 

@@ -18,7 +18,9 @@ from groupgrad.models.tiles import (
     NATS,
     Gradients,
     HeadRecipe,
+    HeadWeight,
     Job,
+    Joined,
     Pull,
     Scores,
     Sums,
@@ -43,6 +45,16 @@ class Foreseen:
     """(L,) d loss / d log-prob up to a common factor, 0 where there is none."""
 
 
+@dataclass(slots=True, frozen=True)
+class LowRank:
+    """What an adapter on the head adds to its output: states @ weight.T."""
+
+    states: torch.Tensor
+    """(L, r), made of the hidden states."""
+    weight: torch.Tensor
+    """(V, r)."""
+
+
 def tiled_scores(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -53,8 +65,11 @@ def tiled_scores(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     tiles: Tiles | None = None,
+    low_rank: LowRank | None = None,
 ) -> TokenScores:
     """Log-prob and entropy (L,) of `tokens` (L,) under softmax(recipe(hidden @ weight.T + bias) / temperature).
+
+    With `low_rank` its product is added to the head's, and gradients flow into its parts too.
 
     hidden (L, H), weight (V, H), bias (V,) or None. Results are float32 (float64 for a float64 head), on the weight's
     device; NaN log-probs for ids outside the vocabulary. Gradients flow from the log-probs, and with
@@ -64,10 +79,10 @@ def tiled_scores(
     """
     job = _job(hidden, weight, tokens, recipe, temperature, tiles)
     if torch.is_grad_enabled():
-        head_trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+        head_trains = _trains(weight, low_rank) or (bias is not None and bias.requires_grad)
         keep = hidden.requires_grad and not head_trains and not entropy_gradient
         job = replace(job, entropy_gradient=entropy_gradient, keep_direction=keep)
-    return _apply(hidden, weight, bias, tokens, job, None)
+    return _apply(hidden, weight, bias, tokens, job, None, low_rank)
 
 
 def foreseen_scores(
@@ -80,6 +95,7 @@ def foreseen_scores(
     recipe: HeadRecipe,
     temperature: float = 1.0,
     tiles: Tiles | None = None,
+    low_rank: LowRank | None = None,
 ) -> TokenScores:
     """`tiled_scores` whose forward pass finds the gradients of hidden, weight and bias too: a quarter less work.
 
@@ -89,11 +105,16 @@ def foreseen_scores(
     products or for a frozen head it is `tiled_scores` itself.
     """
     job = _job(hidden, weight, tokens, recipe, temperature, tiles)
-    if not (torch.is_grad_enabled() and weight.requires_grad and job.dtype == job.exact):
+    is_exact = job.dtype == job.exact and (low_rank is None or low_rank.weight.dtype == job.exact)
+    if not (torch.is_grad_enabled() and _trains(weight, low_rank) and is_exact):
         return tiled_scores(
-            hidden, weight, bias, tokens, recipe=recipe, temperature=temperature, tiles=tiles, entropy_gradient=False
+            hidden, weight, bias, tokens, recipe=recipe, temperature=temperature, tiles=tiles, low_rank=low_rank
         )
-    return _apply(hidden, weight, bias, tokens, job, foreseen)
+    return _apply(hidden, weight, bias, tokens, job, foreseen, low_rank)
+
+
+def _trains(weight: torch.Tensor, low_rank: LowRank | None) -> bool:
+    return weight.requires_grad or (low_rank is not None and low_rank.weight.requires_grad)
 
 
 def _job(
@@ -124,12 +145,18 @@ def _apply(
     tokens: torch.Tensor,
     job: Job,
     foreseen: Foreseen | None,
+    low_rank: LowRank | None,
 ) -> TokenScores:
-    device = weight.device
+    device, second = weight.device, None
+    hidden = hidden.to(device)
+    if low_rank is not None:
+        # One product over the columns of both; the first ones are left out of the gradient where they are frozen.
+        hidden, second = torch.cat([hidden, low_rank.states.to(device)], dim=1), low_rank.weight.to(device)
+        job = replace(job, frozen_columns=0 if weight.requires_grad else weight.shape[1])
     if foreseen is not None:
         parts = (foreseen.logprobs, foreseen.gradient)
         foreseen = Foreseen(*(x.detach().to(device=device, dtype=job.exact) for x in parts))
-    found: Any = _TiledScores.apply(hidden.to(device), weight, bias, tokens.to(device), job, foreseen)
+    found: Any = _TiledScores.apply(hidden, weight, second, bias, tokens.to(device), job, foreseen)
     return TokenScores(logprobs=found[0], entropy=found[1])
 
 
@@ -141,21 +168,22 @@ class _TiledScores(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        second: torch.Tensor | None,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
         job: Job,
         foreseen: Foreseen | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.job, ctx.hidden_dtype, ctx.ahead = job, hidden.dtype, None
-        states = hidden.to(job.dtype)
+        states, joined = hidden.to(job.dtype), _joined(weight, second)
         with torch.autocast(weight.device.type, enabled=False):
             if foreseen is not None:
-                ctx.ahead = _look_ahead(states, weight, bias, tokens, foreseen, job, ctx.needs_input_grad[:3])
-            scores = score_pass(states, weight, bias, tokens, job) if ctx.ahead is None else ctx.ahead.scores
+                ctx.ahead = _look_ahead(states, joined, bias, tokens, foreseen, job, _needed(ctx))
+            scores = score_pass(states, joined, bias, tokens, job) if ctx.ahead is None else ctx.ahead.scores
         if job.keep_direction:
             ctx.save_for_backward(scores.direction)
         else:
-            ctx.save_for_backward(hidden, weight, bias, tokens, scores.normaliser, scores.entropy)
+            ctx.save_for_backward(hidden, weight, second, bias, tokens, scores.normaliser, scores.entropy)
         if not job.entropy_gradient:
             ctx.mark_non_differentiable(scores.entropy)
         return scores.logprobs, scores.entropy
@@ -167,15 +195,29 @@ class _TiledScores(torch.autograd.Function):
         to_logprobs, to_entropy = incoming
         if job.keep_direction:
             (direction,) = ctx.saved_tensors
-            return (direction * (to_logprobs * job.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 5
-        hidden, weight, bias, tokens, normaliser, entropy = ctx.saved_tensors
+            return (direction * (to_logprobs * job.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 6
+        hidden, weight, second, bias, tokens, normaliser, entropy = ctx.saved_tensors
         pull = Pull(tokens, normaliser, to_logprobs, to_logprobs, entropy, to_entropy if job.entropy_gradient else None)
         # What was found ahead is handed on and gone: another backward pass through this node starts anew.
         ahead, ctx.ahead = ctx.ahead, None
         with torch.autocast(weight.device.type, enabled=False):
-            found = _gradients(hidden, weight, bias, pull, job, ahead, ctx.needs_input_grad[:3])
-        grads = zip((found.hidden, found.weight, found.bias), (hidden, weight, bias))
-        return *(None if g is None else g.to(x.dtype) for g, x in grads), None, None, None
+            found = _gradients(hidden, _joined(weight, second), bias, pull, job, ahead, _needed(ctx))
+        first = last = found.weight
+        if found.weight is not None and second is not None:
+            width = weight.shape[1] - job.frozen_columns
+            first, last = (found.weight[:, :width] if width else None), found.weight[:, width:]
+        grads = zip((found.hidden, first, last, found.bias), (hidden, weight, second, bias))
+        return *(None if g is None or x is None else g.to(x.dtype) for g, x in grads), None, None, None
+
+
+def _joined(weight: torch.Tensor, second: torch.Tensor | None) -> HeadWeight:
+    return weight if second is None else Joined(weight, second)
+
+
+def _needed(ctx: Any) -> tuple[bool, ...]:
+    """Whether the gradients of hidden states, of the weight with what is beside it, and of the bias are wanted."""
+    hidden, weight, second, bias = ctx.needs_input_grad[:4]
+    return hidden, weight or second, bias
 
 
 @dataclass(slots=True)
@@ -193,7 +235,7 @@ class _Ahead:
 
 def _look_ahead(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: HeadWeight,
     bias: torch.Tensor | None,
     tokens: torch.Tensor,
     foreseen: Foreseen,
@@ -232,7 +274,7 @@ def _look_ahead(
 def _correct_own(
     found: Gradients,
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: HeadWeight,
     tokens: torch.Tensor,
     of: torch.Tensor,
     sums: Sums,
@@ -251,14 +293,14 @@ def _correct_own(
     if found.hidden is not None:
         found.hidden.addcmul_(weight[tokens], lacking[:, None])
     if found.weight is not None:
-        found.weight.index_add_(0, tokens, hidden * lacking[:, None])
+        found.weight.index_add_(0, tokens, hidden[:, job.frozen_columns :] * lacking[:, None])
     if found.bias is not None:
         found.bias.index_add_(0, tokens, lacking)
 
 
 def _gradients(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: HeadWeight,
     bias: torch.Tensor | None,
     pull: Pull,
     job: Job,
@@ -306,7 +348,7 @@ def _settle(ahead: _Ahead, pull: Pull) -> Gradients:
 def _empty(
     num_tokens: int,
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: HeadWeight,
     bias: torch.Tensor | None,
     job: Job,
     needed: tuple[bool, ...],
@@ -314,9 +356,11 @@ def _empty(
     """Memory for the gradients, not cleared (the first tile overwrites it) unless there will be no tile."""
     make = torch.empty if num_tokens else torch.zeros
     like: dict[str, Any] = {"dtype": job.exact, "device": weight.device}
+    trained = weight.right.dtype if isinstance(weight, Joined) and job.frozen_columns else weight.dtype
+    shape = (len(weight), weight.shape[1] - job.frozen_columns)
     return Gradients(
         make((num_tokens, hidden.shape[1]), **like) if needed[0] else None,
-        make(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None,
+        make(shape, dtype=trained, device=weight.device) if needed[1] else None,
         make(bias.shape, **like) if needed[2] and bias is not None else None,
     )
 

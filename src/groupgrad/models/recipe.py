@@ -2,19 +2,20 @@
 
 The table below is what the causal language models of transformers 5 do after their head (`modeling_*.py`). A family
 that it does not know but whose config speaks of logits has no recipe, and neither has a head that is no plain linear
-layer; such models compute their logits themselves.
+layer, one under a LoRA adapter, or one that an adapter trains as a whole; such models compute their logits themselves.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from groupgrad.models.adapters import is_adapted
-from groupgrad.models.head import HeadRecipe
+from groupgrad.models.head import HeadRecipe, LowRank
 from groupgrad.models.load import _Float32Linear
 
 Effect = Literal["multiply", "divide", "cap"]
@@ -33,6 +34,49 @@ _SPEAKS_OF_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")
 _UNRELATED = re.compile("router|attn_|attention_|num_logits_to_keep")
 
 
+@dataclass(slots=True, frozen=True)
+class HeadLayer:
+    """A linear output head, and the LoRA adapters in use on it."""
+
+    linear: nn.Linear
+    adapters: tuple[tuple[Any, Any, Any, float], ...] = ()
+    """Dropout, A, B and scale of each: what it adds to the output is scale * B(A(dropout(x)))."""
+
+    def low_rank(self, hidden: torch.Tensor) -> LowRank | None:
+        """What the adapters add for hidden states (L, H); None without adapters. Dropout is drawn anew."""
+        if not self.adapters:
+            return None
+        states = [scale * a(dropout(hidden.to(a.weight.dtype))) for dropout, a, _, scale in self.adapters]
+        return LowRank(torch.cat(states, dim=1), torch.cat([b.weight for _, _, b, _ in self.adapters], dim=1))
+
+
+def head_layer(head: Any) -> HeadLayer | None:
+    """The linear layer that an output head comes to, through wrappers of peft; None if it is something else."""
+    kind = f"{type(head).__module__}.{type(head).__name__}"
+    if kind.endswith(".ModulesToSaveWrapper"):
+        names = [] if head.disable_adapters else [name for name in head.active_adapters if name in head.modules_to_save]
+        head = head.modules_to_save[names[0]] if names else head.original_module
+    elif kind == "peft.tuners.lora.layer.Linear":
+        return _under_lora(head)
+    return HeadLayer(head) if type(head) in (nn.Linear, _Float32Linear) else None
+
+
+def _under_lora(head: Any) -> HeadLayer | None:
+    """None for what is more than a product of two matrices: DoRA and other variants, biases, merged adapters."""
+    linear = head.base_layer
+    if type(linear) is not nn.Linear or head.merged:
+        return None
+    if head.disable_adapters:
+        return HeadLayer(linear)
+    names = [name for name in head.active_adapters if name in head.lora_A]
+    if any(name in getattr(head, "lora_variant", {}) or head.lora_B[name].bias is not None for name in names):
+        return None
+    return HeadLayer(
+        linear,
+        tuple((head.lora_dropout[x], head.lora_A[x], head.lora_B[x], float(head.scaling[x])) for x in names),
+    )
+
+
 def head_recipe(model: nn.Module) -> HeadRecipe | None:
     """How `model`, adapters included but no wrapper for data parallelism, gets its logits from its output head.
 
@@ -42,9 +86,10 @@ def head_recipe(model: nn.Module) -> HeadRecipe | None:
     inner: Any = model.get_base_model() if is_adapted(model) else model  # pyright: ignore[reportCallIssue]
     head: Any = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     config = getattr(inner, "config", None)
-    if config is None or type(head) not in (nn.Linear, _Float32Linear):
+    layer = None if config is None else head_layer(head)
+    if config is None or layer is None:
         return None
-    if head.weight.device.type == "meta":  # kept elsewhere and brought in by a hook
+    if layer.linear.weight.device.type == "meta":  # kept elsewhere and brought in by a hook
         return None
     try:
         text = config.get_text_config()
@@ -54,7 +99,7 @@ def head_recipe(model: nn.Module) -> HeadRecipe | None:
     if recipe is None or (text is not config and recipe != HeadRecipe()):
         # Composite models (images and text) do not all heed what their text model's config says of logits.
         return None
-    return replace(recipe, own_dtype=isinstance(head, _Float32Linear))
+    return replace(recipe, own_dtype=isinstance(layer.linear, _Float32Linear))
 
 
 def _from_fields(config: Any) -> HeadRecipe | None:

@@ -51,6 +51,38 @@ _TILES = {"cpu": Tiles(512, 2048), "cuda": Tiles(4096, 8192)}
 
 
 @dataclass(slots=True, frozen=True)
+class Joined:
+    """A head's weight (V, H) and a second matrix (V, r) beside it, read as one (V, H + r) a slice at a time."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.left[rows], self.right[rows]], dim=1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, H + r)."""
+        return len(self.left), self.left.shape[1] + self.right.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the head's weight."""
+        return self.left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where both lie."""
+        return self.left.device
+
+
+HeadWeight = torch.Tensor | Joined
+
+
+@dataclass(slots=True, frozen=True)
 class Job:
     """What one call does."""
 
@@ -62,6 +94,8 @@ class Job:
     entropy_gradient: bool = False
     keep_direction: bool = False
     """Find d log-prob / d hidden in the forward pass already."""
+    frozen_columns: int = 0
+    """Columns of the weight, from the left, whose gradient nobody wants."""
 
     @property
     def exact(self) -> torch.dtype:
@@ -149,7 +183,10 @@ class Sums:
 
 @dataclass(slots=True)
 class Gradients:
-    """d loss / d each, None where it is not needed. Sums are of `Job.exact`, the weight's is of the weight's dtype."""
+    """d loss / d each, None where it is not needed. Sums are of `Job.exact`, the weight's is of the weight's dtype.
+
+    The weight's is that of its columns from `Job.frozen_columns` on.
+    """
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -159,7 +196,7 @@ class Gradients:
 class _Grid:
     """The tiles of one pass and the memory that they share."""
 
-    def __init__(self, num_tokens: int, weight: torch.Tensor, bias: torch.Tensor | None, job: Job):
+    def __init__(self, num_tokens: int, weight: HeadWeight, bias: torch.Tensor | None, job: Job):
         self._weight, self._bias, self._job = weight, bias, job
         self.tokens = list(slices(num_tokens, job.tiles.tokens))
         """Slices of the tokens; the first is the longest."""
@@ -217,7 +254,7 @@ class _Grid:
 
 
 def score_pass(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, job: Job
+    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: Job
 ) -> Scores:
     """Scores in one pass: sums are rescaled whenever a larger logit appears. `hidden` is of the products' dtype."""
     grid = _Grid(len(hidden), weight, bias, job)
@@ -259,7 +296,7 @@ def score_pass(
 
 def gradient_pass(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: HeadWeight,
     bias: torch.Tensor | None,
     pull: Pull,
     job: Job,
@@ -276,7 +313,7 @@ def gradient_pass(
     # Half weights: the slice's gradient is summed in float32 and rounded once, when it is finished.
     own_sum = None
     if found.weight is not None and found.weight.dtype != job.exact:
-        own_sum = torch.empty((grid.vocab_size, weight.shape[1]), dtype=job.exact, device=weight.device)
+        own_sum = torch.empty((grid.vocab_size, found.weight.shape[1]), dtype=job.exact, device=weight.device)
     for columns, w, b in grid.vocab():
         slice_sum = None if found.weight is None else found.weight[columns]
         if slice_sum is not None and own_sum is not None:
@@ -289,7 +326,7 @@ def gradient_pass(
             if found.hidden is not None:
                 _accumulate(found.hidden[rows], tile, w, first=columns.start == 0)
             if slice_sum is not None:
-                _accumulate(slice_sum, tile.t(), hidden[rows], first=first)
+                _accumulate(slice_sum, tile.t(), hidden[rows, job.frozen_columns :], first=first)
             if found.bias is not None:
                 part = tile.sum(0, dtype=job.exact)
                 found.bias[columns] = part if first else found.bias[columns] + part
@@ -320,7 +357,7 @@ def _pull_tile(
 
 
 def chosen_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor, job: Job
+    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: Job
 ) -> torch.Tensor:
     """(L,) logits of the tokens alone, in bits; NaN for ids outside the vocabulary."""
     ids = tokens.clamp(0, len(weight) - 1)
