@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 from groupgrad.data.columns import first_row, prompt_rows
 from groupgrad.data.images import Place, column_images, image_blocks
-from groupgrad.types import Prompt
+from groupgrad.types import Media, Messages, Prompt
 
 # A chat template may add this many tokens to the text of a conversation before a prompt is measured exactly.
 TEMPLATE_ALLOWANCE = 1024
+
+
+@dataclass(slots=True, frozen=True)
+class Encoded:
+    """A rendered text with its images as the model takes them."""
+
+    ids: list[int]
+    """Placeholders of images included, as many as the model has features of each."""
+    media: Media | None
+    """None without images."""
 
 
 class PromptMaker:
@@ -54,7 +64,7 @@ class PromptMaker:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt, add_special_tokens=True, verbose=False)["input_ids"])
         rendered = self.tokenizer.apply_chat_template(
-            [as_text(message) for message in drop_empty_fields(prompt)],
+            self.readable(prompt),
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -72,6 +82,26 @@ class PromptMaker:
         if images:
             raise ValueError(f"there is {replace(place or Place(''), column=column)}, but {self._no_images}")
         return []
+
+    def shown(self, row: dict[str, Any]) -> str | Messages:
+        """The row's prompt, its images in its messages."""
+        return row["prompt"]
+
+    def readable(self, messages: Messages) -> Messages:
+        """The messages in the form that the chat template takes."""
+        return [as_text(message) for message in drop_empty_fields(messages)]
+
+    def render(self, messages: Messages) -> str:
+        """A conversation as text, generation prompt included, with one placeholder for each image."""
+        return self.tokenizer.apply_chat_template(
+            self.readable(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+        )
+
+    def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
+        """Token ids of a rendered text, which begins a conversation if `is_start`. ValueError for images."""
+        if images:
+            raise ValueError(f"there are {len(images)} images in a conversation, but {self._no_images}")
+        return Encoded(list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
 
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Tokens of images of these (height, width), as near as can be told without the images."""

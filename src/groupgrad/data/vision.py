@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from groupgrad.data.images import (
     open_image,
     size_of,
 )
-from groupgrad.data.prompts import PromptMaker, as_text, drop_empty_fields
+from groupgrad.data.prompts import Encoded, PromptMaker, as_text, drop_empty_fields
 from groupgrad.types import Media, Messages, Prompt
 
 _PROBE = "Probe7Text"
@@ -29,16 +29,6 @@ _PROBE = "Probe7Text"
 
 class VisionError(ValueError):
     """A conversation and its images that do not fit each other, or the processor; the message says what to do."""
-
-
-@dataclass(slots=True, frozen=True)
-class Encoded:
-    """A rendered text with its images as the model takes them."""
-
-    ids: list[int]
-    """Placeholders of images included, as many as the model has features of each."""
-    media: Media | None
-    """None without images."""
 
 
 def is_processor(processing_class: Any) -> bool:
@@ -123,35 +113,37 @@ class VisionPromptMaker(PromptMaker):
         return len(self.encode(self.render(messages), pictures(messages)).ids)
 
     def token_ids(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a text or of a conversation, of which images are left out of account."""
+        """Token ids of a text or of a conversation without images."""
         if isinstance(prompt, str):
             return super().token_ids(prompt)
-        return self._text_ids(self.render(prompt))
-
-    def render(self, messages: Messages) -> str:
-        """The conversation as text, generation prompt included, with one placeholder for each image."""
-        return self.tokenizer.apply_chat_template(
-            self.readable(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
-        )
+        return self.encode(self.render(prompt)).ids
 
     def readable(self, messages: Messages) -> Messages:
         """The messages in the form that the chat template shows: texts or content blocks, images as bare blocks."""
         return [self._readable(message) for message in drop_empty_fields(messages)]
 
-    def encode(self, text: str, images: Sequence[Any]) -> Encoded:
+    def shown(self, row: dict[str, Any]) -> str | Messages:
+        """The row's prompt, its images opened and in its messages."""
+        messages = with_images(row)
+        return row["prompt"] if messages is None else messages
+
+    def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
         """Token ids and model inputs of a rendered text with its images, in the order of their placeholders.
 
-        VisionError if there are not as many placeholders as images, or the processor fails at them.
+        Unless it begins a conversation (`is_start`) no token is put before it. VisionError if there are not as many
+        placeholders as images, or the processor fails at them.
         """
         self._check_places(text, len(images))
+        adds_specials = is_start and self._adds_specials(text)
         if not images:
-            return Encoded(self._text_ids(text), None)
+            made = self.tokenizer(text, add_special_tokens=adds_specials, verbose=False)
+            return Encoded(list(made["input_ids"]), None)
         try:
             made = self.processor(
                 text=[text],
                 images=[list(images)],
                 return_tensors="pt",
-                add_special_tokens=self._adds_specials(text),
+                add_special_tokens=adds_specials,
             )
         except Exception as error:  # processors raise what their parts raise
             raise VisionError(
@@ -160,10 +152,6 @@ class VisionPromptMaker(PromptMaker):
                 f"{type(error).__name__}: {error}"
             ) from error
         return _encoded(made, images, getattr(self.processor, "image_token_id", None))
-
-    def _text_ids(self, text: str) -> list[int]:
-        made = self.tokenizer(text, add_special_tokens=self._adds_specials(text), verbose=False)
-        return list(made["input_ids"])
 
     def _adds_specials(self, text: str) -> bool:
         """Processors leave it to the tokenizer to begin a text, unless the template has begun it already."""
@@ -273,6 +261,26 @@ def with_images(row: Mapping[str, Any], at: Place | None = None, *, opened: bool
 def pictures(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The images in a conversation's blocks, in their order."""
     return [image_of_block(block) for block in image_blocks(messages)]
+
+
+def with_other_ids(prompt: Prompt, ids: list[int]) -> Prompt:
+    """The prompt with token ids that somebody else made of it. VisionError if they have not as many placeholders of
+    images as the prompt's images are tokens."""
+    media = prompt.media
+    if media is None or ids == prompt.ids:
+        return replace(prompt, ids=ids)
+    token_tensors = {}
+    for name, types in media.token_tensors.items():
+        type_of = {token: kind for token, kind in zip(prompt.ids, types.tolist()) if kind}
+        found = [type_of.get(token, 0) for token in ids]
+        wanted, given = int((types != 0).sum()), sum(kind != 0 for kind in found)
+        if given != wanted:
+            raise VisionError(
+                f"there are {given} tokens of images among them, but the prompt's {len(media.images)} images are "
+                f"{wanted} tokens; make them with the trainer's own processor"
+            )
+        token_tensors[name] = torch.tensor(found, dtype=types.dtype)
+    return replace(prompt, ids=ids, media=replace(media, token_tensors=token_tensors))
 
 
 def example_prompt(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.data.prompts import PromptMaker
+from groupgrad.data.vision import VisionError, with_other_ids
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
@@ -70,7 +71,8 @@ class CustomRollouts:
         asked = groups
         if self._makes_groups:
             asked = list(dict.fromkeys(groups))
-        returned = self._function([fresh(request.rows_by_group[group]["prompt"]) for group in asked], self._trainer)
+        prompts = {group: self._prompt_maker.shown(row) for group, row in request.rows_by_group.items()}
+        returned = self._function([fresh(prompts[group]) for group in asked], self._trainer)
         count = _num_rows(returned)
         if count == len(groups) * size and size > 1 and not self._makes_groups:
             # The first copy of each prompt got a whole group; those of the other copies are not needed.
@@ -88,7 +90,14 @@ class CustomRollouts:
             raise RolloutError(f"rollout_func returned {count} rows for {len(asked)} prompts; return {wanted}")
         answer = _read(returned, count)
         self._check_lengths(answer)
-        return [self._rollout(request, row, answer, place) for row, place in zip(rows, places)]
+        made = {group: self._made(row, group) for group, row in request.rows_by_group.items()}
+        return [self._rollout(request.step, row, made[row // size], answer, place) for row, place in zip(rows, places)]
+
+    def _made(self, row: dict[str, Any], group: int) -> Prompt:
+        """The prompt of a data-set row as the function was given it, without ids of our own unless it has images."""
+        if self._prompt_maker.check_images(row):
+            return self._prompt_maker(row, group)
+        return Prompt([], row, group)
 
     def _check_lengths(self, answer: _Answer) -> None:
         """RolloutError for ids that are none of the vocabulary, and rows that the model has no positions for."""
@@ -113,12 +122,13 @@ class CustomRollouts:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _rollout(self, request: RoundRequest, row: int, answer: _Answer, place: int) -> Rollout:
-        group = row // request.num_generations
-        data = request.rows_by_group[group]
+    def _rollout(self, step: int, row: int, made: Prompt, answer: _Answer, place: int) -> Rollout:
         ids = answer.completion_ids[place]
         sampled = None if answer.env_mask is None else answer.env_mask[place]
-        prompt = Prompt(answer.prompt_ids[place], data, group)
+        try:
+            prompt = with_other_ids(made, answer.prompt_ids[place])
+        except VisionError as error:
+            raise RolloutError(f"rollout_func returned prompt_ids for row {place} that do not fit: {error}") from error
         text = self._prompt_maker.tokenizer.decode(ids, skip_special_tokens=True)
         return Rollout(
             prompt=prompt,
@@ -130,7 +140,7 @@ class CustomRollouts:
             text=text,
             sampled=sampled,
             sampling_logprobs=None if answer.logprobs is None else answer.logprobs[place],
-            policy_version=request.step,
+            policy_version=step,
             extra={name: values[place] for name, values in answer.extra.items()},
         )
 
@@ -148,7 +158,8 @@ def sample_completions(
     longest = prompt_maker.max_context
     rooms = [sampling.max_new_tokens if longest is None else longest - len(prompt.ids) for prompt in made]
     requests = [
-        Request(prompt.ids, seed, min(room, sampling.max_new_tokens)) for prompt, seed, room in zip(made, seeds, rooms)
+        Request(prompt.ids, seed, min(room, sampling.max_new_tokens), media=prompt.media)
+        for prompt, seed, room in zip(made, seeds, rooms)
     ]
     samples = engine.sample(requests, sampling)
     return {

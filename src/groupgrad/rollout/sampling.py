@@ -35,7 +35,12 @@ class RolloutMaker:
         prompts = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
         chosen = [prompts[row // request.num_generations] for row in request.rows]
         requests = [
-            Request(prompt.ids, row_seed(self.seed, request.phase, request.number, row), self._budget(prompt))
+            Request(
+                prompt.ids,
+                row_seed(self.seed, request.phase, request.number, row),
+                self._budget(prompt),
+                media=prompt.media,
+            )
             for prompt, row in zip(chosen, request.rows)
         ]
         samples = self.engine.sample(requests, self.options)
