@@ -147,16 +147,17 @@ def _without_videos(base: type) -> type:
     return type(base.__name__, (base,), {"check_argument_for_proper_class": check, "__module__": base.__module__})
 
 
-class _NoVideos:
-    """Stands where a video processor would be."""
+class _NoVideos(dict):  # type: ignore[type-arg]
+    """Stands where a video processor would be; a dict, since it is saved as JSON."""
 
     model_input_names: tuple[str, ...] = ()
     merge_size = 2
     num_frames = None
     fps = None
+    _auto_class = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {}
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 def _qwen_processor(base: type, patch_size: int) -> Any:

@@ -6,10 +6,11 @@ import dataclasses
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 
 from groupgrad.data.plan import RoundPlan
-from groupgrad.types import Batch, StepTotals
+from groupgrad.types import Batch, Media, StepTotals
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,24 @@ class RoundBuffer:
 def _batch_state(batch: Batch) -> dict[str, Any]:
     state = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "totals"}
     tensors = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-    return {**tensors, "totals": dataclasses.asdict(batch.totals)}
+    media = None if batch.media is None else [None if item is None else _media_state(item) for item in batch.media]
+    return {**tensors, "totals": dataclasses.asdict(batch.totals), "media": media}
 
 
 def _batch_from(state: dict[str, Any]) -> Batch:
-    return Batch(**{**state, "totals": StepTotals(**state["totals"])})
+    media = state.get("media")
+    if media is not None:
+        media = tuple(None if item is None else _media_from(item) for item in media)
+    return Batch(**{**state, "totals": StepTotals(**state["totals"]), "media": media})
+
+
+def _media_state(media: Media) -> dict[str, Any]:
+    """Images as (height, width, 3) uint8."""
+    state = {f.name: getattr(media, f.name) for f in dataclasses.fields(media)}
+    return {**state, "images": [torch.from_numpy(np.array(image)) for image in media.images]}
+
+
+def _media_from(state: dict[str, Any]) -> Media:
+    from PIL import Image
+
+    return Media(**{**state, "images": tuple(Image.fromarray(image.numpy()) for image in state["images"])})
