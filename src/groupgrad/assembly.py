@@ -19,7 +19,7 @@ from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig, options
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker, check_dataset
-from groupgrad.data.vision import VisionPromptMaker, is_processor, speaking_tokenizer
+from groupgrad.data.vision import VisionPromptMaker, example_prompt, is_processor, speaking_tokenizer
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.choice import EngineChoice, choose_engine
 from groupgrad.engines.vllm.served import ServedPolicy
@@ -39,6 +39,7 @@ from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.timings import Timings
+from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +273,8 @@ class Paths:
 
     engine: EngineChoice
     layout: LayoutReport
+    example: Prompt | None = None
+    """The prompt with an image that a model that sees was tried on."""
 
 
 def choose_paths(
@@ -280,32 +283,42 @@ def choose_paths(
     """The engine and the layout that the model can run in, tried on random tokens; the engine is `served` if given.
     ConfigError if what is asked for cannot be had. `precision` makes the context that training's mixed precision
     computes in."""
-    pad_id = int(parts.tokenizer.pad_token_id)
-    layout = check_layout(model, options.forward_options(config, pad_id=pad_id, aux_loss=False), precision)
+    pad_id, example = int(parts.tokenizer.pad_token_id), _example(parts)
+    balances = parts.aux_loss_coef != 0.0
+    layout = check_layout(model, options.forward_options(config, pad_id=pad_id, aux_loss=balances), precision, example)
     if layout.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
     if served is not None:
-        return Paths(EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout)
+        return Paths(EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example)
     engine = choose_engine(
         model,
         options.engine_options(config),
         options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id),
         tokenizer=parts.tokenizer,
         precision=precision,
+        example=example,
     )
-    return Paths(engine, layout)
+    return Paths(engine, layout, example)
+
+
+def _example(parts: Parts) -> Prompt | None:
+    """A prompt with an image, for a model that sees; None if its processor fails, which rows with images will tell."""
+    try:
+        return example_prompt(parts.processing_class) if sees(parts.model) else None
+    except ValueError:
+        return None
 
 
 def checkpointing_by_need(
-    config: GRPOConfig, model: nn.Module, forward_options: ForwardOptions, precision: Any
+    config: GRPOConfig, model: nn.Module, forward_options: ForwardOptions, precision: Any, example: Prompt | None = None
 ) -> CheckpointingByNeed | None:
     """What turns gradient checkpointing on where memory needs it; None if the configuration has decided."""
     can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
     if config.gradient_checkpointing is not None or not can:
         return None
     chosen = options.mapping(config.gradient_checkpointing_kwargs)
-    return CheckpointingByNeed(model, forward_options, chosen, precision)
+    return CheckpointingByNeed(model, forward_options, chosen, precision, example)
 
 
 def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:

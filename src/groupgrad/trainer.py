@@ -181,7 +181,7 @@ class GRPOTrainer(TrainingRun):
         self.buffer, self.metric_store = RoundBuffer(self.plan), MetricStore()
         self.entropy_controller = assembly.entropy_controller(self.args)
         self.checkpointing = assembly.checkpointing_by_need(
-            self.args, self.model, self.setup.forward_options, self.accelerator.autocast
+            self.args, self.model, self.setup.forward_options, self.accelerator.autocast, self.paths.example
         )
         self.sampled = SampledNumbers(
             self.setup.round_maker.rollouts,

@@ -17,7 +17,7 @@ from torch import nn
 
 from groupgrad.models.forward import ForwardOptions, layout_for, score_tokens, unwrap
 from groupgrad.models.startup import other_prompts, random_batch
-from groupgrad.types import Batch
+from groupgrad.types import Batch, Media, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,22 @@ def activation_bytes_per_token(model: nn.Module, options: ForwardOptions) -> flo
     return (kept[1] - kept[0]) / (_tokens(large) - _tokens(small))
 
 
+def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, example: Prompt, per_token: float) -> float:
+    """Bytes that a forward pass keeps for each number of the images' tensors, measured on the images of `example`.
+
+    `per_token` is what it keeps for each token.
+    """
+    batches = [random_batch(model), random_batch(model, example)]
+    kept = [_kept_bytes(model, batch, options) for batch in batches]
+    tokens = _tokens(batches[1]) - _tokens(batches[0])
+    return max(0.0, (kept[1] - kept[0] - per_token * tokens) / max(1, image_values(example.media)))
+
+
+def image_values(media: Media | None) -> int:
+    """Numbers that the images of a prompt have for the model."""
+    return 0 if media is None else sum(tensor.numel() for tensor in media.tensors.values())
+
+
 def _tokens(batch: Batch) -> int:
     return len(batch.prompt_ids) + batch.num_tokens
 
@@ -100,6 +116,7 @@ class CheckpointingByNeed:
         options: ForwardOptions,
         checkpointing_options: dict[str, Any] | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        example: Prompt | None = None,
     ):
         self._model: Any = unwrap(model)
         self._options = options
@@ -108,6 +125,9 @@ class CheckpointingByNeed:
         with precision():
             model.train()  # dropout keeps masks, and may take another layout
             self._bytes_per_token = activation_bytes_per_token(model, options)
+            self._bytes_per_value = 0.0
+            if example is not None:
+                self._bytes_per_value = activation_bytes_per_value(model, options, example, self._bytes_per_token)
         for module, mode in modes.items():
             module.training = mode
         self.is_on = False
@@ -115,19 +135,23 @@ class CheckpointingByNeed:
     def prepare(self, batch: Batch) -> None:
         """Get the model ready for a forward pass of the batch."""
         num_tokens = len(batch.prompt_ids) + batch.num_tokens
+        seen = list(batch.media or ())
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
             num_tokens = batch.num_rows * int(lengths.max())
+            seen = [seen[q] for q in batch.prompt_of_row.tolist()] if seen else []
         device = next(self._model.parameters()).device
-        needed, free = num_tokens * self._bytes_per_token, FREE_SHARE * free_bytes(device)
+        needed = num_tokens * self._bytes_per_token + sum(map(image_values, seen)) * self._bytes_per_value
+        free = FREE_SHARE * free_bytes(device)
         if (needed > free) == self.is_on:
             return
         self.is_on = needed > free
         if self.is_on:
             logger.warning(
-                "activations of %d tokens would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
+                "activations of %d tokens%s would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
                 "is on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
                 num_tokens,
+                " and their images" if any(seen) else "",
                 needed / 2**30,
                 free / 2**30,
             )
