@@ -150,6 +150,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1},
     ),
+    "gpt-oss (experts, sinks)": (
+        "GptOss",
+        {
+            **SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "mamba (recurrent)": ("Mamba", {**SIZES, "state_size": 4, "time_step_rank": 4}),
     "lfm2 (convolution)": (
         "Lfm2",

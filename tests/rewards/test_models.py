@@ -272,7 +272,7 @@ def test_a_text_beyond_the_models_length_keeps_its_end_and_says_so(make_rollouts
 
 def test_learned_positions_begin_behind_the_padding_token():
     """RoBERTa's table of 20 holds 18 positions: those up to the padding token's are not used."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = RobertaConfig(vocab_size=13, max_position_embeddings=20, pad_token_id=1, **{**sizes, "num_labels": 1})
     model = RobertaForSequenceClassification(config).eval()
     assert longest_text(model) == 18
