@@ -2,7 +2,7 @@
 
 vLLM mixes `WeightReceiver` into its worker class (`--worker-extension-cls`), and `collective_rpc` calls its methods in
 every worker. vLLM's own weight transfer (`--weight-transfer-config`) has transports between GPUs only, and nothing in
-it says that what arrived is what was sent; a NCCL transport would take its place in `groupgrad_bucket`.
+it says that what arrived is what was sent.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from groupgrad.engines.vllm.group import WeightGroup, describe, digest, open_store, unpack_from
 from groupgrad.engines.vllm.wire import TensorNote, notes_from_lists, read_shared, unpack
 
 EXTENSION = "groupgrad.engines.vllm.worker.WeightReceiver"
@@ -28,11 +31,43 @@ class _Push:
     notes: list[TensorNote]
     num_tensors: int = 0
     """Tensors that have come."""
+    ties: list[_Tie] = field(default_factory=list)
     checksum: int = 0
     loaded: set[str] = field(default_factory=set)
     """vLLM's names of the parameters that have been written."""
     named: bool = True
     """False if the model does not say what it loads."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Tie:
+    """A layer whose weight is another's, as an output head's may be the embedding's."""
+
+    name: str
+    """Of the weight."""
+    layer: Any
+    owner: Any
+
+    def restore(self) -> None:
+        """Reloading takes layers one by one and knows of no ties: let the layer have its owner's weight again, and make
+        of it what it makes of its weights."""
+        self.layer.weight = self.owner.weight
+        method = getattr(self.layer, "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(self.layer)
+
+
+def _ties(model: Any) -> list[_Tie]:
+    owners: dict[int, Any] = {}
+    ties = []
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            continue
+        owner = owners.setdefault(id(weight), layer)
+        if owner is not layer:
+            ties.append(_Tie(f"{name}.weight".replace(".base_layer.", "."), layer, owner))
+    return ties
 
 
 class WeightReceiver:
@@ -44,9 +79,10 @@ class WeightReceiver:
 
         if getattr(self, "_groupgrad_push", None) is not None:
             self._groupgrad_finish()
+        ties = _ties(self._groupgrad_model())
         with self._groupgrad_config():
             initialize_layerwise_reload(self._groupgrad_model())
-        self._groupgrad_push: _Push | None = _Push(notes_from_lists(notes))
+        self._groupgrad_push: _Push | None = _Push(notes_from_lists(notes), ties=ties)
 
     def groupgrad_reads(self, name: str) -> bool:
         """True if this worker sees the shared memory of that name."""
@@ -62,13 +98,56 @@ class WeightReceiver:
 
     def groupgrad_bucket(self, data: Any, first: int, count: int) -> None:
         """Load one bucket; buckets come in order."""
+        push = self._groupgrad_next(first)
+        push.checksum = zlib.crc32(data, push.checksum)
+        self._groupgrad_load(push, unpack(push.notes[first : first + count], data))
+
+    def groupgrad_device(self) -> dict[str, Any]:
+        """Where this worker's weights lie, and what it could receive others by."""
+        device: torch.device = self.device  # pyright: ignore[reportAttributeAccessIssue]
+        return {"rank": int(self.rank), **describe(device)}  # pyright: ignore[reportAttributeAccessIssue]
+
+    def groupgrad_open(self, port: int, timeout_s: float) -> None:
+        """The first worker opens the port at which the group of a trainer and all workers meets; others have nothing
+        to do. A group that was there before is left."""
+        self.groupgrad_leave()
+        if self.rank == 0:  # pyright: ignore[reportAttributeAccessIssue]
+            self._groupgrad_store = open_store("0.0.0.0", port, serves=True, timeout_s=timeout_s)
+
+    def groupgrad_join(self, backend: Any, host: str, port: int, size: int, timeout_s: float) -> None:
+        """Meet the trainer and the other workers; `host` is this server's, as the trainer knows it."""
+        rank: int = self.rank  # pyright: ignore[reportAttributeAccessIssue]
+        store = self._groupgrad_store if rank == 0 else open_store(host, port, serves=False, timeout_s=timeout_s)
+        device: torch.device = self.device  # pyright: ignore[reportAttributeAccessIssue]
+        where = device if backend == "nccl" else None
+        self._groupgrad_group = WeightGroup(backend, store, rank + 1, size, timeout_s=timeout_s, device=where)
+
+    def groupgrad_received(self, num_bytes: int, first: int, count: int) -> None:
+        """Load one bucket that the trainer sends over the group."""
+        group: WeightGroup | None = getattr(self, "_groupgrad_group", None)
+        if group is None:
+            raise RuntimeError("weights are to come over a process group, but this worker is in none")
+        # What is sent is taken in any case: otherwise the trainer would wait in vain.
+        data = group.receive(num_bytes)
+        push = self._groupgrad_next(first)
+        push.checksum = digest(data, push.checksum)
+        self._groupgrad_load(push, unpack_from(push.notes[first : first + count], data))
+
+    def groupgrad_leave(self) -> None:
+        """Leave the group, if there is one."""
+        group: WeightGroup | None = getattr(self, "_groupgrad_group", None)
+        self._groupgrad_group = self._groupgrad_store = None
+        if group is not None:
+            group.close()
+
+    def _groupgrad_next(self, first: int) -> _Push:
+        """The push under way, whose next tensor is `first`."""
         push = getattr(self, "_groupgrad_push", None)
         if push is None:
             raise RuntimeError("a bucket of weights came before a push was begun")
         if first != push.num_tensors:
             raise RuntimeError(f"a bucket begins with tensor {first}, but {push.num_tensors} is the next")
-        push.checksum = zlib.crc32(data, push.checksum)
-        self._groupgrad_load(push, unpack(push.notes[first : first + count], data))
+        return push
 
     def groupgrad_tensors(self, tensors: list[tuple[str, Any]]) -> None:
         """Load tensors as they are; within one process, where none of them travels."""
@@ -86,6 +165,7 @@ class WeightReceiver:
         # Parameters that vLLM makes out of others after loading are not there while layers are being loaded.
         # Where adapters can be added, the layers that take them lie one level deeper than the names that are loaded.
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} if push.named else set()
+        names -= {tie.name for tie in push.ties}
         self._groupgrad_finish()
         problem = None
         if push.num_tensors != num_tensors:
@@ -112,6 +192,7 @@ class WeightReceiver:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         runner: Any = self.model_runner  # pyright: ignore[reportAttributeAccessIssue]
+        ties = self._groupgrad_push.ties if self._groupgrad_push is not None else []
         self._groupgrad_push = None
         # vLLM warns of every layer that has nothing to load, such as rotary embeddings; we count for ourselves.
         log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -122,6 +203,8 @@ class WeightReceiver:
                 finalize_layerwise_reload(self._groupgrad_model(), runner.model_config)
         finally:
             log.setLevel(level)
+        for tie in ties:
+            tie.restore()
         if hasattr(runner, "reset_lora_state"):
             runner.reset_lora_state()
 
