@@ -16,17 +16,17 @@ from typing import Any, Literal
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
+from groupgrad.engines.vllm.group import GroupBroken
 from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call, wait_until_up
 from groupgrad.engines.vllm.sampling import PROCESSED, is_plain, sampling_fields
 from groupgrad.engines.vllm.session import ServerSession
-from groupgrad.engines.vllm.transport import Transport, choose_transport
+from groupgrad.engines.vllm.transport import GROUP_PORT, GlooTransport, Transport, choose_transport
 from groupgrad.engines.vllm.wire import (
     BUCKET_BYTES,
     TensorNote,
     dtype_name,
     model_sizes,
     notes_as_lists,
-    pack,
     torch_dtype,
 )
 from groupgrad.errors import WeightsLost
@@ -89,10 +89,13 @@ class VLLMServerEngine:
         pushes: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         transport: Transport | None = None,
+        group_port: int = GROUP_PORT,
     ):
         self.address, self.timeout_s = address, timeout_s
         self._regex, self._pushes, self._bucket_bytes = regex, pushes, bucket_bytes
-        self._transport = transport
+        self._transport, self._group_port = transport, group_port
+        self._kept: tuple[str, Transport] | None = None
+        """The transport of the last push, and which start of the server it was chosen for."""
         self._expected: Expected | None = None
         self._info: dict[str, Any] = {}
         self._pushed: _Pushed | None = None
@@ -182,6 +185,13 @@ class VLLMServerEngine:
         finally:
             session.close()
 
+    def close(self) -> None:
+        """Let the server go; what it has stays, and another trainer may push to it."""
+        for transport in (self._transport, self._kept[1] if self._kept else None):
+            if transport is not None:
+                transport.close()
+        self._kept = None
+
     def recover(self, reason: str) -> None:
         """See to it that the server is there with the current weights; `reason` is why that is in doubt.
 
@@ -255,9 +265,11 @@ class VLLMServerEngine:
                 else:
                     self._push_adapter(pushed)
                 break
-            except (ServerGone, ServerSilent, ServerRefused) as error:
+            except (ServerGone, ServerSilent, ServerRefused, GroupBroken) as error:
                 story = f"pushing version {pushed.version} to {self.address} failed: {error}"
-                gone_again = isinstance(error, ServerGone) or self._info.get("start_id") != self._start_id_now()
+                gone_again = (
+                    isinstance(error, (ServerGone, GroupBroken)) or self._info.get("start_id") != self._start_id_now()
+                )
                 if not gone_again or attempt == PUSH_ATTEMPTS or _is_sharded(pushed.model):
                     raise type(error)(*_arguments(error, f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})")) from error
                 logger.warning("%s; trying again", story)
@@ -282,12 +294,27 @@ class VLLMServerEngine:
         call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
         checksum = 0
         tensors = (tensor for _, tensor in served_weights(model, merge=merge))
-        # Chosen anew for each push: the server may have been started again on another machine.
-        transport = self._transport or choose_transport(self.address, timeout_s=timeout_s)
-        for bucket in pack(notes, tensors, bucket_bytes=self._bucket_bytes):
+        transport = self._way(model)
+        for bucket in transport.pack(notes, tensors, self._bucket_bytes):
             transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
             checksum = bucket.checksum
         call(self.address, "commit", {"stamp": stamp, "checksum": checksum}, timeout_s=timeout_s)
+
+    def _way(self, model: nn.Module) -> Transport:
+        """A process group is kept as long as the server lives, and is tried to be formed once. All else is chosen anew
+        for each push: the server may have been started again on another machine."""
+        if self._transport is not None:
+            return self._transport
+        start, device = self._info["start_id"], next(model.parameters()).device
+        if self._kept is not None and self._kept[0] == start:
+            if isinstance(self._kept[1], GlooTransport):
+                return self._kept[1]
+            device = None
+        elif self._kept is not None:
+            self._kept[1].close()
+        found = choose_transport(self.address, timeout_s=self.timeout_s, device=device, group_port=self._group_port)
+        self._kept = start, found
+        return found
 
     def _push_adapter(self, pushed: _Pushed) -> None:
         from safetensors.torch import save

@@ -6,6 +6,8 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 - POST `/groupgrad/check`: whether sampling options can work.
 - POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and one every second to show life.
 - POST `/groupgrad/reads`: whether the workers see this machine's shared memory.
+- GET `/groupgrad/devices`; POST `/groupgrad/open`, `/groupgrad/join`, `/groupgrad/leave`: a process group of the
+  trainer and all workers, over which buckets may come.
 - POST `/groupgrad/begin`, `/groupgrad/bucket`, `/groupgrad/commit`: a push of weights.
 - POST `/groupgrad/adapter`: a push of an adapter.
 
@@ -107,6 +109,10 @@ class Routes:
             "info": self._info,
             "check": self._check,
             "reads": self._reads,
+            "devices": self._devices,
+            "open": self._open,
+            "join": self._join,
+            "leave": self._leave,
             "begin": self._begin,
             "bucket": self._bucket,
             "commit": self._commit,
@@ -195,7 +201,9 @@ class Routes:
         async with self._weights.lock:
             self._expect_push(query["stamp"])
             places = int(query["first"]), int(query["count"])
-            if "shared" in query:
+            if "num_bytes" in query:
+                await engine.collective_rpc("groupgrad_received", args=(int(query["num_bytes"]), *places))
+            elif "shared" in query:
                 await engine.collective_rpc("groupgrad_shared", args=(query["shared"], *places))
             else:
                 await engine.collective_rpc("groupgrad_bucket", args=(data, *places))
@@ -204,6 +212,27 @@ class Routes:
     async def _reads(self, engine: Any, request: Any) -> dict[str, Any]:
         name = (await request.json())["shared"]
         return {"reads": all(await engine.collective_rpc("groupgrad_reads", args=(name,)))}
+
+    async def _devices(self, engine: Any, request: Any) -> dict[str, Any]:
+        return {"workers": await engine.collective_rpc("groupgrad_device")}
+
+    async def _open(self, engine: Any, request: Any) -> dict[str, Any]:
+        body = await request.json()
+        async with self._weights.lock:
+            await engine.collective_rpc("groupgrad_open", args=(int(body["port"]), float(body["timeout_s"])))
+        return {}
+
+    async def _join(self, engine: Any, request: Any) -> dict[str, Any]:
+        body = await request.json()
+        arguments = (body["backend"], body["host"], int(body["port"]), int(body["size"]), float(body["timeout_s"]))
+        async with self._weights.lock:
+            await engine.collective_rpc("groupgrad_join", args=arguments)
+        return {}
+
+    async def _leave(self, engine: Any, request: Any) -> dict[str, Any]:
+        async with self._weights.lock:
+            await engine.collective_rpc("groupgrad_leave")
+        return {}
 
     async def _commit(self, engine: Any, request: Any) -> dict[str, Any]:
         body = await request.json()
@@ -272,6 +301,8 @@ class Routes:
         """From here on the weights are those of the push. What was computed with others is forgotten."""
         if not await engine.reset_prefix_cache():
             raise Refusal(500, f"vLLM did not forget what it computed with the weights before {stamp!r}")
+        # What it saw in images is kept by another name.
+        await engine.reset_encoder_cache()
         if hasattr(engine, "update_weight_version"):
             await engine.update_weight_version(stamp)
         self._weights.stamp, self._weights.whole, self._weights.pushing = stamp, True, None
