@@ -443,7 +443,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "reward_model_offload": Changes("tests/trainer/test_reward_models.py::test_options_reach_them"),
     # logging
     "log_completions": Changes("tests/trainer/test_metrics.py::test_each_log_event_and_phase_has_a_file"),
-    "log_multimodal": Warns(False, "images"),
+    "log_multimodal": Warns(False, "log_completions is False"),
     "num_completions_to_print": Changes("tests/trainer/test_options.py::test_completions_are_printed"),
     "log_unique_prompts": Changes("tests/trainer/test_options.py::test_trackers_get_each_prompt_once_if_asked"),
     "log_completions_hub_repo": Raises("me/x"),

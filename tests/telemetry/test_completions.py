@@ -5,17 +5,19 @@ import json
 import random
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from rich.cells import cell_len
 from rich.console import Console
 
 from groupgrad import dist
 from groupgrad.telemetry import CompletionLog
 from groupgrad.telemetry.parquet import to_table
-from groupgrad.telemetry.render import plain_text, visible
+from groupgrad.telemetry.render import plain_text, visible, without_images
 
 
 def record(i: int, **changes):
@@ -363,3 +365,35 @@ def test_plain_text_of_odd_messages():
     )
     assert plain_text([{"role": "user", "content": [{"type": "audio"}, "loose"]}]) == "USER\n[AUDIO]\nloose"
     assert visible("a\tb\r\nc\x00") == "a   b\nc␀"
+
+
+def test_a_question_about_another_picture_is_another_prompt(tmp_path, wandb):
+    def asked(color: str) -> list[dict[str, Any]]:
+        picture = Image.new("RGB", (2, 2), color)
+        return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "which?"}]}]
+
+    log = quiet_log(tmp_path, report_to=["wandb"], unique_prompts=True)
+    log.add([record(0, prompt=asked("red")), record(1, prompt=asked("blue")), record(2, prompt=asked("red"))])
+    log.flush(1)
+    assert wandb.logged[0]["completions"]["completion"].tolist() == ["answer 0", "answer 1"]
+
+
+def test_markers_of_images_that_a_checkpoint_left_are_not_shown_as_images(tmp_path, wandb):
+    picture = Image.new("RGB", (2, 2))
+    first = quiet_log(tmp_path / "a")
+    first.add([record(0, prompt=[{"role": "user", "content": [{"type": "image", "image": picture}]}])])
+    second = quiet_log(tmp_path / "b", report_to=["wandb"])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.flush(1)
+    table = wandb.logged[0]["completions"]
+    assert table["prompt"].tolist() == ["USER\n[IMAGE]"]
+    assert "image" not in table
+
+
+def test_records_without_images_keep_their_words():
+    picture = Image.new("RGB", (2, 2))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "a"}]
+    kept = without_images(record(0, prompt=[{"role": "user", "content": content}], completion="b"))
+    marked = [{"type": "image", "image": "[IMAGE]"}, {"type": "text", "text": "a"}]
+    assert kept == record(0, prompt=[{"role": "user", "content": marked}], completion="b")
+    assert content[0]["image"] is picture

@@ -45,7 +45,9 @@ IDLE: tuple[Idle, ...] = (
         "normalize_then_sum scales each reward in its group and the sum over the batch",
     ),
     Idle(
-        ("num_completions_to_print", "log_unique_prompts"), lambda c: not c.log_completions, "log_completions is False"
+        ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
+        lambda c: not c.log_completions,
+        "log_completions is False",
     ),
     Idle(
         ("transformers_continuous_batching_config",),
@@ -63,7 +65,6 @@ IDLE: tuple[Idle, ...] = (
         "reward models run on the CPU, in host memory",
     ),
     Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
-    Idle(("log_multimodal",), lambda c: True, "there are no images in this version"),
     Idle(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
     Idle(
         (

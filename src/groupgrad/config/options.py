@@ -166,4 +166,5 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> S
         scale_rewards=str(config.scale_rewards),
         aggregation=config.multi_objective_aggregation,
         keep_records=config.log_completions,
+        keep_images=config.log_multimodal and not {"wandb", "trackio", "all"}.isdisjoint(config.report_to or ()),
     )

@@ -16,6 +16,7 @@ from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.base import RolloutSource, RoundRequest, check_failures, problems_of
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.rollout.supply import Supply, Weights
+from groupgrad.telemetry.render import without_images
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Batch, RewardTable, Rollout
 
@@ -29,6 +30,8 @@ class ScoringOptions:
     aggregation: str = "sum_then_normalize"
     keep_records: bool = False
     """Gather every rollout on the main process for the completions table."""
+    keep_images: bool = False
+    """With their images, for trackers that show them."""
 
 
 @dataclass(slots=True)
@@ -100,7 +103,10 @@ class RoundMaker:
         advantages = [float(result.advantages[rollout.index]) for rollout in rollouts]
         records: list[dict[str, Any]] = []
         if self.options.keep_records:
-            records = _gather_records(rollouts, log_records(rollouts, table, advantages, request.step))
+            records = log_records(rollouts, table, advantages, request.step)
+            if not self.options.keep_images:
+                records = [without_images(record) for record in records]
+            records = _gather_records(rollouts, records)
         metrics = {
             **completion_metrics(rollouts),
             **reward_metrics(rewards, table.names, result),

@@ -65,9 +65,31 @@ def images_of(value: Any) -> list[Any]:
         content = item.get("content")
         for block in content if isinstance(content, (list, tuple)) else ():
             image = _image_in(block) if _is_image(block) else None
-            if image is not None:
+            # A marker is all that a checkpoint keeps of an image.
+            if image is not None and not (isinstance(image, str) and image == IMAGE_MARKER):
                 found.append(image)
     return found
+
+
+def without_images(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with a marker in place of every image in its prompt and completion."""
+    changed = {key: _marked(record[key]) for key in ("prompt", "completion") if key in record}
+    return {**record, **changed}
+
+
+def _marked(messages: Any) -> Any:
+    if not isinstance(messages, (list, tuple)):
+        return messages
+    return [
+        {**message, "content": [_bare(block) for block in message["content"]]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+        else message
+        for message in messages
+    ]
+
+
+def _bare(block: Any) -> Any:
+    return {"type": "image", "image": IMAGE_MARKER} if _is_image(block) else block
 
 
 def _is_image(block: Any) -> bool:

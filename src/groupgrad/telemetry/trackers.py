@@ -46,11 +46,17 @@ def log_to_trackers(
 
 
 def unique_by_prompt(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first record of each distinct prompt text, in order."""
-    first: dict[str, Mapping[str, Any]] = {}
+    """The first record of each distinct prompt, text and images, in order."""
+    first: dict[tuple[str, int], Mapping[str, Any]] = {}
     for record in records:
-        first.setdefault(plain_text(record.get("prompt")), record)
+        first.setdefault((plain_text(record.get("prompt")), _pictured(record)), record)
     return list(first.values())
+
+
+def _pictured(record: Mapping[str, Any]) -> int:
+    """Equal for records with the same images in their prompts."""
+    images = [] if isinstance(record.get("prompt"), str) else images_of(record.get("prompt"))
+    return hash(tuple((image.size, image.tobytes()) if hasattr(image, "tobytes") else str(image) for image in images))
 
 
 def record_images(record: Mapping[str, Any]) -> list[Any]:
