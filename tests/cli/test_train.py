@@ -9,10 +9,12 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from groupgrad.cli import main as cli
 from groupgrad.cli import train
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.parsing import parse
 from groupgrad.config import GRPOConfig
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,86 @@ def test_lora():
     assert train.peft_config(ModelArguments(use_peft=True, lora_target_modules=["all-linear"])).target_modules == (
         "all-linear"
     )
+
+
+def test_every_flag_of_the_adapter():
+    pytest.importorskip("peft")
+    made = train.peft_config(
+        ModelArguments(
+            use_peft=True,
+            lora_r=8,
+            lora_alpha=4,
+            lora_dropout=0.0,
+            lora_target_parameters=["mlp.experts.down_proj,", "mlp.experts.gate_up_proj"],
+            lora_modules_to_save=["lm_head"],
+            lora_task_type="SEQ_CLS",
+            use_dora=True,
+        )
+    )
+    assert (made.r, made.lora_alpha, made.lora_dropout, made.task_type) == (8, 4, 0.0, "SEQ_CLS")
+    assert made.target_parameters == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert (made.modules_to_save, made.use_dora, made.use_rslora) == (["lm_head"], True, False)
+
+
+def test_flags_of_an_adapter_that_is_not_asked_for():
+    with pytest.warns(UserWarning, match="no effect: lora_r=8, use_dora=True without use_peft; set use_peft"):
+        assert train.peft_config(ModelArguments(lora_r=8, use_dora=True)) is None
+
+
+def test_quantized_weights():
+    pytest.importorskip("bitsandbytes")
+    assert train.quantization_config(ModelArguments()) is None
+    made = train.quantization_config(ModelArguments(load_in_4bit=True))
+    assert (made.load_in_4bit, made.bnb_4bit_quant_type, made.bnb_4bit_use_double_quant) == (True, "nf4", False)
+    assert (made.bnb_4bit_compute_dtype, made.bnb_4bit_quant_storage) == (torch.float32, torch.uint8)
+    made = train.quantization_config(
+        ModelArguments(
+            load_in_4bit=True,
+            dtype="bfloat16",
+            bnb_4bit_quant_type="fp4",
+            use_bnb_nested_quant=True,
+            bnb_4bit_quant_storage="bfloat16",
+        )
+    )
+    assert (made.bnb_4bit_quant_type, made.bnb_4bit_use_double_quant) == ("fp4", True)
+    assert (made.bnb_4bit_compute_dtype, made.bnb_4bit_quant_storage) == (torch.bfloat16, torch.bfloat16)
+    made = train.quantization_config(ModelArguments(load_in_8bit=True))
+    assert (made.load_in_8bit, made.load_in_4bit) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type='int4' is not known; set it to one of nf4, fp4"),
+        ({"bnb_4bit_quant_storage": "half"}, "bnb_4bit_quant_storage='half' is not known; set it to one of uint8,"),
+        ({"load_in_8bit": True}, "load_in_4bit and load_in_8bit are both True"),
+    ],
+)
+def test_quantization_that_cannot_be(settings, text):
+    with pytest.raises(ValueError, match=text):
+        train.quantization_config(ModelArguments(load_in_4bit=True, **settings))
+
+
+def test_details_of_a_quantization_that_is_not_asked_for():
+    with pytest.warns(UserWarning, match="no effect: use_bnb_nested_quant=True without load_in_4bit"):
+        assert train.quantization_config(ModelArguments(use_bnb_nested_quant=True)) is None
+
+
+def test_adapter_and_quantization_in_a_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "use_cpu: true\nuse_peft: true\nlora_r: 8\nlora_dropout: 0.0\nlora_target_modules: [q_proj, v_proj]\n"
+        "lora_target_parameters: mlp.experts.down_proj\nlora_task_type: CAUSAL_LM\nload_in_4bit: true\n"
+        "bnb_4bit_quant_type: fp4\nuse_bnb_nested_quant: true\n"
+    )
+    model = parse(["--config", str(path), "--lora_r", "2", "--lora_modules_to_save", "lm_head", "norm"]).model
+    assert (model.use_peft, model.lora_r, model.lora_dropout) == (True, 2, 0.0)
+    assert (model.lora_target_modules, model.lora_target_parameters) == (
+        ["q_proj", "v_proj"],
+        ["mlp.experts.down_proj"],
+    )
+    assert model.lora_modules_to_save == ["lm_head", "norm"]
+    assert (model.load_in_4bit, model.bnb_4bit_quant_type, model.use_bnb_nested_quant) == (True, "fp4", True)
 
 
 def test_the_gsm8k_example_builds_a_run(tmp_path):

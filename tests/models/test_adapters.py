@@ -44,6 +44,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"target_parameters": ["mlp.experts.down_proj"]},
         r"target_parameters names mlp\.experts\.down_proj, .* has no such parameter; it has .*q_proj\.weight",
     ),
+    "dropout on a parameter": (
+        {"target_parameters": ["q_proj.weight"], "lora_dropout": 0.1},
+        r"target_parameters .* lora_dropout=0\.1 is for linear layers; set lora_dropout to 0",
+    ),
     "another task": ({"task_type": "SEQ_CLS"}, "peft_config.task_type is 'SEQ_CLS', .* set it to 'CAUSAL_LM'"),
     "a configuration for use": ({"inference_mode": True}, "inference_mode is True, .* set it to False"),
 }
@@ -117,9 +121,7 @@ def test_an_adapter_of_another_architecture_is_refused(case: str, build, tmp_pat
 def test_an_adapter_made_for_another_class(build, tmp_path: Path):
     peft.get_peft_model(build("qwen3"), lora(task_type=None)).save_pretrained(tmp_path)
     model = peft.PeftModel.from_pretrained(build("llama"), str(tmp_path), is_trainable=True)
-    with pytest.raises(
-        ValueError, match="was made for a Qwen3ForCausalLM, and the model is a LlamaForCausalLM"
-    ):
+    with pytest.raises(ValueError, match="was made for a Qwen3ForCausalLM, and the model is a LlamaForCausalLM"):
         check_adapter(model)
     check_adapter(peft.PeftModel.from_pretrained(build("qwen3"), str(tmp_path), is_trainable=True))
 

@@ -68,8 +68,21 @@ class ModelArguments:
     lora_target_modules: list[str] | None = _option(
         None, "LoRA: modules to adapt, or all-linear; unset: usual ones of the architecture."
     )
+    lora_target_parameters: list[str] | None = _option(
+        None,
+        "LoRA: parameters that no linear layer holds, such as mlp.experts.down_proj of a mixture of experts; needs "
+        "lora_dropout 0.",
+    )
     lora_modules_to_save: list[str] | None = _option(None, "LoRA: modules trained in full and saved with the adapter.")
+    lora_task_type: str = _option(
+        "CAUSAL_LM", "LoRA: task written into the adapter; CAUSAL_LM is what is trained here."
+    )
     use_rslora: bool = _option(False, "LoRA: scale by the square root of the rank.")
     use_dora: bool = _option(False, "LoRA: train magnitude and direction apart (DoRA).")
-    load_in_4bit: bool = _option(False, "Load the weights in 4 bits (NF4, bitsandbytes).")
-    load_in_8bit: bool = _option(False, "Load the weights in 8 bits (bitsandbytes).")
+    load_in_8bit: bool = _option(False, "Load the weights in 8 bits (bitsandbytes); an adapter is trained over them.")
+    load_in_4bit: bool = _option(False, "Load the weights in 4 bits (bitsandbytes); an adapter is trained over them.")
+    bnb_4bit_quant_type: str = _option("nf4", "4 bits: kind of numbers, nf4 or fp4.")
+    use_bnb_nested_quant: bool = _option(False, "4 bits: quantize the scales too, which saves 0.4 bits a weight.")
+    bnb_4bit_quant_storage: str | None = _option(
+        None, "4 bits: type that the packed weights are stored as, such as bfloat16 for FSDP; unset: uint8."
+    )

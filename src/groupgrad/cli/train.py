@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from groupgrad.cli.arguments import ModelArguments, ScriptArguments
     from groupgrad.cli.parsing import Parsed
     from groupgrad.config import GRPOConfig
+
+_ADAPTER_FLAGS = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+    *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
+)
+_FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+_FOUR_BITS, _STORAGE = ("nf4", "fp4"), ("uint8", "float16", "float32", "bfloat16")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,35 +149,66 @@ def model_name(model: ModelArguments, config: GRPOConfig) -> str:
 def peft_config(model: ModelArguments) -> Any:
     """The LoRA configuration that the flags describe, or None without `use_peft`."""
     if not model.use_peft:
+        _warn_of_idle(model, _ADAPTER_FLAGS, "without use_peft; set use_peft to train an adapter")
         return None
     compat.require("peft", "use_peft")
     from peft import LoraConfig
 
-    # A shell passes the list "a", "b" of the documents with its commas.
-    targets = [name.strip(",") for name in model.lora_target_modules or []]
+    targets, parameters = _names(model.lora_target_modules), _names(model.lora_target_parameters)
+    if parameters and not hasattr(LoraConfig, "target_parameters"):
+        raise ImportError("lora_target_parameters needs peft 0.17 or later: pip install -U peft")
+    newer: Any = {"target_parameters": parameters} if parameters else {}
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=model.lora_task_type,  # pyright: ignore[reportArgumentType]
         r=model.lora_r,
         lora_alpha=model.lora_alpha,
         lora_dropout=model.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets or None,
-        modules_to_save=[name.strip(",") for name in model.lora_modules_to_save or []] or None,
+        modules_to_save=_names(model.lora_modules_to_save) or None,
         use_rslora=model.use_rslora,
         use_dora=model.use_dora,
+        **newer,
     )
 
 
+def _names(given: list[str] | None) -> list[str]:
+    """A shell passes the list "a", "b" of the documents with its commas."""
+    return [name.strip(",") for name in given or []]
+
+
+def _warn_of_idle(model: ModelArguments, flags: tuple[str, ...], why: str) -> None:
+    """One warning that names those of the flags that are set and change nothing."""
+    default = type(model)()
+    idle = [f"{name}={getattr(model, name)!r}" for name in flags if getattr(model, name) != getattr(default, name)]
+    if idle:
+        warnings.warn(f"no effect: {', '.join(idle)} {why}")
+
+
 def quantization_config(model: ModelArguments) -> Any:
-    """How to load the weights in fewer bits, or None. ValueError if 4 and 8 bits are both asked for."""
+    """How to load the weights in fewer bits, or None. ValueError if 4 and 8 bits are both asked for, or for an
+    unknown value."""
+    if not model.load_in_4bit:
+        _warn_of_idle(model, _FOUR_BIT_FLAGS, "without load_in_4bit")
     if not (model.load_in_4bit or model.load_in_8bit):
         return None
     if model.load_in_4bit and model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both True; set one of them to False")
-    compat.require("bitsandbytes", "load_in_4bit" if model.load_in_4bit else "load_in_8bit")
+    flag = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
+    for name, known in (("bnb_4bit_quant_type", _FOUR_BITS), ("bnb_4bit_quant_storage", (None, *_STORAGE))):
+        if getattr(model, name) not in known:
+            choices = ", ".join(str(value) for value in known if value is not None)
+            raise ValueError(f"{name}={getattr(model, name)!r} is not known; set it to one of {choices}")
+    compat.require("bitsandbytes", flag)
     import torch
     from transformers import BitsAndBytesConfig
 
     if model.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else torch.float32
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=model.bnb_4bit_quant_storage,
+    )

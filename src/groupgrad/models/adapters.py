@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 _TASKS = (None, "CAUSAL_LM")
@@ -21,6 +22,11 @@ def is_quantized(model: Any) -> bool:
     """True for a model whose layers hold their weights in fewer bits than numbers have (bitsandbytes and others)."""
     inner = model.get_base_model() if is_adapted(model) else model
     return bool(getattr(inner, "is_quantized", False)) or getattr(inner, "quantization_method", None) is not None
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """True for the packed numbers of a quantized layer, which may be stored as if they were others."""
+    return not parameter.is_floating_point() or type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
 def active_adapters(model: Any) -> list[str]:
@@ -54,9 +60,12 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
         # peft writes into the configuration what it finds out about this model.
         return get_peft_model(model, copy.deepcopy(peft_config))  # pyright: ignore[reportArgumentType, reportReturnType]
     except (ValueError, NotImplementedError) as error:
+        advice = (
+            f" Its linear layers are called {', '.join(_linear_names(model))}; name some of them in target_modules, or "
+            "set it to 'all-linear'"
+        )
         raise ValueError(
-            f"peft_config does not fit this {type(model).__name__}: {error} Its linear layers are called "
-            f"{', '.join(_linear_names(model))}; name some of them in target_modules, or set it to 'all-linear'"
+            f"peft_config does not fit this {type(model).__name__}: {error}{advice if 'target' in str(error) else ''}"
         ) from error
 
 
@@ -154,6 +163,7 @@ def _check_config(model: nn.Module, config: Any) -> None:
             f"target_parameters names {', '.join(missing)}, and this {type(model).__name__} has no such parameter; "
             f"it has {', '.join(_module_names(parameters, keep=3))}"
         )
+    _check_parameters(config)
     targets = getattr(config, "target_modules", None) or []
     missing = _missing(targets, modules)
     if missing and len(missing) < len(targets):
@@ -163,12 +173,22 @@ def _check_config(model: nn.Module, config: Any) -> None:
         )
 
 
+def _check_parameters(config: Any) -> None:
+    """ValueError for what cannot be had where an adapter is put on a parameter rather than on a module."""
+    for name in ("lora_dropout", "use_dora", "lora_bias") if getattr(config, "target_parameters", None) else ():
+        if getattr(config, name, None):
+            raise ValueError(
+                f"target_parameters adapts parameters that no linear layer holds, and {name}={getattr(config, name)!r} "
+                f"is for linear layers; set {name} to {'0' if name == 'lora_dropout' else 'False'}"
+            )
+
+
 def _check_saved_modules(model: nn.Module, config: Any) -> None:
     """ValueError if whole modules are to be trained whose weights are quantized."""
     for name, module in model.named_modules():
         if not _missing(getattr(config, "modules_to_save", None) or ["?"], [name]):
             for parameter in module.parameters():
-                if not parameter.is_floating_point():
+                if is_packed(parameter):
                     raise ValueError(
                         f"modules_to_save names {name}, whose weights are quantized and cannot be trained as a whole; "
                         "target it with the adapter instead, or leave it out of quantization (llm_int8_skip_modules)"

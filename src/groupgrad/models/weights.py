@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models.adapters import is_adapted
+from groupgrad.models.adapters import is_adapted, is_packed
 from groupgrad.models.forward import unwrap
 
 # Wrappers that put their own name between two modules.
@@ -207,7 +207,7 @@ def _value(source: _Source, merged: dict[int, dict[str, torch.Tensor]]) -> torch
 def _merged(source: _Source) -> dict[str, torch.Tensor]:
     """The tensors of an adapted layer's base, in float32, with the active adapter added."""
     layer = source.layer
-    if not source.tensor.is_floating_point():
+    if is_packed(source.tensor):
         raise ValueError(f"{source.name} is quantized: an adapter cannot be merged into it; send the adapter alone")
     with _gathered(list(layer.parameters())):
         own = copy.deepcopy(layer).float()

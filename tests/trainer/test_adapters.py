@@ -1,0 +1,160 @@
+"""Every kind of adapter: sampled without merging, trained alone, saved alone, resumed bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from groupgrad.models.forward import ForwardOptions, score_without_gradient
+from groupgrad.models.startup import random_batch
+
+peft = pytest.importorskip("peft")
+
+QV = ["q_proj", "v_proj"]
+KINDS: dict[str, Any] = {
+    "LoRA": lambda: peft.LoraConfig(r=4, target_modules=QV),
+    "rsLoRA on all layers": lambda: peft.LoraConfig(
+        r=4, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"
+    ),
+    "LoRA on the head, with dropout": lambda: peft.LoraConfig(r=4, target_modules=[*QV, "lm_head"], lora_dropout=0.3),
+    "biases": lambda: peft.LoraConfig(r=4, target_modules=QV, bias="all"),
+    "PiSSA": lambda: peft.LoraConfig(r=4, target_modules=QV, init_lora_weights="pissa"),
+    "DoRA": lambda: peft.LoraConfig(r=4, target_modules=QV, use_dora=True),
+    "whole head": lambda: peft.LoraConfig(r=4, target_modules=QV, modules_to_save=["lm_head"]),
+    "some tokens": lambda: peft.LoraConfig(r=4, target_modules=QV, trainable_token_indices=[5, 30, 31, 32]),
+    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "experts": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ),
+}
+
+
+def make_experts() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8}
+    counts = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen3MoeConfig(**sizes, **counts, vocab_size=95, num_key_value_heads=2, eos_token_id=1, pad_token_id=0)
+    model = Qwen3MoeForCausalLM(config)
+    model.generation_config.eos_token_id = [1, *range(4, 24)]  # pyright: ignore[reportOptionalMemberAccess]
+    return model
+
+
+@pytest.fixture
+def build(make_trainer, make_policy, tmp_path):
+    """`build(kind, folder, **settings)`: a trainer of that kind of adapter; its base model lies in `base`."""
+
+    def make(kind: str, folder: str, **settings: Any) -> Any:
+        base = tmp_path / "base"
+        if not base.exists():
+            policy = make_experts() if kind == "experts" else make_policy(attention_bias=kind == "biases")
+            policy.save_pretrained(base)
+        return make_trainer(
+            model=str(base),
+            trainer={"peft_config": KINDS[kind]()},
+            **{"output_dir": str(tmp_path / folder), "save_strategy": "steps", "save_steps": 1, **settings},
+        )
+
+    return make
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trained_saved_and_resumed(kind: str, build, tools, tmp_path: Path):
+    straight = build(kind, "straight", beta=0.1)
+    assert straight.paths.engine.name == "native"
+    trainable = {name for name, p in straight.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in straight.model.named_parameters()}
+    given = logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    straight.train()
+    after = dict(straight.model.named_parameters())
+    assert {name for name in after if not torch.equal(after[name], before[name])} <= trainable
+    log = straight.state.log_history[:-1]
+    # With dropout training scores other log-probs than sampling does, and they are not compared.
+    mismatch = [entry.get("sampling/logp_mismatch") for entry in log]
+    assert mismatch == [None] * 3 if "dropout" in kind else max(mismatch) < 1e-5
+    assert log[0]["kl"] == pytest.approx(0.0, abs=1e-8)
+    assert log[-1]["kl"] > 1e-7
+    with straight.reference.active() as reference:
+        assert torch.allclose(logprobs(reference), given, atol=1e-5)
+    assert not torch.allclose(logprobs(straight.model), given, atol=1e-4)
+
+    resumed = build(kind, "resumed", beta=0.1)
+    resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
+    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+    assert [tools.without_times([e]) for e in resumed.state.log_history[:-1]] == [tools.without_times([e]) for e in log]
+
+    straight.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "saved", tmp_path / "straight" / "checkpoint-3"):
+        files = {path.name for path in folder.iterdir()}
+        assert "adapter_model.safetensors" in files
+        assert not any(name.startswith(("model", "pytorch_model")) for name in files)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        found = logprobs(peft.PeftModel.from_pretrained(base, str(folder)))
+        torch.testing.assert_close(found, logprobs(straight.model), rtol=0, atol=1e-5)
+
+
+QUICK = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "save_strategy": "no"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["LoRA on the head, with dropout", "IA3", "experts"])
+def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool, build, tools):
+    finals = []
+    for checkpointing in (False, True):
+        extra = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}} if checkpointing else {}
+        trainer = build(kind, f"run-{checkpointing}", gradient_checkpointing=checkpointing, **QUICK, **extra)
+        start = tools.weights(trainer.model)
+        trainer.train()
+        finals.append(tools.weights(trainer.model))
+        assert not torch.equal(finals[-1], start)
+    torch.testing.assert_close(finals[1], finals[0], rtol=0, atol=3e-5)
+
+
+def test_an_adapters_directory_is_trained_further(build, make_trainer, tmp_path: Path):
+    """It is its own reference: divergence begins at 0, from the adapter as it was given, not from the base model."""
+    first = build("LoRA", "first", learning_rate=0.1)
+    first.train()
+    first.save_model(str(tmp_path / "adapter"))
+    second = make_trainer(model=str(tmp_path / "adapter"), beta=0.1, max_steps=2)
+    torch.testing.assert_close(logprobs(second.model), logprobs(first.model), rtol=0, atol=0)
+    second.train()
+    assert second.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert second.state.log_history[1]["kl"] > 1e-7
+    with second.reference.active() as reference:
+        torch.testing.assert_close(logprobs(reference), logprobs(first.model), rtol=0, atol=1e-6)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_training(make_trainer, make_policy, tmp_path: Path):
+    config = peft.LoraConfig(target_modules=["query_key_value"])
+    with pytest.raises(ValueError, match=r"peft_config does not fit this Qwen3ForCausalLM: .*query_key_value"):
+        make_trainer(trainer={"peft_config": config})
+    merged = peft.get_peft_model(make_policy(), KINDS["LoRA"]())
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="the adapter is merged"):
+        make_trainer(model=merged)
+    make_policy(hidden_size=64).save_pretrained(tmp_path / "base")
+    peft.get_peft_model(make_policy(), KINDS["LoRA"]()).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(
+        path.read_text().replace('"base_model_name_or_path": null', f'"base_model_name_or_path": "{tmp_path}/base"')
+    )
+    with pytest.raises(ValueError, match=r"does not fit Qwen3ForCausalLM .*size mismatch"):
+        make_trainer(model=str(tmp_path / "adapter"))
+
+
+def test_virtual_tokens_are_sampled_by_generate(make_trainer, caplog):
+    """What the native engine cannot sample falls back in one line, and trains."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = make_trainer(trainer={"peft_config": config}, max_steps=1)
+    assert trainer.paths.engine.name == "transformers"
+    lines = [record.getMessage() for record in caplog.records if "is sampled by generate" in record.getMessage()]
+    assert lines == ["Qwen3ForCausalLM is sampled by generate: its adapter puts virtual tokens in front of the prompt"]
+    trainer.train()
+    assert trainer.state.global_step == 1
