@@ -239,7 +239,8 @@ def row_view(
         types = torch.zeros(num_rows, width, dtype=torch.int64)
         for i, (start, seen) in enumerate(zip(starts, sights)):
             if seen is not None and name in seen.media.token_tensors:
-                types[i, start : start + seen.num_tokens] = seen.media.token_tensors[name][: seen.num_tokens]
+                own = seen.media.token_tensors[name][: seen.num_tokens]
+                types[i, start : start + len(own)] = own
         view.inputs[name] = types.to(ids.device)
     return view
 

@@ -1,0 +1,161 @@
+"""Sampling from models that see: what `generate` would say, with the log-probs that training assigns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sights import ADAPTERS, NAMES, Seen, adapted, make_batch, make_seen
+from vision import picture
+
+from groupgrad.data.vision import example_prompt
+from groupgrad.engines.base import Request, Sample, SamplingOptions, open_session, sample_all
+from groupgrad.engines.choice import EngineOptions, choose_engine
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.models import vision
+from groupgrad.models.forward import ForwardOptions, score_tokens
+
+LENGTH = 8
+GREEDY = SamplingOptions(max_new_tokens=LENGTH, extra={"do_sample": False})
+FREE = SamplingOptions(max_new_tokens=LENGTH)
+PROMPTS = (0, 1, 2, 0, 2, 1, 0)
+"""Which prompt each row continues: several rows of each, those with two images, none and one in turn."""
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def seen(request) -> Seen:
+    return make_seen(request.param)
+
+
+def requests(seen: Seen, prompts: Sequence[int] = PROMPTS) -> list[Request]:
+    made = [seen.cases[number].prompt for number in prompts]
+    return [Request(prompt.ids, seed=i, max_new_tokens=LENGTH, media=prompt.media) for i, prompt in enumerate(made)]
+
+
+def generated(model: Any, seen: Seen, number: int) -> list[int]:
+    """What transformers' `generate` says on its own, with what the processor gives."""
+    inputs = seen.cases[number].inputs
+    options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def mismatch(model: Any, seen: Seen, samples: list[Sample], prompts: Sequence[int] = PROMPTS) -> float:
+    """The largest difference between log-probs of sampling and training."""
+    batch = make_batch(seen, [(number, []) for number in prompts], samples)
+    with torch.no_grad():
+        scores = score_tokens(model, batch, ForwardOptions()).logprobs
+    sampled = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
+    assert len(sampled) == batch.num_tokens
+    return float((scores - sampled).abs().max())
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS)
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+@pytest.mark.parametrize("name", NAMES)
+def test_path(name: str, engine: str, adapters: str):
+    seen = make_seen(name)
+    model = adapted(seen.model, adapters)
+    sampler: Any = NativeEngine(model) if engine == "native" else TransformersEngine(model)
+    found = sampler.sample(requests(seen), GREEDY)
+    expected = [generated(model, seen, number) for number in range(3)]
+    assert [sample.ids for sample in found] == [expected[number] for number in PROMPTS]
+    assert len({tuple(ids) for ids in expected}) > 1
+    assert mismatch(model, seen, sampler.sample(requests(seen), FREE)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
+def test_a_row_of_its_own_says_the_same_as_among_others(seen: Seen, kind: Any):
+    together = kind(seen.model).sample(requests(seen), FREE)
+    for place in (0, 1, 4):
+        alone = kind(seen.model).sample([requests(seen)[place]], FREE)
+        assert alone[0].ids == together[place].ids
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
+def test_placeholders_may_be_sampled(seen: Seen, kind: Any):
+    """Two tokens alone can be sampled, one of them the placeholder of images."""
+    vocabulary = seen.model.config.get_text_config().vocab_size
+    others = [token for token in range(vocabulary) if token not in (seen.placeholder, 40)]
+    options = replace(FREE, extra={"suppress_tokens": others})
+    samples = kind(seen.model).sample(requests(seen), options)
+    assert {token for sample in samples for token in sample.ids} == {seen.placeholder, 40}
+    batch = make_batch(seen, [(number, []) for number in PROMPTS], samples)
+    scores = score_tokens(seen.model, batch, ForwardOptions(layout="dense")).logprobs.detach()
+    sampled = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
+    torch.testing.assert_close(scores, sampled, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_is_computed_once_with_its_images(seen: Seen, monkeypatch):
+    calls, plain = [], seen.model.model.get_image_features
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(seen.model.model, "get_image_features", counted)
+    engine = NativeEngine(seen.model)
+    engine.sample(requests(seen), FREE)
+    assert len(calls) == 1
+    assert engine.statistics.num_prefilled == sum(len(case.prompt.ids) for case in seen.cases)
+
+
+def test_the_same_words_under_another_picture_are_another_prompt():
+    seen = make_seen("qwen2_vl")
+    prompts = [example_prompt(seen.processor, images=[picture(color)]) for color in ("red", "blue")]
+    assert prompts[0].ids == prompts[1].ids
+    made = [Request(prompt.ids, seed=0, max_new_tokens=LENGTH, media=prompt.media) for prompt in prompts]
+    first, second = NativeEngine(seen.model).sample(made, FREE)
+    assert first.logprobs[0] != pytest.approx(second.logprobs[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
+def test_rows_that_gave_way_go_on_behind_their_images(name: str):
+    """Memory for one long prompt and a few rows: the others wait, give way and are computed anew."""
+    seen = make_seen(name)
+    free = NativeEngine(seen.model)
+    expected = free.sample(requests(seen, PROMPTS * 2), FREE)
+    tight = NativeEngine(seen.model, kv_memory=free.statistics.peak_bytes // 3)
+    found = tight.sample(requests(seen, PROMPTS * 2), FREE)
+    assert tight.statistics.num_waited > 0
+    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
+    assert mismatch(seen.model, seen, found, PROMPTS * 2) <= 1e-5
+
+
+@pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
+def test_turns_go_on_behind_images(seen: Seen, way: str):
+    """A second turn, whose context has a placeholder that is no image's."""
+    engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
+    first, between = seen.cases[0].prompt, [seen.placeholder, 30, 31]
+    with open_session(engine, FREE) as session:
+        said = sample_all(session, [Request(first.ids, 1, LENGTH, keep=way == "kept", media=first.media)])[0]
+        context = [*first.ids, *said.ids, *between]
+        again = Request(context, 2, LENGTH, continues=0 if way == "kept" else None, media=first.media)
+        second = sample_all(session, [again])[0]
+    if way == "kept":
+        assert engine.statistics.num_restored == LENGTH - 1
+    row = [*said.ids, *between, *second.ids]
+    scores = score_tokens(seen.model, make_batch(seen, [(0, row)]), ForwardOptions()).logprobs.detach()
+    sampled = torch.tensor([*(said.logprobs or ()), *(second.logprobs or ())])
+    own = torch.cat([scores[: len(said.ids)], scores[len(said.ids) + len(between) :]])
+    torch.testing.assert_close(own, sampled, rtol=1e-5, atol=1e-5)
+
+
+def test_the_engine_is_chosen_with_images_in_sight(seen: Seen):
+    chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
+    assert (chosen.name, chosen.reason) == (
+        "native",
+        "it samples from the modules that train, and its log-probs agree",
+    )
+
+
+def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(monkeypatch, caplog):
+    seen = make_seen("gemma3")
+    monkeypatch.setattr(vision, "_TWO_WAY_FAMILIES", ())
+    assert choose_engine(seen.model, EngineOptions(), FREE).name == "native"
+    chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
+    assert chosen.name == "transformers"
+    assert "Gemma3ForConditionalGeneration is sampled by generate: its log-probs differ by" in caplog.text
