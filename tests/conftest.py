@@ -162,6 +162,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba (recurrent)": ("Mamba", {**SIZES, "state_size": 4, "time_step_rank": 4}),
+    "mamba2 (recurrent)": (
+        "Mamba2",
+        {**SIZES, "num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 4, "expand": 2},
+    ),
+    "qwen3.5 (linear attention)": (
+        "Qwen3_5Text",
+        {
+            **SIZES,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+        },
+    ),
     "lfm2 (convolution)": (
         "Lfm2",
         {**SIZES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import logging
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from groupgrad.engines import choice
-from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.choice import EngineOptions, brings_own_generate, choose_engine
+from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.models.forward import ForwardOptions
 from groupgrad.models.startup import check_layout
 
 OPTIONS = SamplingOptions(max_new_tokens=4)
+SIZES: Any = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -89,10 +103,52 @@ def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, monkeypatc
     with caplog.at_level(logging.WARNING):
         chosen = choose_engine(model, EngineOptions(), OPTIONS)
     assert chosen.name == "transformers"
-    (record,) = caplog.records
-    text = record.getMessage()
-    assert text.startswith("LlamaForCausalLM is sampled by generate: its log-probs differ by ")
-    assert "\n" not in text
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert texts[0].startswith("LlamaForCausalLM is sampled by generate: its log-probs differ by ")
+    # A step with cached keys sees no neighbour, so that generate is no better.
+    assert texts[1].startswith("generate does not sample LlamaForCausalLM as it is trained: its log-probs differ by ")
+    assert not any("\n" in text for text in texts)
+
+
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(engine, caplog):
+    """RecurrentGemma's states begin with the padding. Alone or beside longer prompts, its rows are its own."""
+    torch.manual_seed(0)
+    config = RecurrentGemmaConfig(
+        **SIZES, lru_width=16, attention_window_size=8, block_types=["recurrent", "attention"]
+    )
+    model = RecurrentGemmaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_engine(model, EngineOptions(engine=engine), OPTIONS)
+    said = [record.getMessage() for record in caplog.records if "given prompts of one length" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("RecurrentGemmaForCausalLM is given prompts of one length at a time")
+    requests = [Request(list(range(3, 3 + length)), seed=length, max_new_tokens=4) for length in (3, 8, 8, 5)]
+    together = chosen.engine.sample(requests, OPTIONS)
+    for request, sample in zip(requests, together):
+        (alone,) = chosen.engine.sample([request], OPTIONS)
+        assert alone.ids == sample.ids
+        assert alone.logprobs == pytest.approx(sample.logprobs, abs=1e-5)
+    padded = TransformersEngine(model).sample(requests, OPTIONS)
+    assert max(abs(a - b) for a, b in zip(padded[0].logprobs or (), together[0].logprobs or ())) > 0.1
+
+
+@pytest.mark.parametrize("name", ["mamba (recurrent)", "mamba2 (recurrent)", "qwen3.5 (linear attention)"])
+def test_recurrent_models_that_heed_the_mask_share_a_call(build, name, caplog):
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_engine(build(name), EngineOptions(), OPTIONS)
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
+    assert said.endswith("is sampled by generate: it carries a recurrent state")
+    calls: list[int] = []
+    model = chosen.engine._model  # pyright: ignore[reportAttributeAccessIssue]
+    plain = model.generate
+    model.generate = lambda ids, **given: calls.append(len(ids)) or plain(ids, **given)
+    chosen.engine.sample([Request(list(range(3, 3 + n)), seed=n, max_new_tokens=4) for n in (3, 8, 5)], OPTIONS)
+    assert calls == [3]
 
 
 def test_a_model_that_fails_on_flat_tokens_falls_back(build, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -388,3 +389,50 @@ def test_gradient_checkpointing_does_not_matter_and_stays_on(build):
     model.train()
     assert [s.ids for s in sample(model)] == [s.ids for s in expected]
     assert model.is_gradient_checkpointing
+
+
+def test_a_model_that_goes_past_the_hook_is_sampled_without_logprobs(build):
+    """Log-probs that were not seen are not made up; training then computes its own."""
+    model = build("llama")
+    expected = TransformersEngine(model).sample([Request([5, 6], 3, 4), Request([7], 4, 4)], SamplingOptions(4))
+
+    class Uncalled(type(model)):
+        def __call__(self, *args, **kwargs):
+            return self.forward(*args, **kwargs)
+
+    model.__class__ = Uncalled
+    found = TransformersEngine(model).sample([Request([5, 6], 3, 4), Request([7], 4, 4)], SamplingOptions(4))
+    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
+    assert [sample.logprobs for sample in found] == [None, None]
+    assert all(sample.logprobs for sample in expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_switches_itself_is_switched_and_left_as_it_was(build, fails):
+    model = build("llama").train()
+    model.model.layers[0].eval()
+    model.model.gradient_checkpointing = True
+    before = [(module.training, vars(module).get("gradient_checkpointing")) for module in model.modules()]
+    calls = []
+
+    def switch(training):
+        calls.append("training" if training else "inference")
+        for module in model.modules():
+            module.training = training
+            if "gradient_checkpointing" in vars(module):
+                module.gradient_checkpointing = training
+
+    model.for_inference, model.for_training = lambda: switch(False), lambda: switch(True)
+    engine = TransformersEngine(model)
+
+    def look(*_):
+        calls.append(model.model.gradient_checkpointing)
+        if fails:
+            raise ZeroDivisionError
+
+    model.register_forward_pre_hook(look)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        engine.sample([Request([5, 6], 3, 4)], SamplingOptions(4))
+    assert calls == ["inference", *[False] * (1 if fails else 4), "training"]
+    after = [(module.training, vars(module).get("gradient_checkpointing")) for module in model.modules()]
+    assert after == before

@@ -13,7 +13,8 @@ from groupgrad.models.startup import check_layout, measured_difference, random_b
 def test_every_architecture_gets_the_best_way_that_it_can_run(any_model):
     report = check_layout(any_model, ForwardOptions())
     name = type(any_model).__name__
-    dense = {"MambaForCausalLM", "Lfm2ForCausalLM", "BloomForCausalLM", "GPTJForCausalLM"}
+    dense = {"MambaForCausalLM", "Mamba2ForCausalLM", "Qwen3_5ForCausalLM"}  # recurrent layers
+    dense |= {"Lfm2ForCausalLM", "BloomForCausalLM", "GPTJForCausalLM"}
     assert report.layout == ("dense" if name in dense else "shared"), report
     assert report.tiled_head
     assert (report.reason is None) == (name not in dense)

@@ -67,11 +67,20 @@ def choose_engine(
     not those of a plain forward pass, it is not used, and one warning names the model and the difference. With
     `engine="native"` what it cannot do is an error.
 
+    `generate` is tried in the same way: a model of which padding on the left of a prompt changes the completion, as it
+    does with some recurrent ones, is given prompts of equal lengths at a time.
+
     Raises ConfigError for sampling options that the engine asked for lacks, ValueError for a model that it cannot run.
     """
-    fallback = TransformersEngine(model, tokenizer=tokenizer, max_rows=options.max_rows, precision=precision)
+
+    def generating(equal_lengths: bool) -> TransformersEngine:
+        return TransformersEngine(
+            model, tokenizer=tokenizer, max_rows=options.max_rows, precision=precision, equal_lengths=equal_lengths
+        )
+
     if options.engine == "transformers":
-        return EngineChoice(fallback, "transformers", "rollout_engine='transformers' asks for it")
+        engine = _agreeing(model, generating, precision, example)
+        return EngineChoice(engine, "transformers", "rollout_engine='transformers' asks for it")
     reason = _obstacle(model, sampling)
     native = None
     if reason is None:
@@ -96,7 +105,7 @@ def choose_engine(
     idle = [name for name in ("kv_memory", "pack_weights") if getattr(options, name)]
     if idle:
         logger.warning("engine_%s: no effect, it is the native engine's", " and engine_".join(idle))
-    return EngineChoice(fallback, "transformers", reason or "")
+    return EngineChoice(_agreeing(model, generating, precision, example), "transformers", reason or "")
 
 
 def brings_own_generate(model: nn.Module) -> bool:
@@ -125,9 +134,33 @@ def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
     return None
 
 
+def _agreeing(
+    model: nn.Module,
+    make: Callable[[bool], TransformersEngine],
+    precision: Callable[[], AbstractContextManager[Any]],
+    example: Prompt | None,
+) -> TransformersEngine:
+    """`generate` with prompts of any lengths in a call, or where only that agrees with training, of equal lengths."""
+    problem = _disagreement(model, make(False), precision, example)
+    if problem is None:
+        return make(False)
+    if _disagreement(model, make(True), precision, example) is None:
+        logger.warning(
+            "%s is given prompts of one length at a time, since padding on their left changes what it says",
+            _name(model),
+        )
+        return make(True)
+    logger.warning(
+        "generate does not sample %s as it is trained: %s; 'sampling/logp_mismatch' in the log is by how much",
+        _name(model),
+        problem,
+    )
+    return make(False)
+
+
 def _disagreement(
     model: nn.Module,
-    engine: NativeEngine,
+    engine: Engine,
     precision: Callable[[], AbstractContextManager[Any]],
     example: Prompt | None,
 ) -> str | None:
@@ -142,6 +175,8 @@ def _disagreement(
         samples = engine.sample(requests, SamplingOptions(max_new_tokens=5))
     except Exception as error:  # whatever a model's own code raises, generate is there
         return f"sampling random tokens failed: {type(error).__name__}: {error}"
+    if any(len(sample.logprobs or ()) != len(sample.ids) or not sample.ids for sample in samples):
+        return None  # nothing to compare
     batch = batch_of(prompts, rows, [sample.ids for sample in samples], media if any(media) else None)
     batch = batch.to(next(model.parameters()).device)
     with torch.no_grad(), evaluation_mode(model), precision():

@@ -50,7 +50,8 @@ _LOOKS_BACK = frozenset(
 class TransformersEngine:
     """Samples through `model.generate`, at most `max_rows` rows a call, without dropout and in evaluation mode.
 
-    `precision` makes the context that training's mixed precision computes in.
+    `precision` makes the context that training's mixed precision computes in. With `equal_lengths` prompts share a call
+    only if they have equally many tokens, for models whose states begin with what lies left of a prompt.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class TransformersEngine:
         tokenizer: Any = None,
         max_rows: int = 64,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        equal_lengths: bool = False,
     ):
         self._model, self._tokenizer, self._max_rows = model, tokenizer, max_rows
+        self._equal_lengths = equal_lengths
         # `accelerate` gives the outermost module training's mixed precision; an adapter's `generate` goes past it.
         self._precision = precision
 
@@ -72,8 +75,8 @@ class TransformersEngine:
         # Rows of like budget and prompt length share a call: less padding, and no row runs past its context.
         # Rows with images are apart from those without.
         order = sorted(range(len(requests)), key=lambda i: (_kind(requests[i]), len(requests[i].prompt_ids)))
-        padded = not _needs_equal_lengths(unwrap(self._model), options)
-        with evaluation_mode(self._model), self._precision():
+        padded = not (self._equal_lengths or _needs_equal_lengths(unwrap(self._model), options))
+        with _switched_by_itself(unwrap(self._model)), evaluation_mode(self._model), self._precision():
             for chunk in _chunks(order, requests, self._max_rows, padded=padded):
                 for i, sample in zip(chunk, self._generate([requests[i] for i in chunk], options)):
                     samples[i] = sample
@@ -102,6 +105,27 @@ class TransformersEngine:
             output = model.generate(view.ids, **kwargs)  # pyright: ignore[reportCallIssue]
         completions = output[:, ids.shape[1] :].tolist()
         return [_cut(row, logprobs, options, stop) for row, logprobs in zip(completions, sampler.logprobs())]
+
+
+@contextmanager
+def _switched_by_itself(model: Any) -> Iterator[None]:
+    """Let a model that brings `for_inference()` and `for_training()`, as Unsloth's do, switch itself to the one and
+    back to the other; afterwards every module is in the mode that it was in, gradient checkpointing included."""
+    begin, end = getattr(model, "for_inference", None), getattr(model, "for_training", None)
+    if not (callable(begin) and callable(end)):
+        yield
+        return
+    names = ("training", "gradient_checkpointing")
+    modes = [
+        (module, {name: vars(module)[name] for name in names if name in vars(module)}) for module in model.modules()
+    ]
+    begin()
+    try:
+        yield
+    finally:
+        end()
+        for module, mode in modes:
+            vars(module).update(mode)
 
 
 class _StopStrings(StoppingCriteria):
@@ -156,6 +180,7 @@ class _RowSampler(LogitsProcessor):
         self._draws = torch.stack(draws, dim=1).to(self._device)  # (max_tokens, B)
         self._temperature = float(options.extra.get("temperature", options.temperature))
         self._logits: torch.Tensor | None = None
+        self._steps = 0
         self._logprobs: list[torch.Tensor] = []
 
     @contextmanager
@@ -163,7 +188,8 @@ class _RowSampler(LogitsProcessor):
         """Look at the logits of every forward pass inside."""
 
         def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._logits = output.logits[:, -1].float()
+            logits = getattr(output, "logits", None)
+            self._logits = None if logits is None else logits[:, -1].float()
 
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
         handle = inner.register_forward_hook(look)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
@@ -173,19 +199,24 @@ class _RowSampler(LogitsProcessor):
             handle.remove()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        draws = self._draws[len(self._logprobs)]
+        draws = self._draws[self._steps]
+        self._steps += 1
         cumulative = scores.to(self._device).double().softmax(dim=-1).cumsum(dim=-1)
         # The last sum is 1 up to rounding; scaling the draw by it keeps the choice inside the support.
         chosen = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
         chosen = chosen.clamp(max=scores.shape[-1] - 1).to(scores.device)
-        assert self._logits is not None
-        logprobs = torch.log_softmax(self._logits / self._temperature, dim=-1).gather(-1, chosen)
-        self._logprobs.append(logprobs.squeeze(-1))
+        # A model patched from outside may go past the hook that shows them.
+        logits, self._logits = self._logits, None
+        if logits is not None:
+            logprobs = torch.log_softmax(logits / self._temperature, dim=-1).gather(-1, chosen)
+            self._logprobs.append(logprobs.squeeze(-1))
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen, 0.0)  # pyright: ignore[reportReturnType]
 
-    def logprobs(self) -> list[list[float]]:
-        """By row, one number a step taken."""
-        return torch.stack(self._logprobs, dim=1).tolist() if self._logprobs else []
+    def logprobs(self) -> Sequence[list[float] | None]:
+        """By row, one number a step taken; None if the model's logits were not seen in every step."""
+        if len(self._logprobs) < self._steps or not self._steps:
+            return [None] * self._draws.shape[1]
+        return torch.stack(self._logprobs, dim=1).tolist()
 
 
 def _warpers(options: SamplingOptions) -> list[LogitsProcessor]:

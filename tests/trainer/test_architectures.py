@@ -1,0 +1,68 @@
+"""Models other than plain transformers train: mixtures of experts, recurrent layers, layers patched from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from groupgrad.models.forward import layout_for
+
+
+@pytest.fixture
+def make_any(build: Callable[..., Any], tokenizer: Any) -> Callable[..., Any]:
+    """A small random model of one of the architectures, with the tests' vocabulary; many of its tokens end a text."""
+
+    def make(name: str, **changes: Any) -> Any:
+        model = build(name, vocab_size=len(tokenizer), **changes)
+        model.generation_config.eos_token_id = [1, *range(4, 24)]
+        return model
+
+    return make
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss (experts, sinks)"])
+def test_experts_train_with_shared_prompts_and_their_balance(make_trainer: Any, make_any: Any, name: str) -> None:
+    """The native engine samples, prompts are shared, log-probs of sampling are training's, and the balance is in the
+    loss by the model's own weight."""
+    trainers = []
+    for weight in (0.25, 0.0):
+        trainers.append(make_trainer(model=make_any(name, router_aux_loss_coef=weight), max_steps=2))
+        assert trainers[-1].paths.engine.name == "native"
+        assert layout_for(trainers[-1].model, trainers[-1].setup.forward_options) == "shared"
+        trainers[-1].train()
+        assert max(logged(trainers[-1], "sampling/logp_mismatch")) < 1e-5
+    balance, loss = logged(trainers[0], "aux_loss"), logged(trainers[0], "loss")
+    assert len(balance) == 2 and min(balance) >= 1.0
+    assert loss[0] == pytest.approx(logged(trainers[1], "loss")[0] + 0.25 * balance[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mamba2 (recurrent)", "qwen3.5 (linear attention)"])
+def test_recurrent_layers_train_in_rows_of_their_own(make_trainer: Any, make_any: Any, tools: Any, name: str) -> None:
+    """In the dense layout, and a row's part of the step does not depend on how long its neighbours are: a micro-batch
+    of all rows and four of two give one step."""
+    finals = []
+    for rows, accumulation in ((8, 1), (2, 4)):
+        model = make_any(name)
+        trainer = make_trainer(
+            model=model,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=accumulation,
+            max_steps=2,
+            optim="sgd",
+            learning_rate=0.01,
+        )
+        assert trainer.paths.layout.layout == "dense" and trainer.paths.layout.tiled_head
+        assert trainer.paths.engine.name == "transformers"
+        trainer.train()
+        log = trainer.state.log_history[:2]
+        lengths = [entry["completions/max_length"] - entry["completions/min_length"] for entry in log]
+        assert min(lengths) > 0
+        finals.append(tools.weights(model))
+    assert tools.relative(finals[1], finals[0]) < 1e-6
+    assert tools.relative(finals[0], tools.weights(make_any(name))) > 1e-4
