@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -14,8 +15,9 @@ from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, reques
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.vllm.client import VLLMServerEngine
+from groupgrad.engines.vllm.group import DeviceBucket, GroupBroken
 from groupgrad.engines.vllm.http import Address, ServerRefused, call
-from groupgrad.engines.vllm.transport import HttpTransport, SharedMemoryTransport, choose_transport
+from groupgrad.engines.vllm.transport import GlooTransport, HttpTransport, SharedMemoryTransport, choose_transport
 from groupgrad.engines.vllm.wire import Bucket
 
 
@@ -109,6 +111,59 @@ def test_each_transport_brings_the_weights(transport: Any, server: Served, polic
     engine = server.engine(transport=transport)
     engine.push(vary(policy, 7), 0)
     assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_process_group_brings_weights_again_and_again(server: Served, policy: Any) -> None:
+    transport = GlooTransport(free_port())
+    engine = server.engine(transport=transport)
+    for version in range(2):
+        engine.push(vary(policy, version), version)
+        assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+    # A trainer that was started again meets the workers anew, at another port or the same.
+    again = server.engine(transport=GlooTransport(transport._port))
+    again.push(vary(policy, 5), 0)
+    assert mean_difference(policy, requests(), again.sample(requests(), OPTIONS)) < 1e-5
+    # What it left of the first is noticed, and met again.
+    engine.push(vary(policy, 6), 2)
+    assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+    engine.close()
+
+
+class FlipsOnce(GlooTransport):
+    """A group that changes a bit of the second bucket."""
+
+    def send(self, address: Address, stamp: str, bucket: DeviceBucket, *, timeout_s: float) -> None:
+        if bucket.number == 1:
+            bucket.data[17] ^= 1
+        super().send(address, stamp, bucket, timeout_s=timeout_s)
+
+
+def test_weights_that_arrived_changed_over_a_group_are_refused(server: Served, policy: Any) -> None:
+    engine = server.engine(transport=FlipsOnce(free_port()))
+    with pytest.raises(ServerRefused, match=r"pushing version 3 .*its bytes have the checksum"):
+        engine.push(policy, 3)
+    _nothing_is_sampled(server, engine)
+    engine.close()
+
+
+def test_a_group_that_cannot_be_formed_says_why(server: Served, policy: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        engine = server.engine(transport=GlooTransport(taken))
+        with pytest.raises(GroupBroken, match=rf"(?s)the server says: .*port {taken} .*set vllm_group_port"):
+            engine.push(policy, 0)
+    # The server goes on.
+    engine = server.engine()
+    engine.push(policy, 0)
+    assert len(engine.sample(requests(), OPTIONS)) == 6
 
 
 def test_workers_on_this_machine_read_its_memory(server: Served, engine: VLLMServerEngine) -> None:

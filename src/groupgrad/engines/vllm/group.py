@@ -1,8 +1,8 @@
 """A process group of the rank that pushes weights and the workers of a server, and what is sent over it.
 
-It is a group by itself, beside those of training and of vLLM: its ranks are the trainer (0) and the workers (1, 2, ...),
-which meet at a port of the server's machine. Both sides use torch's own classes, so the trainer needs no vLLM. Tensors
-stay on their device: they are packed, sent, checked and unpacked there.
+It is a group by itself, beside those of training and of vLLM: its ranks are the trainer (0) and the workers (1, 2,
+...), which meet at a port of the server's machine. Both sides use torch's own classes, so the trainer needs no vLLM.
+Tensors stay on their device: they are packed, sent, checked and unpacked there.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class WeightGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self.device = device or torch.device("cpu")
         self._store = store
+        self._group: Any = None
         try:
             self._group = _make(backend, store, rank, size, self._timeout)
             # NCCL connects when something is sent.

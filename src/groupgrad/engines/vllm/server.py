@@ -201,8 +201,9 @@ class Routes:
         async with self._weights.lock:
             self._expect_push(query["stamp"])
             places = int(query["first"]), int(query["count"])
-            if "num_bytes" in query:
-                await engine.collective_rpc("groupgrad_received", args=(int(query["num_bytes"]), *places))
+            if "group" in query:
+                sent = query["group"], int(query["num_bytes"])
+                await engine.collective_rpc("groupgrad_received", args=(*sent, *places))
             elif "shared" in query:
                 await engine.collective_rpc("groupgrad_shared", args=(query["shared"], *places))
             else:
@@ -224,14 +225,15 @@ class Routes:
 
     async def _join(self, engine: Any, request: Any) -> dict[str, Any]:
         body = await request.json()
-        arguments = (body["backend"], body["host"], int(body["port"]), int(body["size"]), float(body["timeout_s"]))
+        numbers = int(body["port"]), int(body["size"]), float(body["timeout_s"])
+        arguments = (body["name"], body["backend"], body["host"], *numbers)
         async with self._weights.lock:
             await engine.collective_rpc("groupgrad_join", args=arguments)
         return {}
 
     async def _leave(self, engine: Any, request: Any) -> dict[str, Any]:
         async with self._weights.lock:
-            await engine.collective_rpc("groupgrad_leave")
+            await engine.collective_rpc("groupgrad_leave", args=(request.query_params["group"],))
         return {}
 
     async def _commit(self, engine: Any, request: Any) -> dict[str, Any]:

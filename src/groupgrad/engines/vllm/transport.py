@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -89,6 +90,7 @@ class GlooTransport:
         self._port, self._device = port, device or torch.device("cpu")
         self._group: WeightGroup | None = None
         self._address: Address | None = None
+        self._name = ""
 
     def pack(
         self, notes: list[TensorNote], tensors: Iterable[torch.Tensor], bucket_bytes: int
@@ -105,8 +107,9 @@ class GlooTransport:
             call(address, "open", {"port": self._port, "timeout_s": waits_s}, timeout_s=timeout_s)
         except ServerRefused as refused:
             raise GroupBroken(f"the server says: {refused}") from None
-        self._address = address
-        told = {"backend": self.backend, "host": address.host, "port": self._port, "size": size, "timeout_s": timeout_s}
+        self._address, self._name = address, uuid.uuid4().hex[:8]
+        told = {"name": self._name, "backend": self.backend, "host": address.host, "port": self._port, "size": size}
+        told["timeout_s"] = timeout_s
 
         def here() -> None:
             store = open_store(address.host, self._port, serves=False, timeout_s=waits_s)
@@ -122,7 +125,8 @@ class GlooTransport:
             self.meet(address, timeout_s=timeout_s)
         group = self._group
         assert group is not None
-        query = {"stamp": stamp, "first": bucket.first, "count": bucket.count, "num_bytes": len(bucket.data)}
+        query = {"stamp": stamp, "first": bucket.first, "count": bucket.count}
+        query |= {"group": self._name, "num_bytes": len(bucket.data)}
         there = _Side(lambda: call(address, "bucket", b"", query=query, timeout_s=timeout_s))
         try:
             group.send(bucket.data, lambda: there.problem)
@@ -140,7 +144,7 @@ class GlooTransport:
             return
         group.close()
         with contextlib.suppress(ConnectionError, ServerRefused):
-            call(self._address, "leave", b"", timeout_s=5.0)
+            call(self._address, "leave", b"", query={"group": self._name}, timeout_s=5.0)
 
 
 class NcclTransport(GlooTransport):

@@ -114,28 +114,31 @@ class WeightReceiver:
         if self.rank == 0:  # pyright: ignore[reportAttributeAccessIssue]
             self._groupgrad_store = open_store("0.0.0.0", port, serves=True, timeout_s=timeout_s)
 
-    def groupgrad_join(self, backend: Any, host: str, port: int, size: int, timeout_s: float) -> None:
+    def groupgrad_join(self, name: str, backend: Any, host: str, port: int, size: int, timeout_s: float) -> None:
         """Meet the trainer and the other workers; `host` is this server's, as the trainer knows it."""
         rank: int = self.rank  # pyright: ignore[reportAttributeAccessIssue]
         store = self._groupgrad_store if rank == 0 else open_store(host, port, serves=False, timeout_s=timeout_s)
         device: torch.device = self.device  # pyright: ignore[reportAttributeAccessIssue]
         where = device if backend == "nccl" else None
-        self._groupgrad_group = WeightGroup(backend, store, rank + 1, size, timeout_s=timeout_s, device=where)
+        group = WeightGroup(backend, store, rank + 1, size, timeout_s=timeout_s, device=where)
+        self._groupgrad_group: tuple[str, WeightGroup] | None = (name, group)
 
-    def groupgrad_received(self, num_bytes: int, first: int, count: int) -> None:
-        """Load one bucket that the trainer sends over the group."""
-        group: WeightGroup | None = getattr(self, "_groupgrad_group", None)
-        if group is None:
-            raise RuntimeError("weights are to come over a process group, but this worker is in none")
+    def groupgrad_received(self, name: str, num_bytes: int, first: int, count: int) -> None:
+        """Load one bucket that the trainer sends over the group of that name."""
+        known, group = getattr(self, "_groupgrad_group", None) or (None, None)
+        if group is None or known != name:
+            raise RuntimeError(f"weights are to come over the process group {name}, but this worker is in {known}")
         # What is sent is taken in any case: otherwise the trainer would wait in vain.
         data = group.receive(num_bytes)
         push = self._groupgrad_next(first)
         push.checksum = digest(data, push.checksum)
         self._groupgrad_load(push, unpack_from(push.notes[first : first + count], data))
 
-    def groupgrad_leave(self) -> None:
-        """Leave the group, if there is one."""
-        group: WeightGroup | None = getattr(self, "_groupgrad_group", None)
+    def groupgrad_leave(self, name: str | None = None) -> None:
+        """Leave the group of that name, if this worker is in it; without a name whichever there is."""
+        known, group = getattr(self, "_groupgrad_group", None) or (None, None)
+        if name is not None and known != name:
+            return
         self._groupgrad_group = self._groupgrad_store = None
         if group is not None:
             group.close()
