@@ -202,4 +202,5 @@ def tolerance(model: nn.Module) -> float:
 
 def _is_half(model: nn.Module) -> bool:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return bool(dtypes - {torch.float32, torch.float64}) or torch.is_autocast_enabled()
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return bool(dtypes - {torch.float32, torch.float64}) or any(map(torch.is_autocast_enabled, devices))
