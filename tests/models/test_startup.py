@@ -85,6 +85,13 @@ def test_differences_are_measured_by_precision(build):
     assert measured_difference(torch.tensor([float("nan"), 0.0]), expected, model) == float("inf")
 
 
+def test_mixed_precision_is_no_full_precision(build):
+    model = build("qwen3")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tolerance(model) == startup.TOLERANCE_HALF
+    assert tolerance(model) == startup.TOLERANCE_FLOAT32
+
+
 def test_bfloat16_models_pass(build):
     assert check_layout(build("qwen3").to(torch.bfloat16), ForwardOptions()).layout == "shared"
 
