@@ -202,5 +202,6 @@ def tolerance(model: nn.Module) -> float:
 
 def _is_half(model: nn.Module) -> bool:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    devices = {parameter.device.type for parameter in model.parameters()}
+    # Offloaded weights are nowhere until they are used.
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     return bool(dtypes - {torch.float32, torch.float64}) or any(map(torch.is_autocast_enabled, devices))
