@@ -1,0 +1,127 @@
+"""Models whose code was exchanged on the instance, as accelerators do it, train by what they compute.
+
+The stand-in here follows the pattern of Unsloth's: attention that goes past the library's interface and takes no mask
+but its own, a causal forward that multiplies with the head's weight itself, a `PeftModel` with a `forward` and a
+`generate` of its own, and `for_training()` and `for_inference()`, of which `generate` calls the second and leaves it at
+that.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+
+def own_attention(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **_: Any,
+) -> Any:
+    shape = (*hidden_states.shape[:2], -1, self.head_dim)
+    query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+    key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+    value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    mask = attention_mask if isinstance(attention_mask, torch.Tensor) else None
+    is_causal = mask is None and query.shape[2] > 1
+    output = scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
+    return self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)), None
+
+
+def own_causal_forward(self: Any, input_ids: Any = None, labels: Any = None, **given: Any) -> CausalLMOutputWithPast:
+    given = {k: v for k, v in given.items() if k in ("attention_mask", "past_key_values", "use_cache", "position_ids")}
+    output = self.model(input_ids=input_ids, **given)
+    return CausalLMOutputWithPast(
+        logits=output.last_hidden_state @ self.lm_head.weight.T,  # pyright: ignore[reportArgumentType]
+        past_key_values=output.past_key_values,
+    )
+
+
+def own_adapter_forward(self: Any, input_ids: Any = None, **given: Any) -> Any:
+    return self.base_model(input_ids=input_ids, **given)
+
+
+def own_generate(self: Any, *args: Any, **given: Any) -> Any:
+    self.for_inference()
+    self.calls["generate"] += 1
+    with torch.inference_mode():
+        return self.plain_generate(*args, **given)
+
+
+def switch(self: Any, training: bool) -> None:
+    for module in self.modules():
+        module.training = training
+    self.calls["training" if training else "inference"] += 1
+
+
+def patch(model: Any) -> Any:
+    """The adapted model with other code in it."""
+    base = model.get_base_model()
+    for layer in base.model.layers:
+        layer.self_attn.forward = MethodType(own_attention, layer.self_attn)
+    base.forward = MethodType(own_causal_forward, base)
+    model.calls = {"generate": 0, "training": 0, "inference": 0}
+    model.plain_generate, model.generate = model.generate, MethodType(own_generate, model)
+    model.forward = MethodType(own_adapter_forward, model)
+    model.for_training = MethodType(lambda self: switch(self, True), model)
+    model.for_inference = MethodType(lambda self: switch(self, False), model)
+    return model
+
+
+def adapted(make_policy: Any) -> Any:
+    torch.manual_seed(0)
+    return get_peft_model(make_policy(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.1}, {"num_iterations": 2}], ids=str)
+def test_a_patched_model_trains_as_the_plain_one(
+    make_trainer: Any, make_policy: Any, tools: Any, settings: Any
+) -> None:
+    """Step by step the numbers are those of the same model without other code in it."""
+    finals, losses, trainers = [], [], []
+    for model in (patch(adapted(make_policy)), adapted(make_policy)):
+        trainer = make_trainer(model=model, rollout_engine="transformers", max_steps=2, **settings)
+        trainer.train()
+        trainers.append(trainer)
+        finals.append(tools.weights(model))
+        losses.append([entry["loss"] for entry in trainer.state.log_history[:2]])
+    assert tools.relative(finals[0], finals[1]) < 1e-5
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert trainers[0].paths.layout.layout == "dense"
+    assert trainers[1].paths.layout.layout == "shared"
+
+
+def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy: Any, caplog: Any) -> None:
+    """Its own `generate` samples, the dense layout is used because the numbers of others differ, and one line each says
+    so. Between rounds it trains in training mode."""
+    model = patch(adapted(make_policy))
+    modes: list[bool] = []
+    trainer = make_trainer(model=model, max_steps=2)
+    assert trainer.paths.engine.name == "transformers"
+    assert trainer.paths.engine.reason == "the model brings its own generate"
+    texts = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
+    assert len(texts) == 2
+    assert texts[0].startswith("PeftModel is scored in the dense layout: ")
+    assert "log-probs of the shared layout" in texts[0]
+    assert texts[1] == "Qwen3ForCausalLM is sampled by generate: the model brings its own generate"
+    before = dict(model.calls)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(
+        lambda module, inputs, output: modes.append(module.training) if output.requires_grad else None
+    )
+    trainer.train()
+    assert model.calls["generate"] - before["generate"] == 2
+    assert model.calls["training"] - before["training"] == 2
+    assert modes and all(modes)
