@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from groupgrad.metrics import Metric, merge
+from groupgrad.models.quantized import rounds_to_int8
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class DropWatch:
         self._tokens = self._rows = None
         if max(shares) <= self._warn_above:
             return
-        self._warn_above = 2 * MUCH_DROPPED if self._warn_above < 2 * MUCH_DROPPED else 1.0
+        self._warn_above = 2 * MUCH_DROPPED if max(shares) <= 2 * MUCH_DROPPED else 1.0
         logger.warning(
             "step %d: the correction of the difference between vLLM and training drops %.0f %% of the completions and "
             "%.0f %% of the tokens, which then teach nothing (sampling/frac_dropped_rows, "
@@ -96,9 +97,14 @@ def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | str) -> floa
 
 
 def computing_types(model: nn.Module, mixed_precision: str) -> set[torch.dtype]:
-    """The floating-point types of the model's parameters, and the one of mixed precision ("bf16", "fp16")."""
+    """The floating-point types of the model's parameters, and the one of mixed precision ("bf16", "fp16").
+
+    Layers that round to 8 bits count as bfloat16, which has as many.
+    """
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
     types = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
+    if rounds_to_int8(model):
+        types.add(torch.bfloat16)
     return types if mixed is None else types | {mixed}
 
 

@@ -1,0 +1,232 @@
+"""Training with an engine that samples from a copy of the weights: what is sent when, and what is made of its numbers.
+
+The engine is a stand-in for vLLM in this process: another copy of the model, which only a push changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from groupgrad import run, serving
+from groupgrad.engines.base import open_session
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.engines.vllm.served import ServedPolicy
+from groupgrad.objectives import MismatchOptions
+from groupgrad.rollout.sampling import RolloutMaker
+
+STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
+VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
+
+
+class Copy:
+    """What a `VLLMColocateEngine` is to a `ServedPolicy`."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, in_a_thread: bool = False):
+        self.model = copy.deepcopy(model)
+        with torch.no_grad():  # nobody may take the first weights for those of the policy
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        # Two models cannot be in the native engine's hands at once in one process; a server is another process.
+        engine = TransformersEngine if in_a_thread else NativeEngine
+        self.inner = engine(self.model, tokenizer=tokenizer)
+        self.pushes: list[tuple[str, int]] = []
+        self.max_model_len, self.shift, self.sleeps = 64, 0.0, 0
+
+    def push(self, model: Any, version: int, kind: str = "weights") -> str:
+        self.model.load_state_dict(model.state_dict())
+        self.pushes.append((kind, version))
+        return f"{version}-x"
+
+    def push_adapter(self, model: Any, version: int) -> str:
+        return self.push(model, version, "adapter")
+
+    def sleep(self) -> None:
+        self.sleeps += 1
+
+    @contextmanager
+    def session(self, options: Any) -> Iterator[Any]:
+        assert self.pushes, "sampled before any weights were sent"
+        with open_session(self.inner, options) as session:
+            yield _Shifted(session, self)
+
+
+class _Shifted:
+    def __init__(self, inner: Any, owner: Copy):
+        self._inner, self._owner = inner, owner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def advance(self) -> list[Any]:
+        """vLLM gives no entropies, and log-probs of its own rounding."""
+        shift = self._owner.shift
+        return [
+            (ticket, replace(sample, entropies=None, logprobs=[x + shift for x in sample.logprobs]))
+            for ticket, sample in self._inner.advance()
+        ]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
+    """vLLM is a `Copy`; those that were started."""
+    started: list[Copy] = []
+
+    def start(config: Any, model: Any, parts: Any, agency: Any) -> ServedPolicy:
+        started.append(Copy(model, parts.tokenizer, in_a_thread=config.rollout_ahead > 0))
+        sends_adapter = serving._sends_adapter(config, model, None, "")
+        return ServedPolicy(started[-1], model, sends_adapter=sends_adapter)
+
+    monkeypatch.setattr(run, "serve_policy", start)
+    monkeypatch.setattr(run, "longest_context", lambda served: 64)
+    return started
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def test_each_round_is_sampled_from_the_weights_of_its_step(make_trainer, served):
+    trainer = make_trainer(**VLLM, **STEPS)
+    trainer.train()
+    (engine,) = served
+    assert engine.pushes == [("weights", 0), ("weights", 1), ("weights", 2)]
+    # Stale weights would be off by far more after steps of this size.
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-5
+    assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1] * 3, abs=1e-4)
+    assert engine.sleeps == 3
+    assert len(logged(trainer, "time/weights")) == 3
+
+
+def test_training_is_that_of_the_native_engine(make_trainer, served):
+    """The copy draws what the native engine draws, so that the runs may only differ by the correction's rounding."""
+    ours, theirs = make_trainer(**STEPS), make_trainer(**VLLM, **STEPS)
+    ours.train()
+    theirs.train()
+    assert logged(theirs, "reward") == logged(ours, "reward")
+    assert logged(theirs, "loss") == pytest.approx(logged(ours, "loss"), abs=1e-5)
+    assert logged(theirs, "entropy") == pytest.approx(logged(ours, "entropy"), rel=1e-5)
+
+
+def test_a_round_of_several_steps_is_sampled_once(make_trainer, served):
+    make_trainer(**VLLM, **{**STEPS, "max_steps": 4, "num_iterations": 2}).train()
+    assert [version for _, version in served[0].pushes] == [0, 2]
+
+
+def test_what_may_have_changed_outside_of_training_is_sent_again(make_trainer, tools, served):
+    trainer = make_trainer(**VLLM, **STEPS, trainer={"eval_dataset": tools.prompts(2)}, per_device_eval_batch_size=4)
+    trainer.evaluate()
+    trainer.evaluate()
+    assert served[0].pushes == [("weights", 0)] * 2
+    trainer.train()
+    trainer.evaluate()
+    assert [version for _, version in served[0].pushes[2:]] == [0, 1, 2, 3]
+
+
+def test_an_adapter_is_sent_alone_unless_told_to_merge(make_trainer, served):
+    peft = LoraConfig(r=4, target_modules=["q_proj"])
+    make_trainer(**VLLM, **STEPS, trainer={"peft_config": peft}).train()
+    make_trainer(**VLLM, **STEPS, trainer={"peft_config": peft}, vllm_lora_updates="merge").train()
+    assert {kind for kind, _ in served[0].pushes} == {"adapter"}
+    assert {kind for kind, _ in served[1].pushes} == {"weights"}
+    with pytest.raises(ValueError, match="vllm_lora_updates='adapter', but the model has no adapter"):
+        make_trainer(**VLLM, **STEPS, vllm_lora_updates="adapter")
+    whole = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match="trains whole modules"):
+        make_trainer(**VLLM, **STEPS, trainer={"peft_config": whole}, vllm_lora_updates="adapter")
+
+
+def test_the_ratio_multiplies_the_loss(make_trainer, served):
+    """Log-probs that are 0.5 too low make every ratio exp(0.5), which token truncation at 3 leaves as it is."""
+    losses = []
+    for shift in (0.0, -0.5):
+        mode = {"vllm_importance_sampling_mode": "token_truncate"}
+        trainer = make_trainer(**VLLM, **{**STEPS, "max_steps": 1}, **mode, loss_type="dr_grpo", scale_rewards=False)
+        served[-1].shift = shift
+        trainer.train()
+        losses.append(logged(trainer, "grad_norm")[0])
+        ratio = logged(trainer, "sampling/importance_sampling_ratio/mean")[0]
+        assert ratio == pytest.approx(2.718281828**-shift, rel=1e-4)
+    assert losses[1] / losses[0] == pytest.approx(1.6487, rel=1e-3)
+
+
+def test_without_the_correction_nothing_is_multiplied_or_measured(make_trainer, served):
+    norms = []
+    for shift in (0.0, -0.5):
+        trainer = make_trainer(**VLLM, **{**STEPS, "max_steps": 1}, vllm_importance_sampling_correction=False)
+        served[-1].shift = shift
+        trainer.train()
+        norms.append(logged(trainer, "grad_norm")[0])
+        assert not logged(trainer, "sampling/importance_sampling_ratio/mean")
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_much_dropped_is_a_warning_that_names_the_remedy(make_trainer, served, caplog):
+    trainer = make_trainer(**VLLM, **STEPS, vllm_importance_sampling_mode="token_mask")
+    served[0].shift = -2.0  # a ratio of 7.4, beyond the bound of 3
+    trainer.train()
+    assert logged(trainer, "sampling/frac_dropped_rows") == [1.0] * 3
+    assert logged(trainer, "sampling/importance_sampling_ratio/max") == pytest.approx([7.389] * 3, rel=1e-3)
+    warned = [record.message for record in caplog.records if "drops 100 % of the completions" in record.message]
+    assert len(warned) == 1, "once, although every step does"
+    assert "Raise vllm_importance_sampling_clip_max" in warned[0]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
+    make_trainer, served, ahead, monkeypatch
+):
+    seen: list[int] = []
+    sample = RolloutMaker.__call__
+
+    def noted(self: RolloutMaker, request: Any) -> Any:
+        seen.append(request.number)
+        return sample(self, request)
+
+    monkeypatch.setattr(RolloutMaker, "__call__", noted)
+    settings = {**VLLM, **STEPS, "max_steps": 5, "vllm_mode": "server", "vllm_max_model_length": None}
+    trainer = make_trainer(**settings, rollout_ahead=ahead)
+    trainer.train()
+    assert sorted(seen) == [0, 1, 2, 3, 4]
+    lags = logged(trainer, "sampling/policy_lag")
+    assert lags[0] == 0 and max(lags) == ahead
+    assert min(lags[1:]) >= 1
+    # The ratio is between the weights that train and those that sampled, which differ now.
+    assert logged(trainer, "sampling/sampling_logp_difference/max")[-1] > 1e-4
+
+
+def test_a_rollout_function_cannot_run_ahead(make_trainer):
+    settings = {**VLLM, **STEPS, "vllm_mode": "server", "vllm_max_model_length": None}
+    with pytest.raises(ValueError, match="rollout_ahead=1 with a rollout_func"):
+        make_trainer(**settings, rollout_ahead=1, trainer={"rollout_func": lambda prompts, trainer: {}})
+
+
+def test_prompts_must_fit_into_vllms_context(make_trainer, monkeypatch, served):
+    monkeypatch.setattr(run, "longest_context", lambda served: 2)
+    with pytest.raises(ValueError, match="the model has 2 positions"):
+        make_trainer(**VLLM, **STEPS)
+
+
+def test_the_correction_is_what_the_configuration_says(make_trainer, served):
+    bounds = {"vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5}
+    trainer = make_trainer(**VLLM, **STEPS, vllm_importance_sampling_mode="sequence_truncate", **bounds)
+    assert trainer.setup.policy_options.mismatch == MismatchOptions("sequence_truncate", 0.5, 2.0)
+
+
+def test_a_resumed_run_sends_its_weights(make_trainer, served, tmp_path):
+    settings = {**VLLM, **STEPS, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
+    make_trainer(**settings).train()
+    trainer = make_trainer(**settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert served[1].pushes == [("weights", 2)]
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")[-1:]) < 1e-5
+    json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
