@@ -9,6 +9,7 @@ import threading
 import urllib.parse
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, misfits
 from groupgrad.engines.vllm.http import Address, ServerRefused
+from groupgrad.engines.vllm.media import decode
 from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
+from groupgrad.types import Media
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
 ROWS = [Request([5, 6], seed=3, max_new_tokens=4), Request([5, 6], seed=4, max_new_tokens=4)]
@@ -127,6 +130,22 @@ def test_rows_come_in_any_order_and_share_their_prompt(scripted: Scripted, model
         {"row": 0, "prompt": 0, "seed": 3, "max_tokens": 4},
         {"row": 1, "prompt": 0, "seed": 4, "max_tokens": 4},
     ]
+
+
+def test_images_travel_once_however_many_rows_and_turns_need_them(scripted: Scripted, model: Any) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    engine = scripted.engine()
+    engine.push(model, 0)
+    images = tuple(image_module.new("RGB", (3, 2), color) for color in ("red", "blue", "green"))
+    two, one = Media(images[:2], {}, {}, "two"), Media(images[2:], {}, {}, "one")
+    with_images = [*(replace(item, media=two) for item in ROWS), replace(ROWS[0], media=one), ROWS[0]]
+    scripted.script = [[row(number, [9]) for number in range(4)]]
+    engine.sample(with_images, OPTIONS)
+    (asked,) = scripted.asked
+    # The same ids with other images are another prompt.
+    assert asked["prompts"] == [[5, 6]] * 3 and [item["prompt"] for item in asked["rows"]] == [0, 0, 1, 2]
+    assert asked["images_of"] == [[0, 1], [2], []]
+    assert [decode(text).tobytes() for text in asked["images"]] == [image.tobytes() for image in images]
 
 
 def test_rows_that_an_answer_left_out_are_asked_for_again(scripted: Scripted, model: Any) -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from groupgrad.engines.vllm.media import check_prompt, decode, vllm_prompt
 from groupgrad.engines.vllm.sampling import sampled_logprobs, sampling_params
 
 HEARTBEAT_S = 1.0
@@ -18,7 +19,8 @@ class RowStream:
     """The rows of one call of `generate`, sampled from now on: each by itself, by its own seed.
 
     `body` has `stamp`, `sampling`, `prompts` (lists of ids) and `rows`: each with `row` (its name in the answer),
-    `prompt` (place in `prompts`), `seed` and `max_tokens`. `count` is told of each row that begins (1) and ends (-1).
+    `prompt` (place in `prompts`), `seed` and `max_tokens`. With images it has `images`, PNG in base64, and
+    `images_of`: for each prompt their places in `images`. `count` is told of each row that begins (1) and ends (-1).
     TypeError or ValueError if vLLM refuses the options.
     """
 
@@ -27,6 +29,9 @@ class RowStream:
 
         self._engine, self._stamp, self._adapter = engine, body["stamp"], adapter
         self._prompts: list[list[int]] = body["prompts"]
+        self._images: list[str] = body.get("images", [])
+        self._images_of: list[list[int]] = body.get("images_of") or [[] for _ in self._prompts]
+        self._decoded: dict[int, asyncio.Future[Any]] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._num_tokens = 0
         fields = [{"seed": row["seed"], "max_tokens": row["max_tokens"]} for row in body["rows"]]
@@ -58,14 +63,18 @@ class RowStream:
         ids: list[int] = []
         logprobs: list[float] = []
         try:
+            prompt = self._prompts[row["prompt"]]
+            images = [await self._image(place) for place in self._images_of[row["prompt"]]]
             # vLLM's own answers carry the ids of requests: they must be new.
             outputs = self._engine.generate(
-                {"prompt_token_ids": self._prompts[row["prompt"]]},
+                vllm_prompt(prompt, images, self._engine.model_config.hf_config),
                 params,
                 f"groupgrad-{uuid.uuid4().hex}",
                 lora_request=self._adapter,
             )
             async for output in outputs:
+                if images:
+                    check_prompt(prompt, output.prompt_token_ids)
                 part = output.outputs[0]
                 ids.extend(part.token_ids)
                 logprobs.extend(sampled_logprobs(part.token_ids, part.logprobs if part.token_ids else []))
@@ -75,3 +84,9 @@ class RowStream:
         except Exception as error:  # of one row: told to the trainer, which knows whose it is
             line["error"] = f"{type(error).__name__}: {error}"
         self._lines.put_nowait(line)
+
+    async def _image(self, place: int) -> Any:
+        """The image at that place, decoded once, beside what else the server does."""
+        if place not in self._decoded:
+            self._decoded[place] = asyncio.ensure_future(asyncio.to_thread(decode, self._images[place]))
+        return await asyncio.shield(self._decoded[place])

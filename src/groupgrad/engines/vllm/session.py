@@ -12,7 +12,9 @@ from typing import Any
 
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
+from groupgrad.engines.vllm.media import encode
 from groupgrad.engines.vllm.sampling import row_fields
+from groupgrad.types import Media
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class ServerSession:
     """Tickets that no call is under way for."""
     _calls: list[_Call] = field(default_factory=list)
     _events: queue.SimpleQueue[_Event] = field(default_factory=queue.SimpleQueue)
+    _encoded: dict[str, list[str]] = field(default_factory=dict)
+    """Images as they are sent, by the key of their media."""
     _num_submitted: int = 0
     _failures: int = 0
     _moved: float = field(default_factory=time.monotonic)
@@ -123,17 +127,36 @@ class ServerSession:
 
     def _send(self) -> None:
         tickets, self._waiting = self._waiting, []
-        prompts: dict[tuple[int, ...], int] = {}
+        prompts: dict[tuple[tuple[int, ...], str], int] = {}
+        media: list[Media | None] = []
         rows = []
         for ticket in tickets:
             request = self._requests[ticket]
-            place = prompts.setdefault(tuple(request.prompt_ids), len(prompts))
+            name = tuple(request.prompt_ids), "" if request.media is None else request.media.key
+            place = prompts.setdefault(name, len(prompts))
+            if place == len(media):
+                media.append(request.media)
             rows.append({"row": ticket, "prompt": place, **row_fields(request)})
-        body = {"stamp": self.stamp, "sampling": self.fields, "prompts": [list(ids) for ids in prompts], "rows": rows}
+        told = [list(ids) for ids, _ in prompts]
+        body = {"stamp": self.stamp, "sampling": self.fields, "prompts": told, "rows": rows, **self._told_images(media)}
         call = _Call(set(tickets))
         self._calls.append(call)
         self._moved = time.monotonic()
         threading.Thread(target=self._read, args=(call, body), name="vllm-rows", daemon=True).start()
+
+    def _told_images(self, media: list[Media | None]) -> dict[str, Any]:
+        """What the server is told of images: each prompt's once, however many rows it has."""
+        if not any(media):
+            return {}
+        images: list[str] = []
+        places: dict[str, list[int]] = {}
+        for item in media:
+            if item is not None and item.key not in places:
+                if item.key not in self._encoded:
+                    self._encoded[item.key] = [encode(image) for image in item.images]
+                places[item.key] = list(range(len(images), len(images) + len(item.images)))
+                images += self._encoded[item.key]
+        return {"images": images, "images_of": [[] if item is None else places[item.key] for item in media]}
 
     def _read(self, call: _Call, body: dict[str, Any]) -> None:
         """In a thread of its own: tell of each line, then of the end."""
