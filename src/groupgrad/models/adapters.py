@@ -7,8 +7,9 @@ import importlib.util
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
+
+from groupgrad.models.quantized import is_packed, is_quantized
 
 _TASKS = (None, "CAUSAL_LM")
 
@@ -16,17 +17,6 @@ _TASKS = (None, "CAUSAL_LM")
 def is_adapted(model: Any) -> bool:
     """True for a model with a PEFT adapter."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
-
-
-def is_quantized(model: Any) -> bool:
-    """True for a model whose layers hold their weights in fewer bits than numbers have (bitsandbytes and others)."""
-    inner = model.get_base_model() if is_adapted(model) else model
-    return bool(getattr(inner, "is_quantized", False)) or getattr(inner, "quantization_method", None) is not None
-
-
-def is_packed(parameter: torch.Tensor) -> bool:
-    """True for the packed numbers of a quantized layer, which may be stored as if they were others."""
-    return not parameter.is_floating_point() or type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
 def active_adapters(model: Any) -> list[str]:

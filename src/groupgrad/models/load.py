@@ -23,7 +23,8 @@ from transformers.utils import find_adapter_config_file
 
 from groupgrad import compat
 from groupgrad.errors import UnavailableError
-from groupgrad.models.adapters import is_adapted, is_quantized, load_adapter
+from groupgrad.models.adapters import is_adapted, load_adapter
+from groupgrad.models.quantized import is_quantized, keep_trainable
 from groupgrad.models.vision import sees
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ def check_trainable(model: nn.Module) -> None:
             "peft_config (use_peft on the command line) to train an adapter over them, or load the model without "
             "quantization_config, load_in_4bit or load_in_8bit"
         )
+    keep_trainable(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"all parameters of this {type(model).__name__} are frozen (requires_grad is False), so there is nothing "

@@ -14,6 +14,7 @@ from torch import nn
 
 from groupgrad.models.attention import plannable
 from groupgrad.models.forward import ForwardOptions, Layout, evaluation_mode, score_tokens, unwrap
+from groupgrad.models.quantized import rounds_to_int8
 from groupgrad.models.recipe import head_recipe
 from groupgrad.models.vision import placeholder_ids, sees
 from groupgrad.types import Batch, Media, Prompt, StepTotals, TokenScores
@@ -202,6 +203,8 @@ def tolerance(model: nn.Module) -> float:
 
 def _is_half(model: nn.Module) -> bool:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if rounds_to_int8(model):
+        return True
     # Offloaded weights are nowhere until they are used.
     devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     return bool(dtypes - {torch.float32, torch.float64}) or any(map(torch.is_autocast_enabled, devices))

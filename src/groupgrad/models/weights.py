@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models.adapters import is_adapted, is_packed
+from groupgrad.models.adapters import is_adapted
 from groupgrad.models.forward import unwrap
+from groupgrad.models.quantized import is_packed
 
 # Wrappers that put their own name between two modules.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

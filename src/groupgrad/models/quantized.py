@@ -1,0 +1,55 @@
+"""Models whose layers hold packed numbers of fewer bits: what they are, and how they stay fit for training."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+_PACKED = ("Params4bit", "Int8Params")
+
+
+def is_quantized(model: Any) -> bool:
+    """True for a model, adapted or not, that was loaded in fewer bits than its numbers have (bitsandbytes, others)."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return bool(getattr(inner, "is_quantized", False)) or getattr(inner, "quantization_method", None) is not None
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """True for the packed numbers of a quantized layer, which may be stored as if they were others."""
+    return not parameter.is_floating_point() or type(parameter).__name__ in _PACKED
+
+
+def rounds_to_int8(model: nn.Module) -> bool:
+    """True if layers of `model` round their inputs to 8 bits (LLM.int8), by which log-probs differ between batches."""
+    return any(_is_int8(module) and module.weight.device.type != "cpu" for module in model.modules())
+
+
+def _is_int8(module: Any) -> bool:
+    return type(module).__name__ == "Linear8bitLt"
+
+
+def keep_trainable(model: nn.Module) -> None:
+    """Let quantized layers (bitsandbytes 0.50) compute on a CPU as they do in training, whether they train or not.
+
+    In its first call in evaluation mode a 4-bit layer rearranges its weights and rounds their scales (on processors
+    with AVX512-BF16), for good, and no gradient passes through it since. An 8-bit layer rounds its inputs in evaluation
+    mode alone. ValueError for a model whose weights are rearranged already.
+    """
+    for name, module in model.named_modules():
+        if _is_int8(module) and module.weight.device.type == "cpu":
+            module.training, module.train = True, partial(_as_it_is, module)  # pyright: ignore
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"the 4-bit weights of {name} were rearranged for inference on this CPU when the model was first "
+                "called, and no gradient passes through them since; load the model anew and pass it before it is used"
+            )
+        vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module

@@ -1,0 +1,290 @@
+"""Adapters over 4-bit and 8-bit weights compute as over the same weights in full, and optimizers with 8-bit state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from groupgrad.cli import train as train_command
+from groupgrad.cli.parsing import parse
+from groupgrad.models.forward import ForwardOptions, score_without_gradient
+from groupgrad.models.quantized import is_packed
+from groupgrad.models.startup import random_batch
+from groupgrad.models.weights import served_weights
+
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+    "fp4, scales too": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "fp4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+    },
+    "nf4, stored as bfloat16": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": torch.bfloat16,
+        "bnb_4bit_compute_dtype": torch.float32,
+    },
+    "8 bits": {"load_in_8bit": True},
+}
+
+
+def lora(**settings: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], **settings})
+
+
+@pytest.fixture
+def base(make_policy, tokenizer, tmp_path: Path) -> Path:
+    """A folder with a model of widths that quantize, and its tokenizer."""
+    make_policy(hidden_size=64, intermediate_size=96, head_dim=16).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def quantized(base: Path):
+    """`quantized(kind)`: the model in fewer bits."""
+
+    def load(kind: str, **settings: Any) -> Any:
+        config = BitsAndBytesConfig(**QUANTIZED[kind])
+        return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, **settings)
+
+    return load
+
+
+def in_full(model: Any, base: Path) -> Any:
+    """The same numbers as the quantized `model` holds, in float32."""
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    layers = dict(model.named_modules())
+    with torch.no_grad():
+        for name, module in plain.named_modules():
+            if hasattr(layers[name].weight if hasattr(layers[name], "weight") else None, "quant_state"):
+                weight = layers[name].weight
+                module.weight.copy_(bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
+            elif type(layers[name]).__name__ == "Linear8bitLt":
+                weight = layers[name].weight
+                module.weight.copy_(weight.data.float() * weight.SCB[:, None] / 127)
+    return plain
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def packed(model: Any) -> list[torch.Tensor]:
+    """The bytes of all quantized weights."""
+    return [p.detach().clone().view(torch.uint8) for p in model.parameters() if is_packed(p)]
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_training_equals_that_over_the_same_weights_in_full(kind: str, make_trainer, quantized, base: Path):
+    """Log-probs of sampling and training, the reference's, and the adapter after three steps; nothing else changes."""
+    finals, logs = [], []
+    for plain in (False, True):
+        model = quantized(kind)
+        before = packed(model)
+        given = in_full(model, base) if plain else model
+        torch.manual_seed(1)
+        trainer = make_trainer(model=given, trainer={"peft_config": lora()}, beta=0.1, optim="sgd", learning_rate=0.3)
+        assert trainer.paths.engine.name == "native"
+        assert trainer.paths.layout.reason is None
+        trainer.train()
+        finals.append(trained(trainer.model))
+        logs.append(trainer.state.log_history[:-1])
+        assert all(torch.equal(a, b) for a, b in zip(packed(model), before, strict=True))
+    assert {p.dtype for p in finals[0].values()} == {torch.float32}
+    for name, value in finals[0].items():
+        torch.testing.assert_close(value, finals[1][name], rtol=0, atol=1e-5)
+    moved = max(float(p.abs().max()) for name, p in finals[0].items() if "lora_B" in name)
+    assert moved > 1e-3
+    for ours, other in zip(*logs):
+        assert ours["sampling/logp_mismatch"] < 1e-5
+        for key in ("reward", "entropy", "kl", "loss"):
+            assert ours[key] == pytest.approx(other[key], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "8 bits"])
+def test_by_name_saved_alone_and_resumed(kind: str, make_trainer, quantized, base: Path, tools, tmp_path: Path):
+    runs = []
+    for folder, checkpoint in (("straight", None), ("resumed", str(tmp_path / "straight" / "checkpoint-2"))):
+        trainer = make_trainer(
+            model=str(base),
+            trainer={"peft_config": lora(), "quantization_config": BitsAndBytesConfig(**QUANTIZED[kind])},
+            output_dir=str(tmp_path / folder),
+            save_strategy="steps",
+            save_steps=1,
+            beta=0.1,
+        )
+        assert trainer.model.get_base_model().is_quantized
+        trainer.train(checkpoint)
+        runs.append(trainer)
+    straight, resumed = (trained(trainer.model) for trainer in runs)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    runs[0].save_model(str(tmp_path / "saved"))
+    files = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert "adapter_model.safetensors" in files
+    assert not any(name.startswith(("model", "pytorch_model")) for name in files)
+    reloaded = peft.PeftModel.from_pretrained(in_full(quantized(kind), base), str(tmp_path / "saved"))
+    torch.testing.assert_close(logprobs(runs[0].model), logprobs(reloaded), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_in_either_precision(dtype: torch.dtype, make_trainer, quantized):
+    model = peft.get_peft_model(quantized("nf4", dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    trainer = make_trainer(model=model, max_steps=2, beta=0.1)
+    assert trainer.paths.engine.name == "native"
+    before = trained(trainer.model)
+    trainer.train()
+    after = trained(trainer.model)
+    assert {p.dtype for p in after.values()} == {dtype}
+    assert any(not torch.equal(after[name], before[name]) for name in after)
+
+
+def test_gradient_checkpointing_over_quantized_weights(make_trainer, quantized):
+    finals = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        trainer = make_trainer(
+            model=quantized("nf4"), trainer={"peft_config": lora()}, gradient_checkpointing=checkpointing, max_steps=2
+        )
+        trainer.train()
+        finals.append(trained(trainer.model))
+    for name, value in finals[0].items():
+        torch.testing.assert_close(value, finals[1][name], rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def test_quantized_weights_are_not_trained_themselves(make_trainer, quantized):
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM are quantized and cannot be trained .* give a peft_config"):
+        make_trainer(model=quantized("nf4"))
+
+
+def test_a_quantized_module_is_not_trained_as_a_whole(make_trainer, quantized):
+    with pytest.raises(ValueError, match=r"modules_to_save names .*o_proj, whose weights are quantized"):
+        make_trainer(model=quantized("nf4"), trainer={"peft_config": lora(modules_to_save=["o_proj"])})
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_nothing_is_merged_into_quantized_weights(kind: str, quantized):
+    model = peft.get_peft_model(quantized(kind), lora())
+    before = packed(model)
+    with pytest.raises(ValueError, match="is quantized: an adapter cannot be merged into it"):
+        list(served_weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(packed(model), before, strict=True))
+
+
+def test_weights_that_were_rearranged_for_inference_are_refused(make_trainer, quantized):
+    """bitsandbytes does so in the first call on some processors, and no gradient passes through a layer since."""
+    model = quantized("nf4")
+    model.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj were rearranged .* load the model anew"):
+        make_trainer(model=model, trainer={"peft_config": lora()})
+
+
+def test_a_quantization_config_given_twice(make_trainer, base: Path):
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match="quantization_config is given both"):
+        make_trainer(
+            model=str(base),
+            model_init_kwargs={"quantization_config": {"load_in_4bit": True}},
+            trainer={"quantization_config": config, "peft_config": lora()},
+        )
+
+
+# ------------------------------------------------------------------------------------------------ command, optimizers
+
+
+@pytest.mark.parametrize("flags", [["--load_in_4bit", "--use_bnb_nested_quant"], ["--load_in_8bit"]])
+def test_the_command(flags: list[str], base: Path, tmp_path: Path):
+    rows = [{"prompt": text} for text in ("a", "bc", "def", "gh")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_bits_reward.py").write_text(
+        "def score(completions, **k):\n    return [len(c) for c in completions]"
+    )
+    settings = {
+        "model_name_or_path": base,
+        "dataset_name": tmp_path / "rows.jsonl",
+        "reward_funcs": "my_bits_reward.score",
+        "output_dir": tmp_path / "out",
+        "max_steps": 1,
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 4,
+        "report_to": "none",
+        "lora_r": 2,
+    }
+    argv = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        parsed = parse([*argv, "--use_cpu", "--use_peft", *flags])
+        trainer = train_command.build(parsed)
+        train_command.run(trainer, parsed)
+    kind = "Linear4bit" if "4bit" in flags[0] else "Linear8bitLt"
+    assert kind in {type(module).__name__ for module in trainer.model.modules()}
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_optimizers_with_8_bit_state(optim: str, make_trainer, make_policy, tools, tmp_path: Path):
+    """The state of large weights is 8 bits wide; a resumed run goes on bit for bit; steps are nearly AdamW's."""
+    finals = {}
+    start = tools.weights(make_policy(hidden_size=64, intermediate_size=96))
+    for folder, name, checkpoint in (
+        ("straight", optim, None),
+        ("resumed", optim, str(tmp_path / "straight" / "checkpoint-2")),
+        ("plain", "adamw_torch", None),
+    ):
+        trainer = make_trainer(
+            model=make_policy(hidden_size=64, intermediate_size=96),
+            optim=name,
+            learning_rate=1e-3,
+            output_dir=str(tmp_path / folder),
+            save_strategy="steps",
+            save_steps=1,
+        )
+        trainer.train(checkpoint)
+        finals[folder] = tools.weights(trainer.model)
+        if folder == "straight":
+            state = trainer.optimizer.state[trainer.model.model.layers[0].mlp.up_proj.weight]
+            assert state["state1"].dtype == state["state2"].dtype == torch.uint8
+    assert torch.equal(finals["resumed"], finals["straight"])
+    assert 0 < tools.relative(finals["straight"] - start, finals["plain"] - start) < 0.3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_on_a_gpu(kind: str, make_trainer, base: Path):
+    config = BitsAndBytesConfig(**QUANTIZED[kind])
+    trainer = make_trainer(
+        model=str(base),
+        trainer={"quantization_config": config, "peft_config": lora()},
+        use_cpu=False,
+        beta=0.1,
+        optim="paged_adamw_8bit",
+    )
+    assert trainer.paths.engine.name == "native"
+    trainer.train()
+    log = trainer.state.log_history[:-1]
+    assert log[0]["kl"] == pytest.approx(0.0, abs=1e-2)
+    assert all(entry["sampling/logp_mismatch"] < 0.5 for entry in log)
