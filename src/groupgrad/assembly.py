@@ -28,6 +28,7 @@ from groupgrad.models import load
 from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.models.forward import ForwardOptions, unwrap
 from groupgrad.models.frozen import FrozenScorer
+from groupgrad.models.liger import check_liger, put_kernels_in
 from groupgrad.models.memory import CheckpointingByNeed
 from groupgrad.models.reference import Reference
 from groupgrad.models.startup import LayoutReport, check_layout
@@ -90,7 +91,7 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
     if num_generations is not None and num_generations != args.num_generations:
         args = replace(args, num_generations=num_generations)
     if args.use_liger_kernel:
-        compat.require("liger-kernel", "use_liger_kernel=True")
+        check_liger(args.device)
     return args
 
 
@@ -136,6 +137,8 @@ def build_parts(
     if peft_config is not None:
         model = add_adapter(model, peft_config)
     check_adapter(model)
+    if config.use_liger_kernel:
+        put_kernels_in(model, config.liger_kernel_config)
     load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     eos_ids = load.end_of_sequence_ids(model, tokenizer)

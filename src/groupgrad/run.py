@@ -26,6 +26,7 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.models.attention import unplug
+from groupgrad.models.liger import kernels_in_force
 from groupgrad.models.reference import Reference
 from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
@@ -70,7 +71,7 @@ class TrainingRun(Trainer):
         whatever happens."""
         self._forget_served()
         try:
-            with self.progress:
+            with self.progress, kernels_in_force(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
             self.setup.round_maker.close()

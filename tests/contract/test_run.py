@@ -12,6 +12,8 @@ from transformers import trainer as hf_trainer
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
+from groupgrad.errors import ConfigError
+
 ROUND = (
     "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
     "completions/clipped_ratio", "completions/mean_terminated_length", "completions/min_terminated_length",
@@ -100,9 +102,15 @@ def test_a_search_tries_settings_from_the_same_start(make_trainer: Any, monkeypa
     assert torch.equal(TwoTrials.seen[1][2], plain.model.lm_head.weight)
 
 
-def test_kernels_that_are_not_installed(make_trainer: Any, unsampled: None) -> None:
+def test_kernels_on_a_cpu_are_refused(make_trainer: Any, unsampled: None) -> None:
+    with pytest.raises(ConfigError, match=r"use_liger_kernel=True, but this run is on the device 'cpu'"):
+        make_trainer({"use_liger_kernel": True})
+
+
+def test_kernels_that_are_not_installed(make_trainer: Any, unsampled: None, monkeypatch: Any) -> None:
     if importlib.util.find_spec("liger_kernel"):
         pytest.skip("liger-kernel is installed")
+    monkeypatch.setattr("groupgrad.models.liger.WITHOUT_TRITON", ())
     with pytest.raises(ImportError, match="liger"):
         make_trainer({"use_liger_kernel": True})
 

@@ -406,11 +406,18 @@ def test_the_compiler_gets_its_options(make_trainer):
 
 
 def test_kernels_are_put_into_the_model(make_trainer, calls, monkeypatch):
+    """Before the model is tried, and in the same way when training begins; without those of a loss on labels."""
     monkeypatch.setattr("groupgrad.compat.is_available", lambda name: True)
-    applied = calls("apply_liger_kernel")
+    monkeypatch.setattr("groupgrad.models.liger.WITHOUT_TRITON", ())
+    first: list[Any] = []
+    monkeypatch.setattr("groupgrad.models.liger.liger.apply_liger_kernel", lambda *given: first.append(given))
+    then = calls("apply_liger_kernel")
     trainer = make_trainer(use_liger_kernel=True, liger_kernel_config={"rope": False}, max_steps=1)
+    expected = {"cross_entropy": False, "fused_linear_cross_entropy": False, "rope": False}
+    assert first == [(trainer.model, expected)]
     trainer.train()
-    assert applied == [((trainer.model, {"rope": False}), {})]
+    assert then == [((trainer.model, expected), {})]
+    assert trainer.args.liger_kernel_config == {"rope": False}
 
 
 @pytest.mark.parametrize("value", [True, False])
