@@ -18,7 +18,6 @@ import pytest
 from datasets import Dataset
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.compat import is_available
 
 pytestmark = pytest.mark.usefixtures("hub", "affordable")
 
@@ -448,9 +447,12 @@ def given(make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
     return {"model": make_model(), "tokenizer": make_tokenizer(), "dataset": dataset}
 
 
-def test_other_spellings(given: dict[str, Any], run: Any) -> None:
-    # The 8-bit optimizer has a package of its own; with the plain one the sample needs nothing else.
-    trainer = run(OTHER_SPELLINGS.replace("adamw_8bit", "adamw_torch"), **given)["trainer"]
+@pytest.mark.parametrize("optim", ["adamw_8bit", "adamw_torch"])
+def test_other_spellings(optim: str, given: dict[str, Any], run: Any) -> None:
+    """As written, and with an optimizer that needs no package of its own."""
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    trainer = run(OTHER_SPELLINGS.replace("adamw_8bit", optim), **given)["trainer"]
     steps = steps_of(trainer)
     assert trainer.processing_class is given["tokenizer"]
     assert trainer.args.num_generations == 4
@@ -462,8 +464,10 @@ def test_other_spellings(given: dict[str, Any], run: Any) -> None:
     assert any(step["rewards/reward_fn/mean"] > 0.0 for step in steps)
 
 
-def test_other_spellings_as_written(given: dict[str, Any], unsampled: None, run: Any) -> None:
-    if is_available("bitsandbytes"):
-        pytest.skip("bitsandbytes is installed")
+def test_an_optimizer_whose_package_is_missing(
+    given: dict[str, Any], unsampled: None, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("groupgrad.compat.is_available", lambda name: name != "bitsandbytes")
     with pytest.raises(ImportError, match=r"adamw_8bit.*bitsandbytes.*pip install 'groupgrad\[quant\]'"):
         run(OTHER_SPELLINGS, **given)
