@@ -17,11 +17,13 @@ from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
 from groupgrad.engines.vllm.http import Address
+from groupgrad.engines.vllm.memory import TrainingBytes, check_memory
 from groupgrad.engines.vllm.sampling import PROCESSED, logprobs_mode, sampling_fields
 from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.engines.vllm.start import ColocateOptions
 from groupgrad.models.adapters import is_adapted
 from groupgrad.models.forward import unwrap
+from groupgrad.models.memory import activation_bytes_per_token
 from groupgrad.models.weights import adapter_obstacle, adapter_rank
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Samp
         timeout_s=config.vllm_server_timeout,
         regex=config.vllm_structured_outputs_regex,
         pushes=dist.is_main(),
+        group_port=config.vllm_group_port,
     )
     engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
     told = str(engine.info.get("logprobs_mode", PROCESSED))
@@ -101,9 +104,32 @@ def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Sa
         logprobs_mode=_comparable(config, sampling),
         trust_remote_code=config.trust_remote_code,
     )
+    check_memory(model, chosen, training=training_bytes(config, model))
     engine = VLLMColocateEngine(model, tokenizer, chosen)
     engine.check(sampling, num_tokens=sampling.max_new_tokens + 1)
     return ServedPolicy(engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling))
+
+
+def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
+    """What training takes of the device at least, as far as it is known before the first step.
+
+    Activations are those of the longest completions of one micro-batch, measured on random tokens, or what gradient
+    checkpointing leaves of them where it may be used.
+    """
+    tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
+    if config.gradient_checkpointing is False:
+        pad = getattr(unwrap(model), "config", None)
+        forward = options.forward_options(config, pad_id=int(getattr(pad, "pad_token_id", 0) or 0), aux_loss=False)
+        per_token = activation_bytes_per_token(model, forward)
+    else:
+        inner: Any = unwrap(model)
+        text = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
+        itemsize = getattr(torch, computing_dtype(config, model)).itemsize
+        per_token = itemsize * text.hidden_size * (text.num_hidden_layers + 1)
+    reference = 0
+    if config.beta != 0 and not is_adapted(unwrap(model)):
+        reference = sum(parameter.nbytes for parameter in model.parameters())
+    return TrainingBytes.of(model, activations=int(tokens * per_token), further=reference)
 
 
 def computing_dtype(config: GRPOConfig, model: nn.Module) -> str:
