@@ -41,6 +41,8 @@ def test_what_is_no_image_is_refused(text: str) -> None:
         # What the policy sampled of placeholders lies behind the images, and stays.
         ([1, 9, 9, 2, 9, 9, 3], 1, [1, 9, 2, 9, 9, 3]),
         ([9, 9], 1, [9]),
+        # Side by side.
+        ([1, 9, 9, 9, 9, 2], 2, [1, 9, 9, 2]),
     ],
 )
 def test_runs_of_placeholders_become_one(ids: list[int], num_images: int, expected: list[int]) -> None:
@@ -54,8 +56,10 @@ def test_what_gemma_puts_around_an_image_is_folded_too() -> None:
 
 
 def test_images_without_places_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 2 images, but only 1 runs of their placeholder .token 9. among its 3"):
-        folded([1, 9, 9], 2, QWEN)
+    with pytest.raises(ValueError, match="has 3 images, but only 2 runs of their placeholder .token 9. among its 5"):
+        folded([1, 9, 9, 3, 9], 3, QWEN)
+    with pytest.raises(ValueError, match="has 1 images, but only 0 runs"):
+        folded([1, 2], 1, QWEN)
     with pytest.raises(ValueError, match="qwen3 names no token for images"):
         folded([1, 9, 9], 1, SimpleNamespace(model_type="qwen3"))
 

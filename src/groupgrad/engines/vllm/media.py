@@ -46,7 +46,8 @@ def folded(ids: Sequence[int], num_images: int, config: Any) -> list[int]:
     """The ids with one token for each of the images, which come first of all such tokens.
 
     That token is the placeholder itself, or, for Gemma 3, the token that begins an image, in place of all that its
-    processor puts around placeholders. ValueError if there are fewer runs of placeholders than images.
+    processor puts around placeholders. A run may hold several images if it is the only one. ValueError if there are
+    otherwise fewer runs of placeholders than images.
     """
     placeholder = _token(config, "image_token_id", "image_token_index")
     if placeholder is None:
@@ -72,7 +73,11 @@ def folded(ids: Sequence[int], num_images: int, config: Any) -> list[int]:
                 place += 1
         else:
             found.append(placeholder)
-    if num_folded < num_images:
+    if num_folded == 1 and begin is None:
+        # Images side by side: each of the tokens is expanded for its own image.
+        place = found.index(placeholder)
+        found[place:place] = [placeholder] * (num_images - 1)
+    elif num_folded < num_images:
         raise ValueError(
             f"the prompt has {num_images} images, but only {num_folded} runs of their placeholder (token "
             f"{placeholder}) among its {len(ids)} tokens; two images need a token between them"

@@ -8,6 +8,7 @@ it says that what arrived is what was sent.
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,19 @@ def _ties(model: Any) -> list[_Tie]:
         if owner is not layer:
             ties.append(_Tie(f"{name}.weight".replace(".base_layer.", "."), layer, owner))
     return ties
+
+
+def _known_names(model: Any, tensors: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Tensors by the names that vLLM's model loads.
+
+    transformers 5.19 has dropped a level of CLIP's and SigLIP's names ("vision_model") that vLLM 0.32 still has.
+    """
+    tower = getattr(model, "vision_tower", None)
+    if tower is None or not hasattr(tower, "vision_model"):
+        return tensors
+    return [
+        (re.sub(r"(^|\.)vision_tower\.(?!vision_model\.)", r"\1vision_tower.vision_model.", n), t) for n, t in tensors
+    ]
 
 
 class WeightReceiver:
@@ -183,7 +197,7 @@ class WeightReceiver:
     def _groupgrad_load(self, push: _Push, tensors: list[tuple[str, Any]]) -> None:
         model: Any = self._groupgrad_model()
         with self._groupgrad_config():
-            loaded = model.load_weights(iter(tensors))
+            loaded = model.load_weights(iter(_known_names(model, tensors)))
         push.num_tensors += len(tensors)
         if loaded is None:
             push.named = False
