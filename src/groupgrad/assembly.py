@@ -26,6 +26,7 @@ from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.errors import UnavailableError
 from groupgrad.models import load
 from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted
+from groupgrad.models.causal import check_causal
 from groupgrad.models.forward import ForwardOptions, unwrap
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.liger import check_liger, put_kernels_in
@@ -286,6 +287,7 @@ def choose_paths(
     """The engine and the layout that the model can run in, tried on random tokens; the engine is `served` if given.
     ConfigError if what is asked for cannot be had. `precision` makes the context that training's mixed precision
     computes in."""
+    check_causal(model, precision)
     pad_id, example = int(parts.tokenizer.pad_token_id), _example(parts)
     balances = parts.aux_loss_coef != 0.0
     layout = check_layout(model, options.forward_options(config, pad_id=pad_id, aux_loss=balances), precision, example)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
-from transformers import Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.assembly import check_devices
@@ -42,6 +49,9 @@ def test_empty_lists_of_tools_are_none(make_trainer: MakeTrainer) -> None:
 # --- what cannot work ---
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+BERT = BertConfig(
+    vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5
+)
 T5 = T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4)
 
 
@@ -74,6 +84,12 @@ BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
         UnavailableError,
         "T5ForConditionalGeneration is an encoder-decoder",
         "decoder-only",
+    ),
+    "encoder": (
+        lambda t, m: {"model": BertLMHeadModel(BERT), "processing_class": t},
+        UnavailableError,
+        "BertLMHeadModel looks to the right",
+        "is_decoder=True",
     ),
     "no reward": ({"reward_funcs": None}, ValueError, "no reward source", "give a reward function"),
     "empty list of rewards": ({"reward_funcs": []}, ValueError, "no reward source", "give a reward function"),
