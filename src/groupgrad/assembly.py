@@ -40,6 +40,7 @@ from groupgrad.rollout.environments import KIND_COLUMN
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker
 from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.step.rounding import check_parameters
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Prompt
 
@@ -115,7 +116,14 @@ def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:
 
 def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:
     """ImportError if the optimizer that `config` names needs a package that is not installed, ValueError if it lacks
-    another setting."""
+    another setting, or is to round stochastically what is not bfloat16."""
+    if config.stochastic_rounding:
+        if optimizers[0] is not None:
+            raise ValueError(
+                "optimizers has an optimizer, and stochastic_rounding=True asks for another; take one of them out"
+            )
+        check_parameters(model)
+        return
     if optimizers[0] is not None or config.deepspeed is not None:
         return
     try:

@@ -31,6 +31,7 @@ from groupgrad.models.reference import Reference
 from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.serving import longest_context, serve_policy
+from groupgrad.step.rounding import StochasticAdamW
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
@@ -149,6 +150,14 @@ class TrainingRun(Trainer):
             logs = {**logs, **self.metric_store.flush()}
             self.completion_log.flush(self.state.global_step, "train")
         super().log(logs, start_time)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """The optimizer that the configuration asks for, and its arguments."""
+        if not getattr(args, "stochastic_rounding", False):
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return StochasticAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""

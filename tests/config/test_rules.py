@@ -113,6 +113,8 @@ BAD: list[tuple[dict, list[str]]] = [
         ["min_tokens=2 beside temperature=0.7"],
     ),
     ({"use_vllm": True, "generation_kwargs": {"n": 2}}, ["generation_kwargs has 'n'", "sets for each row"]),
+    ({"stochastic_rounding": True, "optim": "sgd"}, ["stochastic_rounding=True", "optim='sgd'", "adamw_torch"]),
+    ({"stochastic_rounding": True, "optim_args": "a=1"}, ["stochastic_rounding=True", "optim_args='a=1'"]),
     ({"rollout_ahead": 1}, ["rollout_ahead=1", "use_vllm=False", "vllm_mode='server'"]),
     ({"rollout_ahead": 1, "use_vllm": True}, ["rollout_ahead=1", "vllm_mode='colocate'"]),
     ({"vllm_lora_updates": "never"}, ["vllm_lora_updates='never'", "merge"]),

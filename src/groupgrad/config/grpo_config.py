@@ -69,6 +69,11 @@ class GRPOConfig(legacy.LegacyArguments):
     )
     disable_dropout: bool = _option(False, "Set every dropout probability of policy and reference to 0.")
     cast_lm_head_to_fp32: bool = _option(False, "Keep the output head in float32 and multiply in float32.")
+    stochastic_rounding: bool = _option(
+        False,
+        "For weights loaded in bfloat16: AdamW whose updates are rounded at random, so that small ones are not lost; "
+        "saves the memory of float32 weights.",
+    )
 
     # --- Reference model ---
     beta: float = _option(0.0, "Weight of the KL divergence from the reference model; 0: no reference model is kept.")

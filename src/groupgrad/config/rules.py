@@ -308,6 +308,20 @@ def _rollout_ahead(c: GRPOConfig) -> str | None:
     )
 
 
+def _stochastic_rounding(c: GRPOConfig) -> str | None:
+    optim, plain = getattr(c.optim, "value", c.optim), ("adamw_torch", "adamw_torch_fused")
+    others = {f"optim={optim!r}": optim not in plain, f"optim_args={c.optim_args!r}": bool(c.optim_args)}
+    bad = [
+        text for text, given in {**others, "fp16=True": c.fp16, "deepspeed": zero_stage(c) is not None}.items() if given
+    ]
+    if not c.stochastic_rounding or not bad:
+        return None
+    return (
+        f"stochastic_rounding=True is an AdamW of its own over bfloat16 weights, which {', '.join(bad)} excludes. Set "
+        "stochastic_rounding=False, or take the other out (optim='adamw_torch')"
+    )
+
+
 def _hub_repo(c: GRPOConfig) -> str | None:
     if c.log_completions_hub_repo is None or c.log_completions:
         return None
@@ -403,6 +417,7 @@ RULES: tuple[Check, ...] = (
     _vespo_sequence_correction,
     _vllm_sampling,
     _rollout_ahead,
+    _stochastic_rounding,
     _hub_repo,
     _auto_batch,
     _parallelism,

@@ -1,0 +1,119 @@
+"""AdamW over bfloat16 parameters alone, without float32 copies of them: what an update loses to rounding, it loses to
+chance.
+
+Half of bfloat16's steps is more than most updates of a small learning rate, so that rounding to the nearest number
+would undo them. Rounded up or down at random, by the share of the way, they arrive on average.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_LOW_BITS = 16
+"""Bits of a float32 that bfloat16 does not have."""
+
+
+def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """float32 `values` as bfloat16, each one of its two neighbours there; on average they are what they were.
+
+    The chance of a neighbour grows linearly with how near it is (arXiv:1502.02551, eq. 2). Numbers that bfloat16 has,
+    infinities and NaN stay.
+    """
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 1 << _LOW_BITS, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = noise.add_(bits).bitwise_and_(-(1 << _LOW_BITS)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """ValueError if a parameter of `model` that trains is not bfloat16."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.bfloat16:
+            raise ValueError(
+                f"stochastic_rounding=True rounds to bfloat16, but {name} is {str(parameter.dtype).split('.')[-1]}, "
+                "which needs no such rounding; load the model with model_init_kwargs={'dtype': 'bfloat16'} (adapters: "
+                "pass a PeftModel made with autocast_adapter_dtype=False), or set stochastic_rounding=False"
+            )
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101, algorithm 2) computed in float32 over bfloat16 parameters, updates rounded at random.
+
+    Moments are float32: with weights and gradients 12 bytes a parameter, where float32 weights need 16. The noise is a
+    function of `seed`, the parameter's number and its step: a resumed run continues bit for bit, and all ranks round
+    alike.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        seed: int = 0,
+    ):
+        self._seed = seed
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient; gives what `closure` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        generators: dict[torch.device, torch.Generator] = {}
+        parameters = ((group, p) for group in self.param_groups for p in group["params"])
+        for number, (group, parameter) in enumerate(parameters):
+            if parameter.grad is None:
+                continue
+            state = self._state_of(parameter)
+            state["step"] += 1
+            updated = _updated(parameter, group, state)
+            device = parameter.device
+            generator = generators.setdefault(device, torch.Generator(device))
+            generator.manual_seed(_noise_seed(self._seed, number, state["step"]))
+            parameter.copy_(round_stochastically(updated, generator))
+        return loss
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore `state_dict`'s moments as they are; the base class would round them to the parameters' type."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters):
+            saved = state_dict["state"].get(number, {})
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in saved:
+                    self.state[parameter][name] = saved[name].to(parameter.device, torch.float32, copy=True)
+
+
+def _updated(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
+    """The parameter after its step, in float32; takes the gradient into the moments."""
+    rate, (beta1, beta2) = group["lr"], group["betas"]
+    gradient = parameter.grad.float()  # pyright: ignore[reportOptionalMemberAccess]
+    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    scale = (square / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+    decayed = parameter.float().mul_(1 - rate * group["weight_decay"])
+    return decayed.addcdiv_(mean, scale, value=-rate / (1 - beta1 ** state["step"]))
+
+
+def _noise_seed(seed: int, number: int, step: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{number}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

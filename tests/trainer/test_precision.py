@@ -1,0 +1,137 @@
+"""The types that weights are held in and computed in: float32, mixed precision, bfloat16 alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from groupgrad.engines.native.attention import DecodePlan, PrefillPlan
+from groupgrad.models.layout import BlockPlan
+from groupgrad.step.rounding import StochasticAdamW
+
+PLANS = {"prompts": PrefillPlan, "sampled tokens": DecodePlan, "training": BlockPlan}
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
+    """The types that attention computed in, by what it was computed for."""
+    seen: dict[str, set[torch.dtype]] = defaultdict(set)
+    for purpose, plan in PLANS.items():
+
+        def attend(self: Any, query: Any, key: Any, value: Any, call: Any, *, _for=purpose, _plain=plan.attend) -> Any:
+            output = _plain(self, query, key, value, call)
+            seen[_for] |= {query.dtype, key.dtype, value.dtype, output.dtype}
+            return output
+
+        monkeypatch.setattr(plan, "attend", attend)
+    return seen
+
+
+CASES = {
+    "float32": ({}, torch.float32, torch.float32, 1e-5),
+    "mixed": ({"bf16": True}, torch.float32, torch.bfloat16, 0.1),
+    "bfloat16 alone": ({}, torch.bfloat16, torch.bfloat16, 0.1),
+    "both": ({"bf16": True}, torch.bfloat16, torch.bfloat16, 0.1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_samples_in_the_type_that_training_computes_in(case, make_trainer, make_policy, attended):
+    settings, held, computed, gap = CASES[case]
+    policy = make_policy().to(held)
+    trainer = make_trainer(model=policy, max_steps=2, **settings)
+    assert trainer.paths.engine.name == "native"
+    trainer.train()
+    assert dict(attended) == {purpose: {computed} for purpose in PLANS}
+    assert {parameter.dtype for parameter in policy.parameters()} == {held}
+    states = [value.dtype for state in trainer.optimizer.state.values() for value in state.values()]
+    assert held in states
+    assert max(entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]) < gap
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_adapter_over_bfloat16_weights(bf16: bool, make_trainer, make_policy):
+    """The adapter is float32, as peft makes it, and sampled as it is trained."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    trainer = make_trainer(
+        model=make_policy().to(torch.bfloat16), trainer={"peft_config": config}, max_steps=2, beta=0.1, bf16=bf16
+    )
+    assert trainer.paths.layout.tiled_head
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    log = trainer.state.log_history[:-1]
+    assert max(entry["sampling/logp_mismatch"] for entry in log) < 0.2
+    assert all(entry["grad_norm"] > 0 for entry in log)
+
+
+# ------------------------------------------------------------------------------------------------ stochastic rounding
+
+
+def moved(policy: nn.Module, start: dict[str, torch.Tensor]) -> float:
+    """Share of the numbers above 0.01 that are not what they were; half a step of bfloat16 is 3e-5 or more there."""
+    changed = [(p.detach() != start[name])[start[name].abs() > 0.01] for name, p in policy.named_parameters()]
+    return float(torch.cat(changed).float().mean())
+
+
+def test_small_updates_arrive(make_trainer, make_policy):
+    """At a rate of 1e-6 rounding to the nearest number moves none of the weights but the smallest."""
+    shares = {}
+    for rounded in (False, True):
+        policy = make_policy().to(torch.bfloat16)
+        start = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        trainer = make_trainer(model=policy, learning_rate=1e-6, stochastic_rounding=rounded)
+        trainer.train()
+        assert isinstance(trainer.optimizer.optimizer, StochasticAdamW) == rounded
+        shares[rounded] = moved(policy, start)
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+    assert shares[False] == 0.0
+    assert shares[True] > 1e-3
+
+
+def test_settings_of_the_optimizer_reach_it(make_trainer, make_policy):
+    settings = {"learning_rate": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6, "weight_decay": 0.1}
+    trainer = make_trainer(model=make_policy().to(torch.bfloat16), stochastic_rounding=True, **settings)
+    groups = trainer.create_optimizer().param_groups
+    assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
+    for group in groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-6)
+
+
+def test_a_resumed_run_rounds_alike(make_trainer, make_policy, tools, tmp_path: Path):
+    finals, logs = [], []
+    for folder, checkpoint in (("straight", None), ("resumed", str(tmp_path / "straight" / "checkpoint-2"))):
+        policy = make_policy().to(torch.bfloat16)
+        settings = {"output_dir": str(tmp_path / folder), "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+        trainer = make_trainer(model=policy, stochastic_rounding=True, learning_rate=1e-4, **settings)
+        torch.manual_seed(len(folder))
+        trainer.train(checkpoint)
+        finals.append(tools.weights(policy))
+        logs.append(tools.without_times(trainer.state.log_history)[:-1])
+    assert torch.equal(finals[0], finals[1])
+    assert logs[0] == logs[1]
+
+
+def test_other_types_and_optimizers_are_refused(make_trainer, make_policy):
+    with pytest.raises(ValueError, match=r"rounds to bfloat16, but model\.embed_tokens\.weight is float32"):
+        make_trainer(stochastic_rounding=True)
+    policy = make_policy().to(torch.bfloat16)
+    given = (torch.optim.SGD(policy.parameters(), lr=0.1), None)
+    with pytest.raises(ValueError, match="optimizers has an optimizer, and stochastic_rounding=True"):
+        make_trainer(model=policy, stochastic_rounding=True, trainer={"optimizers": given})
+
+
+def test_an_adapter_in_bfloat16(make_trainer, make_policy):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"lora_A.* is float32, .* autocast_adapter_dtype=False"):
+        make_trainer(model=make_policy().to(torch.bfloat16), trainer={"peft_config": config}, stochastic_rounding=True)
+    model = peft.get_peft_model(make_policy().to(torch.bfloat16), config, autocast_adapter_dtype=False)
+    trainer = make_trainer(model=model, stochastic_rounding=True, max_steps=2)
+    trainer.train()
+    assert any(float(p.abs().max()) > 0 for name, p in model.named_parameters() if "lora_B" in name)
