@@ -26,6 +26,7 @@ from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.errors import UnavailableError
 from groupgrad.models import load
 from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted
+from groupgrad.models.balance import balance_weight, configured_weight
 from groupgrad.models.causal import check_causal
 from groupgrad.models.forward import ForwardOptions, unwrap
 from groupgrad.models.frozen import FrozenScorer
@@ -178,7 +179,7 @@ def build_parts(
         eos_ids=eos_ids,
         max_context=load.max_context(model),
         reference=reference,
-        aux_loss_coef=_aux_loss_coef(model, config),
+        aux_loss_coef=configured_weight(model, config.router_aux_loss_coef),
     )
 
 
@@ -298,8 +299,10 @@ def choose_paths(
     computes in."""
     check_causal(model, precision)
     pad_id, example = int(parts.tokenizer.pad_token_id), _example(parts)
-    balances = parts.aux_loss_coef != 0.0
-    layout = check_layout(model, options.forward_options(config, pad_id=pad_id, aux_loss=balances), precision, example)
+    scoring = options.forward_options(config, pad_id=pad_id, aux_loss=False)
+    asked = config.router_aux_loss_coef
+    parts.aux_loss_coef = balance_weight(model, scoring, parts.aux_loss_coef, asked, precision)
+    layout = check_layout(model, replace(scoring, aux_loss=parts.aux_loss_coef != 0.0), precision, example)
     if layout.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
@@ -486,17 +489,3 @@ def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any
             trust_remote_code=config.trust_remote_code,
         )
     return processing_class, load.inner_tokenizer(processing_class)
-
-
-def _aux_loss_coef(model: Any, config: GRPOConfig) -> float:
-    """The weight of the load-balancing loss. ValueError if one is asked for of a model without experts."""
-    text = model.config.get_text_config() if hasattr(getattr(model, "config", None), "get_text_config") else None
-    has_router = hasattr(text, "output_router_logits")
-    if config.router_aux_loss_coef is None:
-        return float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if has_router else 0.0
-    if config.router_aux_loss_coef and not has_router:
-        raise ValueError(
-            f"router_aux_loss_coef={config.router_aux_loss_coef}, but {type(model).__name__} has no routed experts; "
-            "leave it out or set it to 0"
-        )
-    return float(config.router_aux_loss_coef)

@@ -99,7 +99,7 @@ def test_a_patched_model_trains_as_the_plain_one(
         losses.append([entry["loss"] for entry in trainer.state.log_history[:2]])
     assert tools.relative(finals[0], finals[1]) < 1e-5
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert trainers[0].paths.layout.layout == "dense"
+    assert trainers[0].paths.layout.layout == "dense" and not trainers[0].paths.layout.tiled_head
     assert trainers[1].paths.layout.layout == "shared"
 
 
@@ -114,7 +114,7 @@ def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
     assert len(texts) == 2
     assert texts[0].startswith("PeftModel is scored in the dense layout: ")
-    assert "log-probs of the shared layout" in texts[0]
+    assert "it multiplies with its output head's weight itself; log-probs of the shared layout" in texts[0]
     assert texts[1] == "Qwen3ForCausalLM is sampled by generate: the model brings its own generate"
     before = dict(model.calls)
     layer = model.get_base_model().model.layers[0].self_attn.q_proj

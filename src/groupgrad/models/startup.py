@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from groupgrad.models.attention import plannable
-from groupgrad.models.forward import ForwardOptions, Layout, evaluation_mode, score_tokens, unwrap
+from groupgrad.models.forward import ForwardOptions, Layout, evaluation_mode, output_head, score_tokens, unwrap
 from groupgrad.models.quantized import rounds_to_int8
 from groupgrad.models.recipe import head_recipe
 from groupgrad.models.vision import placeholder_ids, sees
@@ -75,6 +75,9 @@ def check_layout(
     tiled = head_recipe(unwrap(model)) is not None
     if not tiled:
         reasons.append("it is not known what the model makes of its output head")
+    elif not _calls_its_head(model, batch, options, precision):
+        tiled = False
+        reasons.append("it multiplies with its output head's weight itself")
     ways: list[tuple[Layout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     ways = [way for way in ways if (way[0] == "dense" or reason is None) and (tiled or not way[1])]
     with torch.no_grad(), evaluation_mode(model), precision():
@@ -92,6 +95,21 @@ def check_layout(
                 return LayoutReport(layout, tiled_head, "; ".join(reasons) or None, difference, balance)
             reasons.append(f"log-probs of the {words} differ by {difference:.2g} nats on random tokens")
     return LayoutReport("dense", False, "; ".join(reasons), difference)
+
+
+def _calls_its_head(
+    model: nn.Module, batch: Batch, options: ForwardOptions, precision: Callable[[], AbstractContextManager[Any]]
+) -> bool:
+    """True if a forward pass calls the output head as a module, where its work can be taken over."""
+    head, calls = output_head(model), []
+    assert head is not None  # there is a recipe
+    handle = head.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        with torch.no_grad(), evaluation_mode(model), precision():
+            _plain_scores(model, batch, options)
+    finally:
+        handle.remove()
+    return bool(calls)
 
 
 def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
