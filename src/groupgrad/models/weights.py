@@ -1,7 +1,6 @@
 """The policy's weights as another program loads them: by the names of a checkpoint, without wrappers and adapters.
 
 Everything here is a collective where parameters are sharded over ranks (ZeRO-3, FSDP 2): all ranks iterate to the end.
-Gathering sharded parameters has not been tried on several devices.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -19,6 +17,7 @@ from torch import nn
 
 from groupgrad.models.adapters import is_adapted
 from groupgrad.models.forward import unwrap
+from groupgrad.models.sharded import gathered, is_sharded
 from groupgrad.models.quantized import is_packed
 
 # Wrappers that put their own name between two modules.
@@ -118,11 +117,6 @@ def adapter_rank(model: nn.Module) -> int:
     return max([int(config.r), *(int(rank) for rank in (getattr(config, "rank_pattern", None) or {}).values())])
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """True if no rank has whole parameters (ZeRO-3, FSDP 2)."""
-    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
-
-
 def _sources(inner: Any, base: Any) -> Iterator[_Source]:
     layers, saved = _adapted_modules(inner, base)
     seen: set[int] = set()
@@ -210,7 +204,7 @@ def _merged(source: _Source) -> dict[str, torch.Tensor]:
     layer = source.layer
     if is_packed(source.tensor):
         raise ValueError(f"{source.name} is quantized: an adapter cannot be merged into it; send the adapter alone")
-    with _gathered(list(layer.parameters())):
+    with gathered(layer.parameters()):
         own = copy.deepcopy(layer).float()
         if not own.merged:
             own.merge()
@@ -247,14 +241,6 @@ def _whole(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor().detach()
     if hasattr(tensor, "ds_id"):
-        with _gathered([tensor]):
+        with gathered([tensor]):
             return tensor.detach().clone()
     return tensor.detach()
-
-
-def _gathered(parameters: list[Any]) -> AbstractContextManager[Any]:
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    import deepspeed  # pyright: ignore[reportMissingImports]
-
-    return deepspeed.zero.GatheredParameters(parameters)
