@@ -53,7 +53,13 @@ def test_pad_to_multiple_of_spellings(given, held):
 
 @pytest.mark.parametrize(
     "name",
-    ["model_init_kwargs", "generation_kwargs", "chat_template_kwargs", "transformers_continuous_batching_config"],
+    [
+        "model_init_kwargs",
+        "reward_model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+    ],
 )
 def test_dicts_as_json(name):
     with warnings.catch_warnings():
