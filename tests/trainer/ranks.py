@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 import groupgrad
 from groupgrad import GRPOConfig, GRPOTrainer
@@ -55,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     # Turns are short and read as calls by their first token, so that ranks have rollouts of different numbers of turns.
     "agents": {"agents": True, "max_completion_length": 80, "max_tool_calling_iterations": 3, "max_steps": 2},
     "lora": {"peft": True, "beta": 0.1, "max_steps": 2},
+    # Most prompts have no image, so that often one rank alone passes through the vision tower.
+    "images": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
     "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
 }
 
@@ -127,6 +130,18 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
         extra |= {"environment_factory": Tally, "response_parser": read_call}
     torch.manual_seed(0)
     model = BASE.make_model(0, initializer_range=0.15)
+    if settings.pop("images", False):
+        sys.path.insert(0, str(TESTS / "helpers"))
+        import vision
+
+        built = vision.build("qwen2_vl")
+        model, tokenizer = built.model, built.processor
+        dataset = Dataset.from_list(
+            [
+                {"prompt": vision.question(f"what {i}", 0), "images": [vision.picture("red")] * (i % 4 == 0)}
+                for i in range(16)
+            ]
+        )
     model.generation_config.eos_token_id = [1, *range(4, 24)]
     config: dict[str, Any] = {
         "output_dir": str(out / "run" / name),

@@ -28,6 +28,7 @@ CASES = [
     "cut_groups",
     "agents",
     "lora",
+    "images",
     "resumed",
 ]
 
