@@ -8,9 +8,10 @@ load balancing of a mixture of experts counts tokens and gets the mask. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from groupgrad.models.attention import AttentionPlan, attention_dropout, plannab
 from groupgrad.models.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
 from groupgrad.models.layout import FlatLayout, flat_layout
 from groupgrad.models.recipe import head_layer, head_recipe
+from groupgrad.models.sharded import is_sharded, runnable
 from groupgrad.models.shortage import scored_in_parts
 from groupgrad.models.vision import Laid, Sight, View, flat_view, row_view, sight
 from groupgrad.types import Batch, TokenScores
@@ -69,7 +71,11 @@ def score_tokens(
     `model` may be wrapped for data parallelism. The logits of loss tokens (`trained`) alone are computed, and the
     scores of all others (a tool's words, masked rows) are 0; the head's own scales, caps and biases are kept.
     `foreseen` saves the tiled head work and changes nothing.
+
+    Collective for a model whose parameters are spread over ranks, also without tokens.
     """
+    if not batch.num_tokens and is_sharded(model):
+        return _nothing_to_score(model, batch, options)
     asked = None if bool(batch.trained.all()) else _loss_tokens(batch)
     scores = _score_places(model, batch, options, foreseen, asked)
     if asked is None:
@@ -77,6 +83,26 @@ def score_tokens(
     return replace(
         scores, logprobs=_spread(scores.logprobs, asked, batch), entropy=_spread(scores.entropy, asked, batch)
     )
+
+
+def _nothing_to_score(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
+    """The scores of no tokens, by a pass over a made-up one: other ranks go through the model now, and none can alone.
+    They hang together with the pass, so that a backward pass goes through the model too."""
+    token, zero = torch.full((1,), options.pad_id, device=batch.offsets.device), batch.offsets.new_zeros(1)
+    bounds = torch.cat([zero, zero + 1])
+    made_up = Batch(
+        completion_ids=token,
+        row_of_token=zero,
+        offsets=bounds,
+        prompt_ids=token,
+        prompt_offsets=bounds,
+        prompt_of_row=zero,
+        trained=zero == 0,
+        advantages=torch.zeros(1, device=zero.device),
+        totals=batch.totals,
+    )
+    scores = score_tokens(model, made_up, options)
+    return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
 
 
 def _spread(values: torch.Tensor, places: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -126,7 +152,7 @@ def score_without_gradient(
     loss, which is measured on whole batches alone.
     """
     asked = replace(options, entropy_gradient=False, aux_loss=aux_loss and options.aux_loss)
-    with evaluation_mode(model):
+    with evaluation_mode(model), runnable(model):
         if asked.aux_loss:
             return score_tokens(model, batch, asked)
         return scored_in_parts(batch, lambda part: score_tokens(model, part, asked))
@@ -254,12 +280,16 @@ def _head_on(
     """Let the model's output head see the hidden states at `places` (rows, positions) of the (B, T) `shape` alone.
 
     With the tiled head the scores are computed there, and the module itself gets one token for form's sake; otherwise
-    it gets all of them, as (1, L, H).
+    it gets all of them, as (1, L, H). Where parameters are spread over ranks the scores are what the module gives, so
+    that its weights are gathered for their backward pass as for any module's.
     """
     seen, (rows, positions) = _Seen(), places
     num_rows, width = shape
     head = output_head(model)
     recipe = head_recipe(unwrap(model)) if options.tiled_head else None
+    if recipe is not None and is_sharded(model) and not isinstance(head, nn.Linear):
+        recipe = None  # around the weights there is a module of an adapter, which gathers nothing
+    inside = recipe is not None and is_sharded(model)
 
     def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         hidden = inputs[0]
@@ -268,7 +298,7 @@ def _head_on(
         seen.narrowed = True
         # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
         hidden = hidden[rows.to(hidden.device), (positions + hidden.shape[1] - width).to(hidden.device)]
-        if recipe is None:
+        if recipe is None or inside:
             return (hidden.unsqueeze(0), *inputs[1:])
         seen.scores = _tiled(module, hidden, tokens, recipe, options, foreseen)
         return (hidden[None, :1], *inputs[1:])
@@ -278,9 +308,47 @@ def _head_on(
         return
     # The compiler would take the positions of this call for constants and compile every batch anew.
     handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))  # pyright: ignore[reportArgumentType]
+    scoring = nullcontext()
+    if recipe is not None and inside:
+        score = partial(_tiled, head, tokens=tokens, recipe=recipe, options=options, foreseen=foreseen)
+        scoring = _scoring_inside(head, seen, score, options)
     try:
-        yield seen
+        with scoring:
+            yield seen
     finally:
+        handle.remove()
+
+
+@contextmanager
+def _scoring_inside(
+    head: Any, seen: _Seen, score: Callable[[torch.Tensor], TokenScores], options: ForwardOptions
+) -> Iterator[None]:
+    """Let the head give the scores of the hidden states that it was narrowed to, in place of logits.
+
+    What a module gives and takes is what tells ZeRO when its weights are needed, forward and backward. The model behind
+    it goes on with zeros for one token's logits.
+    """
+    plain = head.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not seen.narrowed:
+            return plain(hidden)
+        scores = score(hidden[0])
+        return torch.stack([scores.logprobs, scores.entropy])
+
+    def take(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        if not seen.narrowed:
+            return None
+        logprobs, entropy = output.unbind()
+        seen.scores = TokenScores(logprobs, entropy if options.entropy_gradient else entropy.detach())
+        return inputs[0].new_zeros(1, 1, head.out_features)
+
+    handle = head.register_forward_hook(take)
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
         handle.remove()
 
 

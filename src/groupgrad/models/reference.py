@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from groupgrad.models.adapters import active_adapters, is_adapted
+from groupgrad.models.sharded import Shards, is_sharded
 
 _BASE_STAYS = frozenset({"gaussian", "eva"})
 """Named ways to begin a LoRA adapter that leave the base model's weights as they are; others subtract it from them."""
@@ -22,7 +23,8 @@ _BASE_STAYS = frozenset({"gaussian", "eva"})
 class Reference:
     """Scores as the policy once did. One of three kinds, by what the policy is:
 
-    - a full model: a frozen copy of it;
+    - a full model: a frozen copy of it; of one whose parameters are spread over ranks, a copy of each rank's part,
+      which takes the place of the policy's while the reference is asked (a collective then, as any pass of it);
     - a fresh adapter: the same weights with the adapter switched off;
     - a trained adapter, one that the reference is to follow, or one that changes the base model when it begins: frozen
       copies of the parameters that train, which take their places while the reference is asked.
@@ -32,7 +34,10 @@ class Reference:
         self._policy = policy
         self._copy: nn.Module | None = None
         self._kept: dict[str, nn.Parameter] = {}
-        if not is_adapted(policy):
+        self._shards: Shards | None = None
+        if not is_adapted(policy) and is_sharded(policy):
+            self._shards = Shards(policy)
+        elif not is_adapted(policy):
             self._copy = copy.deepcopy(policy).eval().requires_grad_(False)
         elif follows or not adapter_is_fresh or not _can_be_switched_off(policy):
             self._kept = {
@@ -40,6 +45,11 @@ class Reference:
                 for name, parameter in policy.named_parameters()
                 if parameter.requires_grad
             }
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """True if it has parameters of its own that take the place of the policy's, by one and one."""
+        return bool(self._kept)
 
     @property
     def module(self) -> nn.Module | None:
@@ -55,6 +65,9 @@ class Reference:
         """The module that answers as the reference inside this context; nothing may be trained there."""
         if self._copy is not None:
             yield self._copy
+        elif self._shards is not None:
+            with self._shards.in_place():
+                yield self._policy
         elif self._kept:
             with self._in_place():
                 yield self._policy
