@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from sights import make_batch, make_seen
 
+from groupgrad.data.vision import example_prompt
 from groupgrad.models import memory
 from groupgrad.models.forward import ForwardOptions, score_tokens
 from groupgrad.models.memory import CheckpointingByNeed, activation_bytes_per_token, free_bytes
@@ -98,3 +100,29 @@ def test_modes_and_random_streams_are_left_as_they_were(make_model):
     CheckpointingByNeed(model, ForwardOptions())
     assert [name for name, module in model.named_modules() if module.training] == ["lm_head"]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_images_keep_is_measured():
+    """Two layers of the vision tower keep at least their states and what their MLPs make of them, 16 patches each."""
+    seen = make_seen("gemma3")
+    example = example_prompt(seen.processor)
+    assert memory.image_values(example.media) == 3 * 16 * 16
+    per_token = activation_bytes_per_token(seen.model, ForwardOptions())
+    per_value = memory.activation_bytes_per_value(seen.model, ForwardOptions(), example, per_token)
+    least = 2 * 16 * 4 * (2 * 16 + 2 * 32)
+    assert least < 3 * 16 * 16 * per_value < 20 * least
+
+
+@pytest.mark.parametrize(("layout", "images"), [("shared", 3), ("dense", 7)])
+def test_images_count_where_they_are_computed(monkeypatch, layout, images):
+    """Prompts of two images, of one and of none: once in the shared layout, else once a row, of which two, two and
+    three have them."""
+    seen = make_seen("gemma3")
+    by_need = CheckpointingByNeed(seen.model, ForwardOptions(layout=layout), example=example_prompt(seen.processor))
+    by_need._bytes_per_token, by_need._bytes_per_value = 0.0, 1.0
+    need = images * 3 * 16 * 16
+    batch = make_batch(seen, [(0, [20]), (0, [21]), (1, [22]), (2, [23]), (2, [24]), (2, [25])])
+    for share, is_on in ((0.99, True), (1.01, False)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, share=share: share * need / memory.FREE_SHARE)
+        by_need.prepare(batch)
+        assert by_need.is_on == is_on

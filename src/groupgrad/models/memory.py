@@ -74,7 +74,16 @@ def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, exampl
     batches = [random_batch(model), random_batch(model, example)]
     kept = [_kept_bytes(model, batch, options) for batch in batches]
     tokens = _tokens(batches[1]) - _tokens(batches[0])
-    return max(0.0, (kept[1] - kept[0] - per_token * tokens) / max(1, image_values(example.media)))
+    values = sum(map(image_values, _images(model, options, batches[1])))
+    return max(0.0, (kept[1] - kept[0] - per_token * tokens) / max(1, values))
+
+
+def _images(model: nn.Module, options: ForwardOptions, batch: Batch) -> list[Media | None]:
+    """Those that a forward pass computes: where prompts are not shared, each row has its own copy."""
+    media = list(batch.media or ())
+    if media and batch.num_rows and layout_for(model, options) != "shared":
+        return [media[q] for q in batch.prompt_of_row.tolist()]
+    return media
 
 
 def image_values(media: Media | None) -> int:
@@ -135,13 +144,12 @@ class CheckpointingByNeed:
     def prepare(self, batch: Batch) -> None:
         """Get the model ready for a forward pass of the batch."""
         num_tokens = len(batch.prompt_ids) + batch.num_tokens
-        seen = list(batch.media or ())
+        images = _images(self._model, self._options, batch)
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
             num_tokens = batch.num_rows * int(lengths.max())
-            seen = [seen[q] for q in batch.prompt_of_row.tolist()] if seen else []
         device = next(self._model.parameters()).device
-        needed = num_tokens * self._bytes_per_token + sum(map(image_values, seen)) * self._bytes_per_value
+        needed = num_tokens * self._bytes_per_token + sum(map(image_values, images)) * self._bytes_per_value
         free = FREE_SHARE * free_bytes(device)
         if (needed > free) == self.is_on:
             return
@@ -151,7 +159,7 @@ class CheckpointingByNeed:
                 "activations of %d tokens%s would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
                 "is on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
                 num_tokens,
-                " and their images" if any(seen) else "",
+                " and their images" if any(images) else "",
                 needed / 2**30,
                 free / 2**30,
             )
