@@ -17,8 +17,8 @@ from torch import nn
 
 from groupgrad.models.adapters import is_adapted
 from groupgrad.models.forward import unwrap
-from groupgrad.models.sharded import gathered, is_sharded
 from groupgrad.models.quantized import is_packed
+from groupgrad.models.sharded import gathered, is_sharded
 
 # Wrappers that put their own name between two modules.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
