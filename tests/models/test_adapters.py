@@ -149,3 +149,42 @@ def test_a_merged_adapter_is_refused(build):
         check_adapter(model)
     model.unmerge_adapter()
     check_adapter(model)
+
+
+def test_an_adapter_that_is_not_in_use_is_refused(build):
+    model = add_adapter(build("qwen3"), lora())
+    model.add_adapter("second", lora())
+    check_adapter(model)
+    model.set_adapter("second", inference_mode=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".default." in name)
+    with pytest.raises(
+        ValueError, match=r"not in use would train; the adapter in use is second: call model\.set_adapter"
+    ):
+        check_adapter(model)
+
+
+def test_several_kinds_in_one_are_refused(build):
+    with pytest.raises(TypeError, match="a PeftMixedModel, which mixes kinds of adapters"):
+        check_adapter(peft.get_peft_model(build("qwen3"), lora(), mixed=True))
+
+
+def test_weights_that_train_and_are_not_saved_are_a_warning(build):
+    model = add_adapter(build("qwen3"), lora())
+    model.get_base_model().lm_head.weight.requires_grad_(True)
+    with pytest.warns(
+        UserWarning, match=r"lm_head\.weight \(1 weights of the base model\) .* only the adapter is saved"
+    ):
+        check_adapter(model)
+    kept = [
+        lora(bias="all"),
+        lora(modules_to_save=["lm_head"]),
+        lora(trainable_token_indices=[3]),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
+    ]
+    for config in kept:
+        model = add_adapter(build("qwen3", attention_bias=True), config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_adapter(model)

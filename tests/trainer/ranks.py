@@ -55,7 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
     # Turns are short and read as calls by their first token, so that ranks have rollouts of different numbers of turns.
     "agents": {"agents": True, "max_completion_length": 80, "max_tool_calling_iterations": 3, "max_steps": 2},
-    "lora": {"peft": True, "beta": 0.1, "max_steps": 2},
+    # An adapter on the head too, and a reference that follows it: the parameters that train change places.
+    "lora": {"peft": True, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3},
     # Most prompts have no image, so that often one rank alone passes through the vision tower.
     "images": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
     "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
@@ -116,7 +117,7 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     if settings.pop("peft", False):
         from peft import LoraConfig
 
-        extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
+        extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=True)
     if settings.pop("eval", None):
         extra["eval_dataset"] = {"five": HELP.prompts(5), "one": HELP.prompts(1)}
         settings |= {"eval_strategy": "steps", "num_generations_eval": 1, "per_device_eval_batch_size": 4 // ranks}

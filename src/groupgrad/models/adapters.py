@@ -91,18 +91,25 @@ def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = Non
 
 
 def check_adapter(model: Any) -> None:
-    """ValueError for an adapter that was merged into the weights, or made for another class of model.
+    """ValueError for an adapter that is merged into the weights, not in use, or made for another class of model.
 
-    Another name of the base model than the adapter was trained on is a warning: the same weights may lie elsewhere.
+    Another name of the base model than the adapter was trained on is a warning: the same weights may lie elsewhere. So
+    are weights of the base model that train, since they are not saved with an adapter.
     """
     if not is_adapted(model):
         return
+    if not hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"the model is a {type(model).__name__}, which mixes kinds of adapters and cannot be saved; use one kind, "
+            "by get_peft_model(model, config) with mixed=False"
+        )
     merged = [name for name, module in model.named_modules() if getattr(module, "merged", False) is True]
     if merged:
         raise ValueError(
             f"the adapter is merged into the weights ({merged[0]} and others), so that training it would change "
             "nothing; call model.unmerge_adapter() first"
         )
+    _check_what_trains(model)
     base = model.get_base_model()
     for name in active_adapters(model):
         config = model.peft_config[name]
@@ -118,6 +125,25 @@ def check_adapter(model: Any) -> None:
                 f"the adapter {name!r} was trained on {trained_on}, and the model was loaded from {loaded}; on other "
                 "weights than its own it means nothing"
             )
+
+
+def _check_what_trains(model: Any) -> None:
+    """ValueError if adapters train that are not in use; a warning if weights of the base model do."""
+    active = active_adapters(model)
+    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    of_adapters = {name: set(name.split(".")) & set(model.peft_config) for name in trains}
+    if trains and all(owners and not owners & set(active) for owners in of_adapters.values()):
+        raise ValueError(
+            f"only {trains[0]} and others of adapters that are not in use would train; the adapter in use is "
+            f"{', '.join(active) or 'none'}: call model.set_adapter(...) with the one to train"
+        )
+    saves_biases = any(getattr(model.peft_config[name], "bias", "none") != "none" for name in active)
+    base = [name for name, owners in of_adapters.items() if not owners and not (saves_biases and name.endswith("bias"))]
+    if base:
+        warnings.warn(
+            f"{base[0]} ({len(base)} weights of the base model) will train too, but only the adapter is saved; name "
+            "such modules in modules_to_save, or freeze them"
+        )
 
 
 def _check_config(model: nn.Module, config: Any) -> None:

@@ -165,7 +165,8 @@ def max_context(model: Any) -> int | None:
 
 def check_trainable(model: nn.Module) -> None:
     """ValueError for a model of which nothing would be trained, or whose weights cannot be."""
-    if is_quantized(model) and not is_adapted(model):
+    # transformers' own add_adapter leaves the model what it was.
+    if is_quantized(model) and not is_adapted(model) and not getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"the weights of this {type(model).__name__} are quantized and cannot be trained themselves; give a "
             "peft_config (use_peft on the command line) to train an adapter over them, or load the model without "
