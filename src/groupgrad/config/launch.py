@@ -11,19 +11,33 @@ if TYPE_CHECKING:
 
 def zero_stage(config: GRPOConfig) -> int | None:
     """DeepSpeed ZeRO stage that the config or the launcher asks for; None without DeepSpeed or if it cannot be read."""
-    settings: Any = config.deepspeed
+    if config.deepspeed is not None:
+        return _stage(config.deepspeed)
+    if env_on("ACCELERATE_USE_DEEPSPEED"):
+        path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        if os.path.isfile(path):
+            return _stage(path)
+        return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    return None
+
+
+def _stage(settings: Any) -> int | None:
+    """The stage in a DeepSpeed configuration, a dict or the path of a file; 0 if it has none."""
     if isinstance(settings, str) and os.path.isfile(settings):
         import yaml
 
         with open(settings, encoding="utf-8") as file:
             settings = yaml.safe_load(file)
-    if isinstance(settings, dict):
-        zero = settings.get("zero_optimization")
-        stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-        return stage if isinstance(stage, int) else None
-    if env_on("ACCELERATE_USE_DEEPSPEED"):
-        return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-    return None
+    if not isinstance(settings, dict):
+        return None
+    zero = settings.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    return stage if isinstance(stage, int) else None
+
+
+def uses_deepspeed(config: GRPOConfig) -> bool:
+    """True if the config or the launcher asks for DeepSpeed."""
+    return config.deepspeed is not None or env_on("ACCELERATE_USE_DEEPSPEED")
 
 
 def env_on(name: str) -> bool:

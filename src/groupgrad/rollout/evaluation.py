@@ -13,6 +13,7 @@ from groupgrad.data.evaluation import EvalBatch
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.forward import ForwardOptions, score_without_gradient
 from groupgrad.models.frozen import FrozenScorer
+from groupgrad.models.sharded import is_sharded
 from groupgrad.objectives import Freshness, PolicyOptions, known_rows, policy_loss
 from groupgrad.rollout.base import RoundRequest
 from groupgrad.rollout.round import RoundMaker, ScoredRound
@@ -70,6 +71,8 @@ class Evaluator:
     def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
         """What sampling said of the tokens, if that is what a forward pass would say of them again."""
         is_exact = self.round_maker.rollouts.is_exact and not self.forward_options.aux_loss
+        if is_sharded(self.model):
+            return None  # ranks must agree on whether there is a pass
         if batch.sampling_logprobs is None or batch.sampling_entropy is None:
             return None
         if not bool(known_rows(batch, Freshness(step, is_exact)).all()):
@@ -82,7 +85,7 @@ class Evaluator:
         totals = batch.totals
         weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
         part = weight / totals.world_size
-        if not batch.num_rows:
+        if not batch.num_rows and not is_sharded(self.model):
             return {"loss": mean_of(0.0, part)}
         batch = self.frozen(batch, old=False)
         if known is None:
@@ -90,5 +93,7 @@ class Evaluator:
             scores = score_without_gradient(self.model, batch, self.forward_options, aux_loss=True)
         else:
             scores = known
+        if not batch.num_rows:
+            return {"loss": mean_of(0.0, part)}
         result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self.aux_loss_coef)
         return {"loss": mean_of(result.loss * part, part), **result.metrics}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +70,11 @@ class RoundMaker:
         weights: Weights | None = None,
         *,
         ahead: int = 0,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self.options, self.timings = options, timings
-        self._supply = Supply(rollouts, timings, weights, ahead=ahead)
+        self._supply = Supply(rollouts, timings, weights, ahead=ahead, around=around)
 
     def __call__(
         self, request: RoundRequest, *, trainer_state: Any, upcoming: Sequence[RoundRequest] = ()

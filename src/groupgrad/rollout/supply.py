@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -47,12 +47,23 @@ class Supply:
     weights that are at most k rounds old. New weights are sent between rounds, when nothing is sampled on any rank. A
     round whose engine lost its weights is sampled anew, from the present ones. Whatever else a thread fails with is
     raised when its round is asked for.
+
+    `around` makes a context that rounds are sampled in, entered and left by all ranks together; not those ahead.
     """
 
-    def __init__(self, source: RolloutSource, timings: Timings, weights: Weights | None = None, *, ahead: int = 0):
+    def __init__(
+        self,
+        source: RolloutSource,
+        timings: Timings,
+        weights: Weights | None = None,
+        *,
+        ahead: int = 0,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         if ahead and weights is None:
             raise ValueError(f"ahead={ahead} needs an engine with weights of its own; set it to 0")
         self.source, self._timings, self._weights, self.ahead = source, timings, weights, ahead
+        self._around = around
         self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[list[Rollout]]] = {}
 
@@ -90,7 +101,7 @@ class Supply:
     def _now(self, request: RoundRequest) -> list[Rollout]:
         rollouts: list[Rollout] = []
         self._refresh(request.step)
-        with dist.together(), self._timings.phase("sampling"):
+        with self._timings.phase("sampling"), self._around(), dist.together():
             rollouts = self.source(request)
         if self._weights is not None:
             self._weights.rest()

@@ -179,7 +179,7 @@ def obstacle_to_cutting(args: Any) -> str | None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if args.world_size > 1:
         return "several processes go through the model together, so that one cannot cut its micro-batch alone"
-    if args.deepspeed is not None:
+    if args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is not None:
         return "DeepSpeed keeps the gradients to itself, so that they cannot be made again"
     if "lomo" in optimizer or "layerwise" in optimizer:
         return f"optim={optimizer!r} changes weights while gradients are made, so that they cannot be made again"

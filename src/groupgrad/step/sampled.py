@@ -10,6 +10,7 @@ from torch import nn
 
 from groupgrad.metrics import Metric
 from groupgrad.models.frozen import FrozenScorer
+from groupgrad.models.sharded import is_sharded
 from groupgrad.objectives import (
     FRAC_DROPPED_ROWS,
     FRAC_DROPPED_TOKENS,
@@ -57,21 +58,26 @@ class SampledNumbers:
         self.freshness = Freshness(step=0, exact=False)
         """How far they hold for the training passes of the present step; dropout sets these apart."""
 
+    @property
+    def _is_exact(self) -> bool:
+        """What is known may differ between ranks, and those that share a model go through it together."""
+        return self._source.is_exact and not is_sharded(self._model)
+
     def begin_step(self, step: int) -> None:
         """The optimizer step that the next ones are asked for."""
         self._step = step
-        self.freshness = Freshness(step, self._source.is_exact and not has_dropout(self._model))
+        self.freshness = Freshness(step, self._is_exact and not has_dropout(self._model))
 
     def with_frozen_scores(self, batch: Batch, *, off_policy: bool) -> Batch:
         """The batch with the log-probs that stay while its round is trained on: the reference's and, `off_policy`, the
         old ones. Its round must just have been sampled."""
-        old = known_logprobs(batch) if off_policy and self._source.is_exact else None
+        old = known_logprobs(batch) if off_policy and self._is_exact else None
         scored = self._scorer(batch, old=off_policy and old is None)
         return scored if old is None else replace(scored, old_logprobs=old)
 
     def entropy(self, batch: Batch) -> torch.Tensor:
         """(L,) entropies (nats) of the policy in evaluation mode as it is in this step."""
-        freshness = Freshness(self._step, self._source.is_exact)
+        freshness = Freshness(self._step, self._is_exact)
         if batch.sampling_entropy is not None and bool(known_rows(batch, freshness).all()):
             return batch.sampling_entropy
         return self._scorer.entropy(batch)

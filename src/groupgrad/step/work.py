@@ -10,7 +10,7 @@ import torch
 
 from groupgrad.objectives import LOSSES, Freshness, PolicyOptions, passes_needed
 from groupgrad.step.packing import pack, row_costs
-from groupgrad.types import FORWARD_AND_BACKWARD, Batch
+from groupgrad.types import FORWARD, FORWARD_AND_BACKWARD, Batch
 
 
 def share_out(
@@ -21,6 +21,7 @@ def share_out(
     entropy_coef: float,
     aux_loss: bool,
     backward_everywhere: bool = False,
+    one_pass: bool = False,
 ) -> list[Batch]:
     """The step's rows on this rank in as many micro-batches as before, of like cost, each row with the passes it needs.
 
@@ -28,6 +29,9 @@ def share_out(
     `backward_everywhere` each micro-batch has at least one row with a gradient; otherwise at least one has, so that the
     optimizer decays its momenta and weights also in a step without any signal. A loss that is defined by the
     micro-batches that its rows come in (`bnpo`, load balancing) keeps the rows where they are.
+
+    With `one_pass` a micro-batch is at most one pass through the model: rows that need a forward pass get a backward
+    pass too. Ranks that hold parts of one model make equally many passes so.
     """
     is_local = aux_loss or LOSSES[options.loss_type].reduction == "local_token_mean"
     noted = [
@@ -37,6 +41,8 @@ def share_out(
         )
         for batch in batches
     ]
+    if one_pass:
+        noted = [replace(batch, passes=_all_or_nothing(batch.passes)) for batch in noted]
     if len(noted) > 1 and not is_local:
         whole = Batch.concat(noted)
         bounds = accumulate((batch.num_rows for batch in noted), initial=0)
@@ -49,6 +55,10 @@ def share_out(
         if first is not None:
             noted[first] = _with_a_live_row(noted[first])
     return noted
+
+
+def _all_or_nothing(passes: torch.Tensor | None) -> torch.Tensor | None:
+    return None if passes is None else passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
 
 
 def has_gradient(batch: Batch) -> bool:
