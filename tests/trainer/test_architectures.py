@@ -66,3 +66,16 @@ def test_recurrent_layers_train_in_rows_of_their_own(make_trainer: Any, make_any
         finals.append(tools.weights(model))
     assert tools.relative(finals[1], finals[0]) < 1e-6
     assert tools.relative(finals[0], tools.weights(make_any(name))) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt-oss (experts, sinks)", "mamba2 (recurrent)", "qwen3.5 (linear attention)"])
+def test_checkpointing_changes_nothing(make_trainer: Any, make_any: Any, tools: Any, name: str) -> None:
+    """Neither do experts that are counted, nor states, come twice when layers are computed again."""
+    finals = []
+    for checkpointing in (False, True):
+        model = make_any(name)
+        settings = {"gradient_checkpointing": checkpointing, "optim": "sgd", "learning_rate": 0.01, "max_steps": 2}
+        make_trainer(model=model, **settings).train()
+        finals.append(tools.weights(model))
+    assert tools.relative(finals[1], finals[0]) < 1e-6
+    assert tools.relative(finals[0], tools.weights(make_any(name))) > 1e-4
