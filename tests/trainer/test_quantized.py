@@ -141,6 +141,24 @@ def test_by_name_saved_alone_and_resumed(kind: str, make_trainer, quantized, bas
     torch.testing.assert_close(logprobs(runs[0].model), logprobs(reloaded), rtol=0, atol=1e-5)
 
 
+def test_an_adapters_directory_over_quantized_weights(make_trainer, quantized, base: Path, tmp_path: Path):
+    """Its base is loaded in fewer bits, and it is its own reference."""
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(quantized("nf4"), lora(init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = BitsAndBytesConfig(**QUANTIZED["nf4"])
+    trainer = make_trainer(
+        model=str(tmp_path / "adapter"), trainer={"quantization_config": config}, beta=0.1, max_steps=2
+    )
+    assert trainer.model.get_base_model().is_quantized
+    plain = peft.PeftModel.from_pretrained(in_full(quantized("nf4"), base), str(tmp_path / "adapter"))
+    torch.testing.assert_close(logprobs(trainer.model), logprobs(plain), rtol=0, atol=1e-5)
+    trainer.train()
+    with trainer.reference.active() as reference:
+        torch.testing.assert_close(logprobs(reference), logprobs(plain), rtol=0, atol=1e-5)
+    assert not torch.allclose(logprobs(trainer.model), logprobs(plain), atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_in_either_precision(dtype: torch.dtype, make_trainer, quantized):
     model = peft.get_peft_model(quantized("nf4", dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
