@@ -112,6 +112,10 @@ BAD: list[tuple[dict, list[str]]] = [
         {"use_vllm": True, "temperature": 0.7, "generation_kwargs": {"min_tokens": 2}},
         ["min_tokens=2 beside temperature=0.7"],
     ),
+    (
+        {"use_vllm": True, "vllm_structured_outputs_regex": "a+"},
+        ["structured_outputs={'regex': 'a+'}", "Set vllm_importance_sampling_correction=False"],
+    ),
     ({"use_vllm": True, "generation_kwargs": {"n": 2}}, ["generation_kwargs has 'n'", "sets for each row"]),
     ({"stochastic_rounding": True, "optim": "sgd"}, ["stochastic_rounding=True", "optim='sgd'", "adamw_torch"]),
     ({"stochastic_rounding": True, "optim_args": "a=1"}, ["stochastic_rounding=True", "optim_args='a=1'"]),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from real_vllm import SIZES, Served, vary
+from vllm_training import LARGE
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -51,6 +52,27 @@ def server(serve: Callable[..., Served]) -> Iterator[Served]:
     served = serve().start()
     yield served
     served.kill()
+
+
+@pytest.fixture(scope="session")
+def large_server(
+    serve: Callable[..., Served], make_model: Any, make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Served]:
+    """The server that training tests share: started when it is first asked for, or when a test has killed it."""
+    folder = tmp_path_factory.mktemp("vllm") / "large"
+    made: list[Served] = []
+
+    def get() -> Served:
+        if not made:
+            make_model(seed=98, **LARGE).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+            options = ["--max-model-len", "512", "--enable-lora", "--max-lora-rank", "8"]
+            made.append(serve(*options, "--logprobs-mode", "raw_logprobs", of=folder))
+        if made[0].process is None:
+            made[0].start()
+        return made[0]
+
+    return get
 
 
 @pytest.fixture

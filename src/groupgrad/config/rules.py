@@ -25,7 +25,7 @@ from groupgrad.config.values import (
     parse_bytes,
     range_problem,
 )
-from groupgrad.engines.vllm.sampling import sampling_fields, shaping
+from groupgrad.engines.vllm.sampling import STRUCTURE, logprobs_mode, sampling_fields, shaping
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -277,7 +277,7 @@ def _vespo_sequence_correction(c: GRPOConfig) -> str | None:
 
 
 def _vllm_sampling(c: GRPOConfig) -> str | None:
-    """vLLM tells log-probs either before everything that shapes them, temperature too, or after all of it."""
+    """vLLM tells log-probs before cuts, penalties and temperature, or after them; a regex cuts before both."""
     if not c.use_vllm or not isinstance(c.generation_kwargs, (dict, type(None))):
         return None
     try:
@@ -287,14 +287,16 @@ def _vllm_sampling(c: GRPOConfig) -> str | None:
     except (TypeError, ValueError) as error:
         # What is wrong with a single value is said by its own rule.
         return str(error) if "groupgrad sets for each row" in str(error) else None
-    shaped, temperature = shaping(fields), fields["temperature"]
-    if not shaped or temperature == 1 or not c.vllm_importance_sampling_correction:
+    if logprobs_mode(fields) is not None or not c.vllm_importance_sampling_correction:
         return None
+    shaped, remedy = shaping(fields), ""
     said = ", ".join(f"{name}={fields[name]!r}" for name in shaped)
+    if STRUCTURE not in shaped:
+        said += f" beside temperature={fields['temperature']!r}"
+        remedy = f"temperature to 1.0, take {' and '.join(shaped)} out, or set "
     return (
-        f"{said} beside temperature={temperature!r} with use_vllm=True: vLLM then tells a token's log-prob among the "
-        f"tokens that were left, which are not known here, so that training's cannot be compared with it. Set "
-        f"temperature to 1.0, take {' and '.join(shaped)} out, or set vllm_importance_sampling_correction to False"
+        f"{said} with use_vllm=True: vLLM tells a token's log-prob among the tokens that were left, and training "
+        f"cannot: it does not know which were. Set {remedy}vllm_importance_sampling_correction=False"
     )
 
 

@@ -74,8 +74,11 @@ def test_log_probs_are_told_where_they_are_trainings(changes: dict[str, Any], mo
     assert not is_plain(fields, "raw_logits")
 
 
-def test_a_regex_is_a_cut() -> None:
-    assert not is_plain(sampling_fields(SamplingOptions(max_new_tokens=9), regex="a"))
+def test_what_a_regex_leaves_is_all_that_is_ever_told_of() -> None:
+    fields = sampling_fields(SamplingOptions(max_new_tokens=9), regex="a")
+    assert not is_plain(fields) and not is_plain(fields, "raw_logprobs") and logprobs_mode(fields) is None
+    choice = sampling_fields(SamplingOptions(max_new_tokens=9, extra={"structured_outputs": {"choice": ["a"]}}))
+    assert logprobs_mode(choice) is None
 
 
 def test_log_probs_are_those_of_the_sampled_tokens() -> None:

@@ -3,8 +3,9 @@
 vLLM tells log-probs in one of two ways, for a whole engine. `processed_logprobs` are those of the distribution that the
 token was drawn from: after temperature, penalties, a regex or other structure, and cuts, renormalised over the tokens
 that were left. Without cuts, penalties and structure that is the temperature softmax over the whole vocabulary, as
-training scores it. `raw_logprobs` are those of the softmax before all of that, temperature included, so that at
-temperature 1 they are training's whatever shapes the draw. `logprobs_mode` says which of the two are comparable.
+training scores it. `raw_logprobs` are those of the softmax before all of that but structure, temperature included, so
+that at temperature 1 they are training's whatever cuts and penalties shape the draw. Structure comes before both: vLLM
+takes tokens out before it looks at logits at all. `logprobs_mode` says which of the two are comparable.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ _RESERVED = frozenset(
     {"n", "seed", "max_tokens", "logprobs", "prompt_logprobs", "output_kind", "detokenize", "flat_logprobs"}
 )
 
+STRUCTURE = "structured_outputs"
+"""The field for a regex, a grammar or a choice."""
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _SHAPING = (
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
-    "structured_outputs",
+    STRUCTURE,
     "allowed_token_ids",
     "bad_words",
     "min_tokens",
@@ -58,7 +61,7 @@ def sampling_fields(options: SamplingOptions, *, regex: str | None = None) -> di
         **options.extra,
     }
     if regex is not None:
-        fields["structured_outputs"] = {"regex": regex}
+        fields[STRUCTURE] = {"regex": regex}
     return fields
 
 
@@ -80,14 +83,14 @@ def _is_off(name: str, value: Any) -> bool:
 def logprobs_mode(fields: Mapping[str, Any]) -> str | None:
     """The way of telling log-probs in which they are those of the temperature softmax, as training scores tokens;
     PROCESSED where both are, None if neither is."""
-    if not shaping(fields):
-        return PROCESSED
-    return RAW if fields["temperature"] == 1.0 else None
+    return next((mode for mode in (PROCESSED, RAW) if is_plain(fields, mode)), None)
 
 
 def is_plain(fields: Mapping[str, Any], mode: str = PROCESSED) -> bool:
     """True if log-probs told in this mode are those of the temperature softmax over the whole vocabulary."""
-    return (mode == RAW and fields["temperature"] == 1.0) or (mode == PROCESSED and not shaping(fields))
+    if mode == RAW:
+        return fields["temperature"] == 1.0 and not fields.get(STRUCTURE)
+    return mode == PROCESSED and not shaping(fields)
 
 
 def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **told: Any) -> Any:
@@ -100,8 +103,8 @@ def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **told: A
     from vllm import SamplingParams
 
     chosen = dict(fields)
-    if isinstance(chosen.get("structured_outputs"), Mapping):
-        chosen["structured_outputs"] = StructuredOutputsParams(**chosen["structured_outputs"])
+    if isinstance(chosen.get(STRUCTURE), Mapping):
+        chosen[STRUCTURE] = StructuredOutputsParams(**chosen[STRUCTURE])
     # Text is only needed where strings end a completion.
     return SamplingParams(**chosen, **row, logprobs=0, detokenize=bool(chosen.get("stop")), **told)
 

@@ -1,0 +1,101 @@
+"""Training runs on a real vLLM, and a reward that looks at what vLLM samples from while a run goes on."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from real_vllm import SIZES, requests, true_logprobs
+
+from groupgrad import GRPOConfig, GRPOTrainer
+
+LARGE = {**SIZES, "max_position_embeddings": 1024}
+"""Room for a prompt that describes a tool."""
+QUICK: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "max_steps": 3,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "use_vllm": True,
+}
+PROMPTS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz"]
+
+
+class Watch:
+    """A reward of the tokens alone which, before it answers, has vLLM continue fixed prompts greedily.
+
+    It is asked when a round has been sampled and nothing was trained on it: what vLLM says must be what the trainer's
+    own weights say. `gap` is by how many nats a token was ever less likely than the likeliest.
+    """
+
+    __name__ = "watch"
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.gap = 0.0
+        self.versions: list[int] = []
+        self.texts: list[list[int]] = []
+        self.before: Callable[[int], None] = lambda number: None
+        """Called with the number of rounds seen so far."""
+
+    def __call__(self, completion_ids: Sequence[list[int]], **columns: Any) -> list[float]:
+        self.before(len(self.versions))
+        if self.trainer is not None:
+            self._compare()
+        return [sum(token % 7 for token in ids) / 10 + len(ids) % 3 for ids in completion_ids]
+
+    def _compare(self) -> None:
+        serving = self.trainer.serving
+        options = replace(self.trainer.setup.sampling, temperature=0.0, max_new_tokens=8, eos_ids=(), extra={})
+        rows = requests(4, tokens=8)
+        for row, sample in zip(rows, serving.sample(rows, options)):
+            table = true_logprobs(self.trainer.model, row.prompt_ids, sample.ids).float()
+            own = table.gather(-1, torch.tensor(sample.ids)[:, None]).squeeze(-1)
+            self.gap = max(self.gap, float((table.max(-1).values - own).max()))
+            self.texts.append(sample.ids)
+        self.versions.append(serving.version)
+
+
+def make_trainer(
+    model: Any, tokenizer: Any, folder: Path, *, arguments: dict[str, Any] | None = None, **settings: Any
+) -> GRPOTrainer:
+    """A trainer of a few quick steps whose reward, if none is given, is a `Watch`: `trainer.watch`."""
+    watch = Watch()
+    trainer = GRPOTrainer(
+        model,
+        **{
+            "reward_funcs": watch,
+            "train_dataset": Dataset.from_dict({"prompt": PROMPTS}),
+            "processing_class": tokenizer,
+            **(arguments or {}),
+        },
+        args=GRPOConfig(output_dir=str(folder), **{**QUICK, **settings}),
+    )
+    watch.trainer = trainer
+    trainer.watch = watch  # pyright: ignore[reportAttributeAccessIssue]
+    return trainer
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    """The values of a metric, in the order of the log."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,242 @@
+"""Training with a real vLLM, in the same process and as a server: what is sampled comes from the weights that train."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from real_vllm import SETTINGS, Served, vary
+from scripted_agents import with_tools
+from vllm_training import LARGE, logged, make_trainer
+
+from groupgrad import GRPOTrainer, serving
+from groupgrad.engines.vllm.start import ColocateOptions
+
+COLOCATE = {"vllm_mode": "colocate", "vllm_max_model_length": 512}
+
+
+@pytest.fixture(autouse=True)
+def _quick_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM without the minute that it takes to compile a model."""
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(serving, "ColocateOptions", functools.partial(ColocateOptions, extra={"enforce_eager": True}))
+
+
+@pytest.fixture(scope="module")
+def server(large_server: Callable[[], Served]) -> Callable[[], dict[str, Any]]:
+    """The settings for a server of the model, which takes adapters; it is started by the first test that asks."""
+
+    def settings() -> dict[str, Any]:
+        return {"vllm_mode": "server", "vllm_server_port": large_server().port}
+
+    return settings
+
+
+@pytest.fixture
+def train(
+    make_model: Any, tokenizer: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., GRPOTrainer]]:
+    """`train(mode, **config fields)`: a trainer that has trained; with `run=False`, one that has not."""
+    made: list[GRPOTrainer] = []
+
+    def make(mode: str, *, run: bool = True, model: Any = None, **settings: Any) -> GRPOTrainer:
+        where = COLOCATE if mode == "colocate" else request.getfixturevalue("server")()
+        model = vary(make_model(seed=3, **LARGE), 3) if model is None else model
+        trainer = make_trainer(model, tokenizer, tmp_path / "run", **{**where, **settings})
+        made.append(trainer)
+        if run:
+            trainer.train()
+        return trainer
+
+    yield make
+    for trainer in made:
+        assert trainer.serving is not None
+        trainer.serving.close()
+
+
+def lora(**changes: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], **changes})
+
+
+MODES = pytest.mark.parametrize("mode", ["colocate", "server"])
+
+
+def assert_in_step(trainer: Any, versions: list[int], *, nats: float = 1e-3) -> None:
+    """Rounds came from the weights of these steps, and vLLM's log-probs are training's."""
+    watch = trainer.watch
+    assert watch.versions == versions
+    assert watch.gap < nats
+    assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < nats
+    if len(versions) == len(logged(trainer, "sampling/importance_sampling_ratio/mean")):
+        assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx(
+            [1] * len(versions), abs=nats
+        )
+    # The steps are large enough to change what is said, so weights of another step would have been found out.
+    size = len(watch.texts) // len(versions)
+    rounds = [watch.texts[i : i + size] for i in range(0, len(watch.texts), size)]
+    assert all(one != other for one, other in itertools.pairwise(rounds))
+
+
+@MODES
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_each_round_is_sampled_from_the_weights_that_train(mode: str, beta: float, train: Any) -> None:
+    trainer = train(mode, beta=beta)
+    assert_in_step(trainer, [0, 1, 2])
+    assert logged(trainer, "reward_std") and len(logged(trainer, "time/weights")) == 3
+    assert bool(logged(trainer, "kl")) == (beta > 0)
+
+
+@MODES
+def test_a_round_may_be_trained_on_twice(mode: str, train: Any) -> None:
+    trainer = train(mode, num_iterations=2, max_steps=4)
+    assert trainer.watch.versions == [0, 2]
+    # Measured when a round is new: by its second pass the policy has moved on.
+    differences = logged(trainer, "sampling/sampling_logp_difference/mean")
+    assert max(differences) < 1e-3 and trainer.watch.gap < 1e-3
+
+
+@MODES
+@pytest.mark.parametrize("updates", ["adapter", "merge"])
+def test_adapters_are_sampled_alone_or_merged(mode: str, updates: str, train: Any, monkeypatch: Any) -> None:
+    trainer = train(
+        mode, run=False, vllm_lora_updates=updates, beta=0.1, learning_rate=5e-2, arguments={"peft_config": lora()}
+    )
+    merged: list[int] = []
+    push = trainer.engine.engine.push
+    monkeypatch.setattr(trainer.engine.engine, "push", lambda model, step: [merged.append(step), push(model, step)][1])
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items() if "lora_" not in name}
+    trainer.train()
+    assert_in_step(trainer, [0, 1, 2])
+    assert merged == ([0, 1, 2] if updates == "merge" else [])
+    after = trainer.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    # The reference is the model below, which the first steps have not left.
+    assert logged(trainer, "kl")[0] == 0 < logged(trainer, "kl")[2]
+
+
+@MODES
+def test_a_head_that_is_the_embedding_follows_it(
+    mode: str, train: Any, make_model: Any, tokenizer: Any, serve: Any, tmp_path: Path
+) -> None:
+    policy = vary(make_model(seed=3, tie_word_embeddings=True, **LARGE), 3)
+    where: dict[str, Any] = {}
+    if mode == "server":
+        make_model(seed=97, tie_word_embeddings=True, **LARGE).save_pretrained(tmp_path / "tied")
+        tokenizer.save_pretrained(tmp_path / "tied")
+        where = {"vllm_server_port": serve(of=tmp_path / "tied").start().port}
+    assert_in_step(train(mode, model=policy, **where), [0, 1, 2])
+
+
+def test_a_policy_in_bfloat16_is_sampled_in_bfloat16(train: Any, make_model: Any) -> None:
+    policy = vary(make_model(seed=3, **LARGE), 3).to(torch.bfloat16)
+    trainer = train("colocate", model=policy)
+    # Eight bits of mantissa on both sides, rounded at other places.
+    assert trainer.watch.versions == [0, 1, 2] and trainer.watch.gap < 0.2
+    assert 0 < max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
+    assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1] * 3, abs=0.1)
+
+
+@MODES
+@pytest.mark.parametrize("field", ["vllm_structured_outputs_regex", "vllm_guided_decoding_regex"])
+def test_every_completion_matches_the_regex(mode: str, field: str, train: Any) -> None:
+    seen: list[str] = []
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        seen.extend(completions)
+        return [float(text.count("a")) for text in completions]
+
+    plain = {"vllm_importance_sampling_correction": False}
+    trainer = train(mode, arguments={"reward_funcs": reward}, **{field: r"<[abc]{2,4}>[0-9]"}, **plain)
+    assert len(seen) == 24 and len(set(seen)) > 4
+    assert [text for text in seen if not re.fullmatch(r"<[abc]{2,4}>[0-9]", text)] == []
+    assert min(logged(trainer, "grad_norm")) > 0 and not logged(trainer, "sampling/importance_sampling_ratio/mean")
+
+
+CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [1-9], "b": [1-9]\}\}</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: one
+        b: other
+    """
+    return a + b
+
+
+@MODES
+def test_agents_call_tools(mode: str, train: Any, tokenizer: Any) -> None:
+    transcripts: list[list[dict[str, Any]]] = []
+
+    def reward(completions: list[list[dict[str, Any]]], **columns: Any) -> list[float]:
+        transcripts.extend(completions)
+        return [float(next(int(m["content"]) for m in messages if m["role"] == "tool")) for messages in completions]
+
+    with_tools(tokenizer)
+    rows = [{"prompt": [{"role": "user", "content": f"{a}?"}]} for a in range(4)]
+    trainer = train(
+        mode,
+        max_steps=2,
+        vllm_structured_outputs_regex=CALL,
+        vllm_importance_sampling_correction=False,
+        max_tool_calling_iterations=1,
+        max_completion_length=200,
+        arguments={"reward_funcs": reward, "tools": [add], "train_dataset": Dataset.from_list(rows)},
+    )
+    assert len(transcripts) == 16
+    for messages in transcripts:
+        (asked, told) = messages[0]["tool_calls"][0]["function"]["arguments"], messages[1]
+        assert told["role"] == "tool" and told["content"] == str(asked["a"] + asked["b"])
+    assert logged(trainer, "tools/call_frequency") == [1.0, 1.0]
+    assert min(logged(trainer, "grad_norm")) > 0
+
+
+@MODES
+def test_rollout_functions_sample_from_the_weights_that_train(mode: str, train: Any) -> None:
+    steps: list[int] = []
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made = trainer.sample_completions([prompt for prompt in prompts for _ in range(trainer.num_generations)])
+        steps.append(trainer.serving.version)
+        return made
+
+    trainer = train(mode, arguments={"rollout_func": rollout})
+    assert steps == [0, 1, 2]
+    assert_in_step(trainer, [0, 1, 2])
+
+
+@MODES
+def test_evaluation_in_between_is_of_the_weights_that_train(mode: str, train: Any) -> None:
+    evaluated = Dataset.from_dict({"prompt": ["b", "c"]})
+    trainer = train(
+        mode,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+        arguments={"eval_dataset": evaluated},
+    )
+    assert trainer.watch.versions == [0, 1, 1, 2, 2, 3] and trainer.watch.gap < 1e-3
+    assert len(logged(trainer, "eval_reward")) == 3
+    assert trainer.evaluate()["eval_reward"] == logged(trainer, "eval_reward")[2]
+
+
+@MODES
+def test_a_resumed_run_goes_on_as_the_first_would_have(mode: str, train: Any, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = train(mode, **settings)
+    again = train(mode, run=False, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert again.watch.versions == [2, 3] and again.watch.gap < 1e-3
+    assert again.watch.texts == whole.watch.texts[-len(again.watch.texts) :]
+    assert logged(again, "reward") == logged(whole, "reward")
+    assert logged(again, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-3, abs=1e-4)
