@@ -1,0 +1,29 @@
+"""Samples from a small model that sees, with vLLM in this process. Run by `test_vision`."""
+
+from __future__ import annotations
+
+import os
+
+from real_vllm import SETTINGS
+from seeing import build_seeing, change_sight, difference, seeing_requests
+
+os.environ.update(SETTINGS)
+
+
+def main() -> None:
+    """Push twice, the second time with another vision tower; what was seen with the first must be forgotten."""
+    from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+
+    built = build_seeing()
+    extra = {"enforce_eager": True, "limit_mm_per_prompt": {"image": 2}}
+    options = ColocateOptions(max_num_seqs=8, max_model_len=256, dtype="float32", extra=extra)
+    engine = VLLMColocateEngine(built.model, built.processor, options)
+    rows = seeing_requests(built)
+    for version in range(2):
+        engine.push(change_sight(built.model, version), version)
+        assert difference(built, rows, engine) < 1e-5
+    print("seen")
+
+
+if __name__ == "__main__":
+    main()
