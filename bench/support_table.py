@@ -1,0 +1,104 @@
+"""Writes the support table of docs/models.md from the results of the tests: `python bench/support_table.py`.
+
+The tests named in `TESTS` compare every path of every architecture with the model called by itself. A cell says what
+became of them: yes (passed), no with a number (skipped, with the reason below the table), FAILED.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
+TESTS = (
+    "tests/support/test_paths.py",
+    "tests/models/test_vision.py::test_path",
+    "tests/engines/native/test_vision.py::test_path",
+)
+PATHS = {
+    "dense": "training, dense",
+    "packed": "training, packed",
+    "shared": "training, shared",
+    "native": "sampling, native",
+    "transformers": "sampling, generate",
+}
+"""Columns, by the path's name in a test's id."""
+ADAPTERS = ("full", "lora", "lora_text", "lora_all")
+
+Results = dict[tuple[str, str, str], str]
+"""By architecture, adapters and path: "" for passed, "FAILED", or the reason of a skip."""
+
+
+def run_tests() -> Results:
+    """Run the tests; RuntimeError if they could not be run."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", f"--junitxml={report}", *TESTS]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if not report.exists():
+            raise RuntimeError(f"the tests did not run:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return read_report(report.read_text())
+
+
+def read_report(text: str) -> Results:
+    """Results out of a JUnit report, of tests whose ids are `name-path-adapters`."""
+    found: Results = {}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        match = re.fullmatch(r"test_\w*path\[(.*)-(\w+)-(\w+)\]", case.get("name", ""))
+        if match is None or match[2] not in PATHS:
+            continue
+        skipped = case.find("skipped")
+        failed = case.find("failure") is not None or case.find("error") is not None
+        result = "FAILED" if failed else "" if skipped is None else skipped.get("message", "skipped")
+        found[match[1], match[3], match[2]] = result
+    return found
+
+
+def table(results: Results) -> str:
+    """The table as Markdown, one line for each architecture and kind of adapters."""
+    reasons: list[str] = []
+    lines = ["| architecture | trains | " + " | ".join(PATHS.values()) + " |", "|---" * (2 + len(PATHS)) + "|"]
+    names = list(dict.fromkeys(name for name, _, _ in results))
+    for name in names:
+        for adapters in ADAPTERS:
+            cells = [_cell(results.get((name, adapters, path)), reasons) for path in PATHS]
+            if any(cells):
+                lines.append(f"| {name} | {_WORDS[adapters]} | " + " | ".join(cells) + " |")
+    notes = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *notes])
+
+
+_WORDS = {"full": "all weights", "lora": "LoRA", "lora_text": "LoRA, text layers", "lora_all": "LoRA, all layers"}
+
+
+def _cell(result: str | None, reasons: list[str]) -> str:
+    if result is None:
+        return ""
+    if not result:
+        return "yes"
+    if result == "FAILED":
+        return "FAILED"
+    if result not in reasons:
+        reasons.append(result)
+    return f"no ({reasons.index(result) + 1})"
+
+
+def main() -> int:
+    """Run the tests and put the table in its place; 1 if any failed."""
+    results = run_tests()
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+    failed = [key for key, result in results.items() if result == "FAILED"]
+    print(f"{len(results)} cells, {len(failed)} failed; written to {PAGE.relative_to(ROOT)}")
+    return 1 if failed or not results else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Which architectures run on which paths: `python bench/support_table.py` writes the table of docs/models.md from this.
+
+Every path is compared with the model called by itself, a row at a time. A path that groupgrad does not take for an
+architecture is skipped, with groupgrad's own reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.models.attention import plannable
+from groupgrad.models.forward import ForwardOptions, Layout, score_tokens
+from groupgrad.models.startup import batch_of
+
+NAMES = (
+    "qwen3",
+    "qwen3-tied",
+    "llama",
+    "mistral (sliding window)",
+    "gemma2 (soft caps)",
+    "gpt2",
+    "gpt-j (head bias)",
+    "phi (head bias)",
+    "opt (learned positions)",
+    "bloom (alibi)",
+    "cohere (logit scale)",
+    "granite (logit scale)",
+    "qwen3-moe",
+    "gpt-oss (experts, sinks)",
+    "qwen3.5 (linear attention)",
+    "mamba (recurrent)",
+    "mamba2 (recurrent)",
+    "lfm2 (convolution)",
+)
+ADAPTERS = ("full", "lora")
+PROMPTS = ([5, 6, 7, 8, 9], [10, 11, 12])
+ROWS = (0, 1, 0, 1)
+COMPLETIONS = [[13, 14, 15, 16], [17, 18], [19], [20, 21, 22, 23, 24, 25]]
+GREEDY = SamplingOptions(max_new_tokens=6, extra={"do_sample": False})
+
+
+def adapted(build: Any, name: str, adapters: str) -> Any:
+    model = build(name)
+    if adapters == "full":
+        return model
+    torch.manual_seed(1)
+    # PEFT refuses Mamba's other layers, whose weights its kernels read past the adapter.
+    targets = ["in_proj"] if name.startswith("mamba") else "all-linear"
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    return model.eval()
+
+
+def alone(model: nn.Module) -> torch.Tensor:
+    """(L,) log-probs of the completions, a row at a time."""
+    parts = []
+    for prompt, completion in zip(ROWS, COMPLETIONS):
+        ids = torch.tensor([PROMPTS[prompt] + completion])
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(PROMPTS[prompt]) - 1 : -1].float()
+        parts.append(logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1))
+    return torch.cat(parts)
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(loss, trained, allow_unused=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(trained, found)])
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS)
+@pytest.mark.parametrize("layout", ["dense", "packed", "shared"])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_path(name: str, layout: Layout, adapters: str, build: Any):
+    model = adapted(build, name, adapters)
+    reason = plannable(model)
+    if reason is not None and layout != "dense":
+        pytest.skip(reason)
+    batch = batch_of([list(ids) for ids in PROMPTS], ROWS, COMPLETIONS)
+    expected = alone(model)
+    scores = score_tokens(model, batch, ForwardOptions(layout=layout)).logprobs
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=2e-5)
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    found, wanted = (gradients(model, (weights * values).sum()) for values in (scores, expected))
+    assert float((found - wanted).norm() / wanted.norm()) <= 2e-5
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS)
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_path(name: str, engine: str, adapters: str, build: Any):
+    model = adapted(build, name, adapters)
+    reason = plannable(model)
+    if reason is not None and engine == "native":
+        pytest.skip(reason)
+    sampler: Any = NativeEngine(model) if engine == "native" else TransformersEngine(model)
+    requests = [Request(list(PROMPTS[prompt]), seed=row, max_new_tokens=6) for row, prompt in enumerate(ROWS)]
+    found = [sample.ids for sample in sampler.sample(requests, GREEDY)]
+    assert found == [greedy(model, list(PROMPTS[prompt])) for prompt in ROWS]
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, ids: list[int]) -> list[int]:
+    """Six most likely tokens, one after the other, without any cache."""
+    start = len(ids)
+    for _ in range(6):
+        ids = [*ids, int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())]
+    return ids[start:]
