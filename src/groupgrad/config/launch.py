@@ -40,6 +40,21 @@ def uses_deepspeed(config: GRPOConfig) -> bool:
     return config.deepspeed is not None or env_on("ACCELERATE_USE_DEEPSPEED")
 
 
+def zero_3_problem(c: GRPOConfig) -> str | None:
+    """What of the config cannot be used with DeepSpeed ZeRO-3, in words; None without it."""
+    if zero_stage(c) != 3:
+        return None
+    if not (c.ds3_gather_for_generation or c.use_vllm):
+        return (
+            "ds3_gather_for_generation=False with DeepSpeed ZeRO-3: sampling in this process needs whole weights. Set "
+            "it to True, or use_vllm to True where they do not fit on one device"
+        )
+    for name in ("cast_lm_head_to_fp32", "sync_ref_model"):
+        if getattr(c, name):
+            return f"{name}=True does not go with DeepSpeed ZeRO-3. Set it to False, or use ZeRO stage 1 or 2"
+    return None
+
+
 def env_on(name: str) -> bool:
     """True if the environment variable says so."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes")

@@ -14,10 +14,6 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = "deepspeed.runtime.zero.parameter_offload"
-"""Where the hooks come from that gather parameters in training."""
-
-
 def is_sharded(model: nn.Module) -> bool:
     """True if no rank has whole parameters (ZeRO-3, FSDP 2)."""
     return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -136,7 +132,7 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 def _is_of_zero(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == _HOOKS
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
 
 
 @contextmanager
