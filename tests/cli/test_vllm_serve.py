@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import pytest
 
 from groupgrad.cli import vllm_serve
-from groupgrad.cli.vllm_serve import main, vllm_arguments
+from groupgrad.cli.vllm_serve import main, taken_port, vllm_arguments
 
 ADDED = ["--api-server-count", "1", "--logprobs-mode", "processed_logprobs"]
 
@@ -80,6 +81,7 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "execv", lambda path, command: called.append([path, *command]))
     monkeypatch.setattr(os, "name", "posix")
     monkeypatch.setattr(vllm_serve.subprocess, "call", lambda command: 0)
+    monkeypatch.setattr(vllm_serve, "taken_port", lambda arguments: None)
 
     main(["--model", "m"])
 
@@ -91,3 +93,27 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
         *["--worker-extension-cls", "groupgrad.engines.vllm.worker.WeightReceiver"],
         *["--middleware", "groupgrad.engines.vllm.server.Routes"],
     ]
+
+
+@pytest.mark.parametrize("form", [["--port", "{}"], ["--port={}"], ["--host", "127.0.0.1", "--port", "{}"]])
+def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded(
+    form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(os, "execv", lambda path, command: pytest.fail("it was started"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert main(["--model", "m", *(word.format(port) for word in form)]) == 2
+    assert f"error: port {port} is in use by another program; end it, or give another" in capsys.readouterr().err
+
+
+def test_ports_that_are_free_and_hosts_that_are_not_ours() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    assert taken_port(["m", "--host", "127.0.0.1", "--port", port]) is None
+    assert taken_port(["m", "--uds", "/tmp/x", "--port", port]) is None
+    assert taken_port(["m", "--port", "many"]) is None
+    assert "a server cannot listen at 192.0.2.1, port" in (taken_port(["m", "--host=192.0.2.1"]) or "")

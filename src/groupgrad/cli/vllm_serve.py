@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,6 +46,10 @@ def main(argv: Sequence[str]) -> int:
             "groupgrad vllm-serve: error: vLLM is not installed; run `pip install 'groupgrad[vllm]'`", file=sys.stderr
         )
         return 2
+    problem = taken_port(arguments)
+    if problem is not None:
+        print(f"groupgrad vllm-serve: error: {problem}", file=sys.stderr)
+        return 2
     for problem in compat.unsupported_versions(["vllm"]):
         print(f"groupgrad vllm-serve: warning: {problem}", file=sys.stderr)
     command = [sys.executable, "-m", "groupgrad.engines.vllm.launch", *server_command(arguments)]
@@ -52,6 +58,34 @@ def main(argv: Sequence[str]) -> int:
         # The process becomes the server: signals and the exit status are its own.
         os.execv(sys.executable, command)
     return subprocess.call(command)
+
+
+def taken_port(arguments: Sequence[str]) -> str | None:
+    """Why a server cannot listen where `vllm serve` is told to; None if it can.
+
+    vLLM itself finds out when the model is loaded, or not at all where another server listens on all addresses.
+    """
+    told = {"--host": "", "--port": "8000"}
+    for place, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name == "--uds":
+            return None
+        if name in told:
+            told[name] = value if equals else "".join(arguments[place + 1 : place + 2])
+    if not told["--port"].isdigit():
+        return None  # vLLM says what is wrong with it
+    host, port = told["--host"], int(told["--port"])
+    try:
+        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As servers do: what an ended one has left does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use by another program; end it, or give another with --port"
+        return f"a server cannot listen at {host or 'any address'}, port {port}: {error}; see --host and --port"
+    return None
 
 
 def vllm_arguments(argv: Sequence[str]) -> list[str]:

@@ -266,7 +266,7 @@ class VLLMServerEngine:
                     self._push_adapter(pushed)
                 break
             except (ServerGone, ServerSilent, ServerRefused, GroupBroken) as error:
-                story = f"pushing version {pushed.version} to {self.address} failed: {error}"
+                story = f"pushing version {pushed.version} to {self.address} failed: {error}{_remedy(error)}"
                 gone_again = (
                     isinstance(error, (ServerGone, GroupBroken)) or self._info.get("start_id") != self._start_id_now()
                 )
@@ -377,6 +377,16 @@ def misfits(expected: Expected, info: dict[str, Any]) -> list[str]:
 def _is_sharded(model: nn.Module) -> bool:
     """True if whole parameters can only be made by all ranks together, so that none can push again by itself."""
     return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def _remedy(error: Exception) -> str:
+    """What to set if the server has said that it ran out of memory."""
+    if "out of memory" not in str(error).lower():
+        return ""
+    return (
+        "; the server ran out of memory: start it with a lower --gpu-memory-utilization or --max-model-len, or a "
+        "higher --tensor-parallel-size"
+    )
 
 
 def _arguments(error: Exception, story: str) -> tuple[Any, ...]:
