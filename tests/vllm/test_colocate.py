@@ -12,11 +12,15 @@ import pytest
 import torch
 from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requests, vary
 
-from groupgrad.engines.base import open_session
+from groupgrad.engines.base import Request, open_session
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
 COLOCATE = ColocateOptions(
-    max_num_seqs=16, max_model_len=128, dtype="float32", max_lora_rank=4, extra={"enforce_eager": True}
+    max_num_seqs=16,
+    max_model_len=128,
+    dtype="float32",
+    max_lora_rank=4,
+    extra={"enforce_eager": True, "max_num_batched_tokens": 128},
 )
 
 
@@ -51,6 +55,14 @@ def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMColocateEngine, 
     together = [sample.ids for sample in engine.sample(rows, OPTIONS)]
     assert together == [engine.sample([row], OPTIONS)[0].ids for row in rows]
     assert together == [sample.ids for sample in engine.sample(rows[::-1], OPTIONS)][::-1]
+
+
+def test_prompts_with_more_tokens_than_a_step_takes(engine: VLLMColocateEngine, policy: Any) -> None:
+    engine.push(policy, 0)
+    prompts = [[4 + (7 * i + j * j) % 38 for j in range(50)] for i in range(6)]
+    rows = [Request(prompt, seed=i, max_new_tokens=8) for i, prompt in enumerate(prompts)]
+    together = [sample.ids for sample in engine.sample(rows, OPTIONS)]
+    assert together == [engine.sample([row], OPTIONS)[0].ids for row in rows]
 
 
 def adapted(policy: Any, rank: int = 4) -> Any:

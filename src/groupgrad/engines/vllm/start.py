@@ -97,6 +97,8 @@ def start(folder: str, options: ColocateOptions) -> Any:
             "logprobs_mode": options.logprobs_mode,
             "worker_extension_cls": EXTENSION,
         }
+        if current_platform.is_cpu():
+            arguments["enable_chunked_prefill"] = False  # see `launch.whole_prompts`
         if options.max_lora_rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(options.max_lora_rank)}
         if not dist.is_active():
