@@ -70,6 +70,19 @@ def test_an_adapter_over_bfloat16_weights(bf16: bool, make_trainer, make_policy)
     assert all(entry["grad_norm"] > 0 for entry in log)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mixed", ["fp16", "bf16"])
+def test_mixed_precision_on_a_gpu(mixed: str, make_trainer, make_policy, attended):
+    policy = make_policy()
+    settings = {"use_cpu": False, "fp16": mixed == "fp16", "bf16": mixed == "bf16"}
+    trainer = make_trainer(model=policy, max_steps=2, **settings)
+    trainer.train()
+    computed = {"fp16": torch.float16, "bf16": torch.bfloat16}[mixed]
+    assert dict(attended) == {purpose: {computed} for purpose in PLANS}
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+
+
 # ------------------------------------------------------------------------------------------------ stochastic rounding
 
 

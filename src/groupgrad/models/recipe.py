@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from groupgrad.models.adapters import is_adapted
+from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.head import HeadRecipe, LowRank
 from groupgrad.models.load import _Float32Linear
 
@@ -54,7 +54,7 @@ def head_layer(head: Any) -> HeadLayer | None:
     """The linear layer that an output head comes to, through wrappers of peft; None if it is something else."""
     kind = f"{type(head).__module__}.{type(head).__name__}"
     if kind.endswith(".ModulesToSaveWrapper"):
-        names = [] if head.disable_adapters else [name for name in head.active_adapters if name in head.modules_to_save]
+        names = [] if head.disable_adapters else [x for x in active_adapters(head) if x in head.modules_to_save]
         head = head.modules_to_save[names[0]] if names else head.original_module
     elif kind == "peft.tuners.lora.layer.Linear":
         return _under_lora(head)
@@ -68,9 +68,11 @@ def _under_lora(head: Any) -> HeadLayer | None:
         return None
     if head.disable_adapters:
         return HeadLayer(linear)
-    names = [name for name in head.active_adapters if name in head.lora_A]
-    if any(name in getattr(head, "lora_variant", {}) or head.lora_B[name].bias is not None for name in names):
-        return None
+    names = [name for name in active_adapters(head) if name in head.lora_A]
+    for name in names:
+        is_variant = name in getattr(head, "lora_variant", {}) or head.use_dora.get(name)
+        if is_variant or head.lora_B[name].bias is not None:
+            return None
     return HeadLayer(
         linear,
         tuple((head.lora_dropout[x], head.lora_A[x], head.lora_B[x], float(head.scaling[x])) for x in names),
