@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import groupgrad
 from groupgrad import GRPOConfig, GRPOTrainer
@@ -52,6 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # Few groups have a signal, so that often one rank alone has work, and in some steps none.
     "flat_groups": {**TWO_STEPS, "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row)},
+    # Some texts are longer than the 8 tokens that it reads.
+    "reward_model": {"reward": "model", "reward_model_batch_tokens": 20, "max_steps": 2},
     "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
     # Turns are short and read as calls by their first token, so that ranks have rollouts of different numbers of turns.
     "agents": {"agents": True, "max_completion_length": 80, "max_tool_calling_iterations": 3, "max_steps": 2},
@@ -66,6 +69,21 @@ CASES: dict[str, dict[str, Any]] = {
 def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:
     """Equal rewards but for every fifth prompt."""
     return [float(len(ids) + ids[0] % 3) if number % 5 == 0 else 0.5 for ids, number in zip(completion_ids, row)]
+
+
+def make_scorer() -> LlamaForSequenceClassification:
+    """A random reward model that reads 8 tokens."""
+    torch.manual_seed(1)
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=len(BASE.make_tokenizer()),
+            num_labels=1,
+            max_position_embeddings=8,
+            initializer_range=0.5,
+            **sizes,
+        )
+    )
 
 
 class Tally:
@@ -114,6 +132,8 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     settings.pop("resume_from", None)
     reward = settings.pop("reward", HELP.letters_reward)
     extra: dict[str, Any] = {}
+    if reward == "model":
+        reward, extra["reward_processing_classes"] = make_scorer(), BASE.make_tokenizer()
     if settings.pop("peft", False):
         from peft import LoraConfig
 

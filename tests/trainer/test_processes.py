@@ -25,6 +25,7 @@ CASES = [
     "vespo",
     "entropy",
     "flat_groups",
+    "reward_model",
     "cut_groups",
     "agents",
     "lora",
@@ -75,6 +76,8 @@ def test_two_processes_equal_one(one, two, tools, case):
     assert len(first["log"]) == len(alone["log"])
     for entry, expected in zip(first["log"][:-1], alone["log"][:-1]):
         assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4)
+    if case == "reward_model":
+        assert 0 < alone["log"][0]["rewards/LlamaForSequenceClassification/truncated"] < 1
     if case == "dapo":
         assert_same_completions(two / "run" / case / "completions", out / "run" / case / "completions")
         last = {key for entry in alone["log"] for key in entry}
