@@ -12,7 +12,7 @@ VLLM_TORCH ?= torch==2.13.0
 VLLM_TORCHVISION ?= torchvision==0.28.0
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: agents bench bench-agents demo test test-all test-vllm check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo test test-all test-vllm check format clean help vision
 
 help:
 	@echo "make demo    make a small model, train it with GRPO, show before and after"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-vllm  run the tests on a real vLLM, on CPUs"
 	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
 	@echo "make bench-agents   time both at training agents with tools (ten minutes or so)"
+	@echo "make bench-vllm   the demo's task with vLLM, times of pushes and of sampling ahead (half an hour or so)"
 	@echo "make check   lint, format, types, import floors"
 
 demo: $(VENV)/.groupgrad
@@ -48,6 +49,10 @@ bench: $(VENV)/.groupgrad
 
 bench-agents: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/agents.py $(BENCH_ARGS)
+
+bench-vllm: $(VLLM_VENV)/.groupgrad-vllm
+	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt "matplotlib>=3.8"
+	$(VLLM_VENV)/bin/python bench/vllm_engines.py $(BENCH_ARGS)
 
 check: $(VENV)/.groupgrad-dev
 	$(VENV)/bin/ruff check .

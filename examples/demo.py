@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # Threads that spin while they wait slow a run down tenfold when anything else wants the same cores. OpenMP reads this
 # when PyTorch is first imported.
@@ -125,8 +126,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_config(options: argparse.Namespace) -> GRPOConfig:
-    """16 prompts a step, 16 completions each, every sample used once: plain on-policy GRPO."""
+def make_config(options: argparse.Namespace, **more: Any) -> GRPOConfig:
+    """16 prompts a step, 16 completions each, every sample used once: plain on-policy GRPO. `more`: further fields."""
     return GRPOConfig(
         output_dir=options.output_dir,
         seed=options.seed,
@@ -146,6 +147,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         bf16=False,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
+        **more,
     )
 
 
