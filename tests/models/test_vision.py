@@ -198,6 +198,7 @@ def test_a_processor_that_does_not_fit_is_an_error_before_training(qwen: Seen):
 # ------------------------------------------------------------------------------------ parameters spread over ranks
 
 
+@pytest.mark.parametrize("seen", ["qwen3_vl", "gemma3", "idefics3"], indirect=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [((1, [20, 21]), (1, [22, 23, 24])), ()], ids=["without images", "without rows"])
 def test_spread_parameters_are_all_passed_through(seen: Seen, layout: Layout, rows: Any, monkeypatch):
