@@ -1,0 +1,193 @@
+"""How much of sampling `rollout_ahead` hides behind training, with a server that is slow on purpose.
+
+    python bench/vllm_ahead.py --output FILE [--steps 16]
+
+In front of a vLLM server stands one that lets each round wait, without computing anything, so long that sampling takes
+about as long as the rest of a step. One setting waits equally long for each round, the other between nothing and twice
+that. The same delays meet every `rollout_ahead`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    from vllm_server import set_environment
+
+    set_environment()
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from vllm_models import OVERLAP_SHAPE, random_base
+from vllm_server import SlowFront, vllm_server
+from workloads import scattered_reward
+
+from groupgrad import GRPOConfig, GRPOTrainer
+
+PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS = 32, 24, 8, 128
+WARM_UP = 4
+"""Steps that are not counted: until rounds ahead have been sampled, and everything has run once."""
+AHEAD = (0, 1, 2)
+LEAST_DELAY_S = 0.3
+SERVER_OPTIONS = ("--max-model-len", "128", "--max-num-seqs", str(NUM_ROWS), "--enforce-eager")
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """What the counted steps of one setting took."""
+
+    ahead: int
+    delays: str
+    """`even` or `uneven`."""
+    seconds: float
+    """A step, by the clock on the wall."""
+    waiting: float
+    """Of it for rollouts."""
+    training: float
+    weights: float
+    ideal: float
+    """A step whose sampling and training take nothing from each other, by `seconds_a_step`."""
+
+
+def seconds_a_step(sampling: Sequence[float], rest: float, ahead: int, *, skip: int = 0) -> float:
+    """Mean seconds of a step if round i is sampled in `sampling[i]` and the rest of a step takes `rest`.
+
+    Rounds are begun as the trainer does: one after the other, up to `ahead` of them when none is being sampled. The
+    first `skip` steps are not counted.
+    """
+    now = sampler_is_free = counted_from = 0.0
+    done: dict[int, float] = {}
+    for number, seconds in enumerate(sampling):
+        if number == skip:
+            counted_from = now
+        now = max(now, done[number]) if number in done else now + seconds
+        if all(end <= now for end in done.values()):
+            for later in range(number + 1, min(number + 1 + ahead, len(sampling))):
+                sampler_is_free = max(sampler_is_free, now) + sampling[later]
+                done[later] = sampler_is_free
+        now += rest
+    return (now - counted_from) / (len(sampling) - skip)
+
+
+def delays(kind: str, mean: float) -> Iterator[float]:
+    """Seconds that one round after the other waits, endlessly; of that mean."""
+    if kind == "even":
+        return itertools.repeat(mean)
+    rng = random.Random(0)
+    return (rng.uniform(0, 2 * mean) for _ in itertools.count())
+
+
+def scattered(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that looks random, so that every group has something to learn from."""
+    return [scattered_reward(ids) for ids in completion_ids]
+
+
+class Clock(TrainerCallback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def train(folder: Path, url: str, *, ahead: int, steps: int) -> tuple[float, list[dict[str, float]]]:
+    """Seconds of a counted step, and what was logged of each of them."""
+    rng = random.Random(1)
+    words = [f"w{i}" for i in range(2, OVERLAP_SHAPE.vocab_size)]
+    rows = [{"prompt": " ".join(rng.choices(words, k=PROMPT_TOKENS))} for _ in range(256)]
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as output:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder),
+            reward_funcs=scattered,
+            args=GRPOConfig(
+                output_dir=output,
+                use_cpu=True,
+                bf16=False,
+                max_steps=steps,
+                per_device_train_batch_size=NUM_ROWS,
+                num_generations=NUM_GENERATIONS,
+                max_completion_length=COMPLETION_TOKENS,
+                learning_rate=1e-6,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                gradient_checkpointing=False,
+                dataloader_pin_memory=False,
+                use_vllm=True,
+                vllm_mode="server",
+                vllm_server_base_url=url,
+                rollout_ahead=ahead,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            callbacks=[clock],
+        )
+        trainer.train()
+    events = [event for event in trainer.state.log_history if "step_time" in event]
+    return (clock.ends[-1] - clock.ends[WARM_UP - 1]) / (steps - WARM_UP), events[WARM_UP:]
+
+
+def mean(events: Sequence[dict[str, float]], key: str) -> float:
+    """Of a number that was logged at each step."""
+    return statistics.fmean(event[key] for event in events)
+
+
+def measure(steps: int) -> dict[str, Any]:
+    """All settings, one after the other on one server."""
+    folder = random_base("overlap", OVERLAP_SHAPE)
+    runs: list[Run] = []
+    with vllm_server(folder, "vllm-ahead", *SERVER_OPTIONS) as url:
+        front = SlowFront(int(url.rpartition(":")[2]))
+        try:
+            seconds, events = train(folder, front.url, ahead=0, steps=WARM_UP + 6)
+            own, rest = mean(events, "time/sampling"), seconds - mean(events, "time/sampling")
+            delay = max(LEAST_DELAY_S, rest - own)
+            told = f"sampling takes {own:.2f} s, the rest of a step {rest:.2f} s; each round waits {delay:.2f} s more"
+            print(told, flush=True)
+            for kind in ("even", "uneven"):
+                base: Run | None = None
+                for ahead in AHEAD:
+                    front.delays.clear()
+                    waits = delays(kind, delay)
+                    front.delay = lambda waits=waits: next(waits)
+                    seconds, events = train(folder, front.url, ahead=ahead, steps=steps)
+                    waited = mean(events, "time/sampling")
+                    # What sampling and training take by themselves is what they take in turn.
+                    alone = base.waiting - statistics.fmean(front.delays[WARM_UP:steps]) if base else 0.0
+                    rest = base.seconds - base.waiting if base else seconds - waited
+                    planned = [alone + wait for wait in itertools.islice(delays(kind, delay), steps)]
+                    ideal = seconds_a_step(planned, rest, ahead, skip=WARM_UP) if base else seconds
+                    training, weights = mean(events, "time/training"), mean(events, "time/weights")
+                    runs.append(Run(ahead, kind, seconds, waited, training, weights, ideal))
+                    base = base or runs[-1]
+                    print(runs[-1], f"rounds asked for: {len(front.delays)}", flush=True)
+        finally:
+            front.close()
+    return {"delay": delay, "own": own, "rest": rest, "steps": steps - WARM_UP, "runs": [asdict(run) for run in runs]}
+
+
+def main() -> None:
+    """Measure, and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="file for the numbers, JSON")
+    parser.add_argument("--steps", type=int, default=16, help=f"of each setting; {WARM_UP} of them are not counted")
+    options = parser.parse_args()
+    options.output.write_text(json.dumps(measure(options.steps)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""How long it takes until vLLM has new weights, by the way that they take.
+
+    python bench/vllm_pushes.py --output FILE [--repetitions 5] [--only server|colocate --folder FOLDER]
+
+Full weights and a LoRA adapter (rank 16, all linear layers), of a small and of a larger model, in float32: to a server
+on this machine, and to vLLM in this process. A process holds one vLLM, so each case has one of its own (`--only`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    from vllm_server import set_environment
+
+    set_environment()
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_models import LARGE_SHAPE, demo_base, random_base
+from vllm_server import free_port, vllm_server
+
+from groupgrad.engines.vllm.client import VLLMServerEngine
+from groupgrad.engines.vllm.http import Address
+from groupgrad.engines.vllm.transport import GlooTransport, HttpTransport, SharedMemoryTransport, Transport
+from groupgrad.engines.vllm.wire import TensorNote
+from groupgrad.models.weights import adapter_files, served_weights
+
+RANK, MAX_CONTEXT = 16, 64
+
+
+class Timed:
+    """A transport that notes how long its parts take."""
+
+    def __init__(self, inner: Transport):
+        self.inner = inner
+        self.packing = self.sending = 0.0
+
+    def pack(self, notes: list[TensorNote], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Any]:
+        """The inner one's buckets."""
+        buckets = self.inner.pack(notes, tensors, bucket_bytes)
+        while True:
+            started = time.perf_counter()
+            bucket = next(buckets, None)
+            self.packing += time.perf_counter() - started
+            if bucket is None:
+                return
+            yield bucket
+
+    def send(self, address: Address, stamp: str, bucket: Any, *, timeout_s: float) -> None:
+        """Send by the inner one."""
+        started = time.perf_counter()
+        self.inner.send(address, stamp, bucket, timeout_s=timeout_s)
+        self.sending += time.perf_counter() - started
+
+    def close(self) -> None:
+        """Let the server go."""
+        self.inner.close()
+
+
+def repeated(push: Callable[[int], Any], repetitions: int) -> list[float]:
+    """Seconds of each push, after one that is not counted."""
+    seconds = []
+    for version in range(repetitions + 1):
+        started = time.perf_counter()
+        push(version)
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def row(name: str, num_bytes: int, seconds: list[float], **parts: float) -> dict[str, Any]:
+    """A row of the table."""
+    found = {"way": name, "bytes": num_bytes, "seconds": statistics.median(seconds), "parts": parts}
+    print(found, file=sys.stderr, flush=True)
+    return found | {"least": min(seconds), "most": max(seconds)}
+
+
+def with_adapter(model: Any) -> Any:
+    """The model under a LoRA adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def sizes(model: Any) -> int:
+    """Bytes of all weights that are sent."""
+    return sum(tensor.nbytes for _, tensor in served_weights(model))
+
+
+def adapter_bytes(model: Any) -> int:
+    """Bytes of the adapter alone."""
+    return sum(tensor.nbytes for tensor in adapter_files(model).tensors.values())
+
+
+def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
+    """Rows of a server on this machine."""
+    options = ("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", "8")
+    rows = []
+    with vllm_server(
+        folder, "vllm-pushes", *options, "--enable-lora", "--max-lora-rank", str(RANK), "--enforce-eager"
+    ) as url:
+        address = Address.of(url)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        num_bytes = sizes(model)
+        ways: dict[str, Transport] = {
+            "server, shared memory": SharedMemoryTransport(),
+            "server, HTTP": HttpTransport(),
+            "server, process group (gloo)": GlooTransport(free_port()),
+        }
+        for name, transport in ways.items():
+            timed = Timed(transport)
+            engine = VLLMServerEngine(address, transport=timed)
+            engine.push(model, 0)
+            timed.packing = timed.sending = 0.0
+            seconds = repeated(lambda version, engine=engine: engine.push(model, version), repetitions)
+            # The push that is not counted is in these sums.
+            parts = {"packing": timed.packing / (repetitions + 1), "sending": timed.sending / (repetitions + 1)}
+            rows.append(row(name, num_bytes, seconds, **parts))
+            engine.close()
+        adapted = with_adapter(model)
+        engine = VLLMServerEngine(address)
+        alone = repeated(lambda version: engine.push_adapter(adapted, version), repetitions)
+        rows.append(row("server, adapter alone", adapter_bytes(adapted), alone))
+        merged = repeated(lambda version: engine.push(adapted, version), repetitions)
+        rows.append(row("server, adapter merged, shared memory", num_bytes, merged))
+        engine.close()
+    return rows
+
+
+def in_process(folder: Path, repetitions: int) -> list[dict[str, Any]]:
+    """Rows of vLLM in this process."""
+    from groupgrad.engines.vllm.colocate import VLLMColocateEngine
+    from groupgrad.engines.vllm.start import ColocateOptions
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    options = ColocateOptions(max_num_seqs=8, max_model_len=MAX_CONTEXT, dtype="float32", max_lora_rank=RANK)
+    engine = VLLMColocateEngine(model, AutoTokenizer.from_pretrained(folder), options)
+    num_bytes = sizes(model)
+    whole = repeated(lambda version: engine.push(model, version), repetitions)
+    rows = [row("colocate, by reference", num_bytes, whole)]
+    adapted = with_adapter(model)
+    alone = repeated(lambda version: engine.push_adapter(adapted, version), repetitions)
+    rows.append(row("colocate, adapter alone", adapter_bytes(adapted), alone))
+    merged = repeated(lambda version: engine.push(adapted, version), repetitions)
+    rows.append(row("colocate, adapter merged", num_bytes, merged))
+    engine.close()
+    return rows
+
+
+def measure(repetitions: int) -> dict[str, Any]:
+    """All cases, each in a process of its own."""
+    folders = {"small": demo_base(0), "large": random_base("large", LARGE_SHAPE)}
+    found: dict[str, Any] = {"repetitions": repetitions, "models": {}}
+    for name, folder in folders.items():
+        count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+        rows: list[dict[str, Any]] = []
+        for place in ("server", "colocate"):
+            output = Path(__file__).parent / ".logs" / f"vllm-pushes-{name}-{place}.json"
+            command = [sys.executable, __file__, "--only", place, "--folder", str(folder), "--output", str(output)]
+            subprocess.run([*command, "--repetitions", str(repetitions)], check=True)
+            rows += json.loads(output.read_text())
+        found["models"][name] = {"parameters": count, "rows": rows}
+    return found
+
+
+def main() -> None:
+    """Measure, and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="file for the numbers, JSON")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--only", choices=("server", "colocate"), help="one case, of the model in --folder")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    options.output.parent.mkdir(exist_ok=True)
+    if options.only is None:
+        found: Any = measure(options.repetitions)
+    else:
+        take = to_server if options.only == "server" else in_process
+        found = take(options.folder, options.repetitions)
+    options.output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

