@@ -115,3 +115,15 @@ def test_the_layer_under_an_adapter_that_is_off(build):
             assert off is not None
             assert off.linear is head
             assert off.adapters == ()
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_an_adapted_head_that_is_spread_over_ranks_has_no_recipe(build, settings):
+    """DeepSpeed brings each part when it is called itself, and puts its number on every parameter."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings})
+    model = peft.get_peft_model(build("qwen3"), config)
+    assert head_recipe(model) == HeadRecipe()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id = number
+    assert head_recipe(model) is None

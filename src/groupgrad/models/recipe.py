@@ -17,6 +17,7 @@ from torch import nn
 from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.head import HeadRecipe, LowRank
 from groupgrad.models.load import _Float32Linear
+from groupgrad.models.sharded import is_sharded
 
 Effect = Literal["multiply", "divide", "cap"]
 
@@ -53,6 +54,8 @@ class HeadLayer:
 def head_layer(head: Any) -> HeadLayer | None:
     """The linear layer that an output head comes to, through wrappers of peft; None if it is something else."""
     kind = f"{type(head).__module__}.{type(head).__name__}"
+    if kind.startswith("peft.") and is_sharded(head):
+        return None  # its parts are gathered one by one, each as it is called
     if kind.endswith(".ModulesToSaveWrapper"):
         names = [] if head.disable_adapters else [x for x in active_adapters(head) if x in head.modules_to_save]
         head = head.modules_to_save[names[0]] if names else head.original_module
