@@ -15,7 +15,7 @@ from groupgrad import dist
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
 
-def main(folder: Path, tensor_parallel_size: int) -> None:
+def main(folder: Path, tensor_parallel_size: int, model_impl: str) -> None:
     """Push and sample twice; ranks have different numbers of rows, and the first has none the second time."""
     torch_dist.init_process_group("gloo")
     before = {name: os.environ.pop(name) for name in ("MASTER_PORT", "RANK")}
@@ -25,6 +25,7 @@ def main(folder: Path, tensor_parallel_size: int) -> None:
         max_model_len=128,
         dtype="float32",
         tensor_parallel_size=tensor_parallel_size,
+        model_impl=model_impl,
         extra={"enforce_eager": True},
     )
     engine = VLLMColocateEngine(policy, AutoTokenizer.from_pretrained(folder), options)
@@ -41,4 +42,4 @@ def main(folder: Path, tensor_parallel_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -277,3 +277,37 @@ def test_vllm_finds_the_policys_config_and_tokenizer(
     monkeypatch.setattr(colocate, "start", start)
     VLLMColocateEngine(model, tokenizer, SETTINGS).close()
     assert found == [["Qwen3ForCausalLM"]]
+
+
+def test_what_vllm_does_to_the_policys_classes_is_for_its_own_modules(
+    vllm: StandIn, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(model.model)
+    built: list[Any] = []
+
+    def start(folder: str, options: ColocateOptions) -> StandIn:
+        old = kind.__init__
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            old(self, *args, **kwargs)
+            self.vllm_config = "vLLM's"
+
+        kind.__init__ = init
+        kind.__call__ = lambda self, *args, **kwargs: f"compiled for {self.vllm_config}"
+        built.append(kind(model.config))
+        return vllm
+
+    ids = torch.tensor([[4, 5, 6]])
+    seen: list[str] = []
+    model.model.register_forward_hook(lambda *args: seen.append("hook"))
+    expected = model(ids).logits
+    monkeypatch.setattr(colocate, "start", start)
+    before = kind.__init__
+    try:
+        VLLMColocateEngine(model, tokenizer, SETTINGS)
+        assert torch.equal(model(ids).logits, expected) and seen == ["hook", "hook"]
+        assert built[0](ids) == "compiled for vLLM's"
+        # A reference model that is made later is a plain one.
+        assert kind.__init__ is before and not isinstance(kind(model.config)(ids), str)
+    finally:
+        del kind.__call__

@@ -25,7 +25,7 @@ from groupgrad.engines.vllm.adapters import lora_rank, lora_request, write_adapt
 from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
 from groupgrad.engines.vllm.ranks import JointSession, check_tensor_parallel
 from groupgrad.engines.vllm.sampling import is_plain, row_fields, sampled_logprobs, sampling_fields, sampling_params
-from groupgrad.engines.vllm.start import ColocateOptions, save_config, start
+from groupgrad.engines.vllm.start import ColocateOptions, classes_kept, save_config, start
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, notes_as_lists, torch_dtype
 from groupgrad.models.forward import unwrap
 from groupgrad.models.weights import adapter_files, served_weights
@@ -63,7 +63,8 @@ class VLLMColocateEngine:
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="groupgrad-vllm-")
         save_config(model, tokenizer, Path(self._folder.name) / "model")
-        self._llm = start(str(Path(self._folder.name) / "model"), options)
+        with classes_kept(model):
+            self._llm = start(str(Path(self._folder.name) / "model"), options)
         self._stamp: str | None = None
         self._asleep: set[str] = set()
         """What vLLM has given back: `weights`, `kv_cache`."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,3 +146,39 @@ def _undisturbed() -> Iterator[None]:
         with contextlib.suppress(RuntimeError):
             torch.set_num_threads(num_threads)
         torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def classes_kept(model: nn.Module) -> Iterator[None]:
+    """What is done to the policy's classes inside holds for vLLM's modules alone afterwards.
+
+    With `model_impl="transformers"` vLLM builds the policy's own classes, and gives them a `__call__` for compilation
+    that knows no hooks and fails on any module that vLLM has not made.
+    """
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+    before = {cls: dict(cls.__dict__) for cls in classes - {nn.Module}}
+    try:
+        yield
+    finally:
+        for cls, own in before.items():
+            if cls.__dict__.get("__init__") is not own.get("__init__"):
+                # vLLM's modules have been made.
+                _set_back(cls, "__init__", own)
+            if cls.__dict__.get("__call__") is not own.get("__call__"):
+                cls.__call__ = _told_apart(cls, cls.__dict__["__call__"], own.get("__call__"))
+
+
+def _set_back(cls: type, name: str, own: dict[str, Any]) -> None:
+    if name in own:
+        setattr(cls, name, own[name])
+    else:
+        delattr(cls, name)
+
+
+def _told_apart(cls: Any, theirs: Callable[..., Any], ours: Callable[..., Any] | None) -> Callable[..., Any]:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "vllm_config" in vars(self):
+            return theirs(self, *args, **kwargs)
+        return super(cls, self).__call__(*args, **kwargs) if ours is None else ours(self, *args, **kwargs)
+
+    return __call__
