@@ -75,15 +75,8 @@ def make_scorer() -> LlamaForSequenceClassification:
     """A random reward model that reads 8 tokens."""
     torch.manual_seed(1)
     sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForSequenceClassification(
-        LlamaConfig(
-            vocab_size=len(BASE.make_tokenizer()),
-            num_labels=1,
-            max_position_embeddings=8,
-            initializer_range=0.5,
-            **sizes,
-        )
-    )
+    sizes |= {"num_labels": 1, "max_position_embeddings": 8, "initializer_range": 0.5}
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=len(BASE.make_tokenizer()), **sizes))
 
 
 class Tally:

@@ -205,8 +205,8 @@ class GRPOConfig(legacy.LegacyArguments):
 
     reward_model_init_kwargs: dict | str | None = _option(
         None,
-        "Keyword arguments for loading reward models given by name (dtype, revision, device_map, ...), of which none "
-        "are taken from model_init_kwargs; dict or JSON text. Unset: as their checkpoints say.",
+        "Keyword arguments for loading reward models given by name (dtype, revision, device_map, ...); dict or JSON "
+        "text. Of model_init_kwargs they share only how files are fetched (token, cache_dir). Unset: as saved.",
     )
     reward_model_device: str | None = _option(
         None, "Device of reward models, such as 'cpu' or 'cuda:1'; unset: the training device."
