@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from groupgrad import compat
 from groupgrad.agency import Agency
 from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig, options
+from groupgrad.config.launch import uses_deepspeed, zero_stage
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.data.vision import VisionPromptMaker, example_prompt, is_processor, speaking_tokenizer
@@ -32,7 +35,8 @@ from groupgrad.models.forward import ForwardOptions, unwrap
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.liger import check_liger, put_kernels_in
 from groupgrad.models.memory import CheckpointingByNeed
-from groupgrad.models.reference import Reference
+from groupgrad.models.reference import Reference, check_spread
+from groupgrad.models.sharded import runnable, whole
 from groupgrad.models.startup import LayoutReport, check_layout
 from groupgrad.models.vision import sees, trains_sight
 from groupgrad.objectives import PolicyOptions
@@ -40,8 +44,8 @@ from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.environments import KIND_COLUMN
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.round import RoundMaker
-from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.step.rounding import check_parameters
+from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Prompt
 
@@ -125,7 +129,7 @@ def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any)
             )
         check_parameters(model)
         return
-    if optimizers[0] is not None or config.deepspeed is not None:
+    if optimizers[0] is not None or uses_deepspeed(config):
         return
     try:
         Trainer.get_optimizer_cls_and_kwargs(config, model)
@@ -168,6 +172,8 @@ def build_parts(
     reference = None
     if config.beta != 0.0:
         reference = Reference(model, adapter_is_fresh=adapter_is_fresh, follows=config.sync_ref_model)
+    if zero_stage(config) == 3:
+        check_spread(model, reference)
     if config.cast_lm_head_to_fp32:
         for part in [model, reference.module if reference is not None else None]:
             if part is not None:
@@ -297,25 +303,22 @@ def choose_paths(
     """The engine and the layout that the model can run in, tried on random tokens; the engine is `served` if given.
     ConfigError if what is asked for cannot be had. `precision` makes the context that training's mixed precision
     computes in."""
-    check_causal(model, precision)
     pad_id, example = int(parts.tokenizer.pad_token_id), _example(parts)
     scoring = options.forward_options(config, pad_id=pad_id, aux_loss=False)
     asked = config.router_aux_loss_coef
-    parts.aux_loss_coef = balance_weight(model, scoring, parts.aux_loss_coef, asked, precision)
-    layout = check_layout(model, replace(scoring, aux_loss=parts.aux_loss_coef != 0.0), precision, example)
+    with runnable(model):
+        check_causal(model, precision)
+        parts.aux_loss_coef = balance_weight(model, scoring, parts.aux_loss_coef, asked, precision)
+        layout = check_layout(model, replace(scoring, aux_loss=parts.aux_loss_coef != 0.0), precision, example)
     if layout.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
     if served is not None:
         return Paths(EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example)
-    engine = choose_engine(
-        model,
-        options.engine_options(config),
-        options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id),
-        tokenizer=parts.tokenizer,
-        precision=precision,
-        example=example,
-    )
+    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+    further: dict[str, Any] = {"tokenizer": parts.tokenizer, "precision": precision, "example": example}
+    with whole(model):
+        engine = choose_engine(model, options.engine_options(config), sampling, **further)
     return Paths(engine, layout, example)
 
 
@@ -332,7 +335,8 @@ def checkpointing_by_need(
 ) -> CheckpointingByNeed | None:
     """What turns gradient checkpointing on where memory needs it; None if the configuration has decided."""
     can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
-    if config.gradient_checkpointing is not None or not can:
+    # Ranks that share a model compute it in the same way, so none decides by its own memory.
+    if config.gradient_checkpointing is not None or not can or zero_stage(config) == 3:
         return None
     chosen = options.mapping(config.gradient_checkpointing_kwargs)
     return CheckpointingByNeed(model, forward_options, chosen, precision, example)
@@ -414,7 +418,8 @@ def build_setup(
     num_own = len(agency.reward_names)
     scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
     served = paths.engine.engine if isinstance(paths.engine.engine, ServedPolicy) else None
-    round_maker = RoundMaker(rollouts, rewards, scoring, timings, served, ahead=config.rollout_ahead)
+    around = nullcontext if served is not None else partial(whole, parts.model)
+    round_maker = RoundMaker(rollouts, rewards, scoring, timings, served, ahead=config.rollout_ahead, around=around)
     evaluator = Evaluator(
         model=parts.model,
         round_maker=round_maker,
@@ -438,7 +443,7 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
             options.mapping(config.model_init_kwargs),
             trust_remote_code=config.trust_remote_code,
             quantization_config=quantization_config,
-            spread=config.world_size == 1 and config.deepspeed is None,
+            spread=config.world_size == 1 and not uses_deepspeed(config),
         )
     if not isinstance(model, (PreTrainedModel, nn.Module)):
         raise TypeError(

@@ -28,6 +28,7 @@ from groupgrad.data.evaluation import EvalLoader
 from groupgrad.data.rounds import Tick, make_round_loader, rows_of
 from groupgrad.metrics import Metric, average, latest
 from groupgrad.models.forward import score_tokens, unwrap
+from groupgrad.models.sharded import is_sharded, num_parameters
 from groupgrad.objectives import policy_loss
 from groupgrad.rollout.base import training_round
 from groupgrad.rollout.round import ScoredRound
@@ -255,6 +256,7 @@ class GRPOTrainer(TrainingRun):
             entropy_coef=self.entropy_controller.applied,
             aux_loss=self.setup.forward_options.aux_loss,
             backward_everywhere=self.is_deepspeed_enabled,  # it counts backward passes
+            one_pass=is_sharded(self.model),
         )
 
     def _make_round(self, tick: Tick, place: int) -> list[Batch]:
@@ -360,7 +362,7 @@ class GRPOTrainer(TrainingRun):
     def floating_point_ops(self, inputs: MicroStep) -> float:
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
         batch = self._micro_batches[inputs.index]
-        return 6.0 * sum(p.numel() for p in self.model.parameters()) * batch.num_forward_tokens
+        return 6.0 * num_parameters(self.model) * batch.num_forward_tokens
 
     # ----------------------------------------------------------------------------------------------- evaluation
 

@@ -67,6 +67,11 @@ IDLE: tuple[Idle, ...] = (
     Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
     Idle(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
     Idle(
+        ("ds3_gather_for_generation",),
+        lambda c: zero_stage(c) == 3 and c.use_vllm,
+        "vLLM samples, which is given the weights part by part",
+    ),
+    Idle(
         (
             "vllm_mode",
             "vllm_model_impl",

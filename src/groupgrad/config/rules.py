@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupgrad.config import options
 from groupgrad.config.idle import idle_settings
-from groupgrad.config.launch import env_on, zero_stage
+from groupgrad.config.launch import env_on, zero_3_problem, zero_stage
 from groupgrad.config.values import (
     CHOICES,
     DTYPES,
@@ -82,7 +82,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
         "leave it unset and upload the 'completions' folder of output_dir",
     ),
     "fsdp": Unavailable(lambda c: bool(c.fsdp) or env_on("ACCELERATE_USE_FSDP"), "use plain data parallelism"),
-    "deepspeed": Unavailable(lambda c: zero_stage(c) == 3, "use ZeRO stage 1 or 2"),
 }
 
 # --- Small helpers ---
@@ -420,6 +419,7 @@ RULES: tuple[Check, ...] = (
     _vllm_sampling,
     _rollout_ahead,
     _stochastic_rounding,
+    zero_3_problem,
     _hub_repo,
     _auto_batch,
     _parallelism,

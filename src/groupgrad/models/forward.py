@@ -77,7 +77,7 @@ def score_tokens(
 
     Collective for a model whose parameters are spread over ranks, also without tokens.
     """
-    if not batch.num_tokens and is_sharded(model):
+    if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _nothing_to_score(model, batch, options)
     if options.example is not None and batch.media is None and is_sharded(model):
         return _scores_beside_example(model, batch, options, options.example, foreseen)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.errors import UnavailableError
 from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.sharded import Shards, is_sharded
+from groupgrad.models.vision import sees
 
 _BASE_STAYS = frozenset({"gaussian", "eva"})
 """Named ways to begin a LoRA adapter that leave the base model's weights as they are; others subtract it from them."""
@@ -126,6 +128,18 @@ class Reference:
         finally:
             for parameters, key, parameter in places:
                 parameters[key] = parameter
+
+
+def check_spread(policy: nn.Module, reference: Reference | None) -> None:
+    """UnavailableError for what does not go with parameters that are spread over ranks."""
+    name = f"{type(policy).__name__} under DeepSpeed ZeRO-3"
+    if sees(policy):
+        raise UnavailableError(f"{name}: models that take images are not trained so; use ZeRO stage 1 or 2")
+    if reference is not None and reference.keeps_parameters:
+        raise UnavailableError(
+            f"{name}: a reference that is this adapter as it was given cannot be kept; begin with a new adapter, set "
+            "beta=0.0, or use ZeRO stage 1 or 2"
+        )
 
 
 def _can_be_switched_off(policy: Any) -> bool:
