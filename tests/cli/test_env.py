@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import vision
 from scripted_agents import with_tools
 
 from groupgrad.cli import main as cli
@@ -26,6 +27,19 @@ def test_it_says_what_the_chat_template_does_with_tools(model_dir, make_tokenize
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tools")]
     assert "calls as JSON" in line
     assert "turns end with '<eos>'" in line
+
+
+def test_a_model_that_sees_is_tried_on_an_image(tmp_path, capsys):
+    built = vision.build("gemma3")
+    built.model.save_pretrained(tmp_path)
+    built.processor.tokenizer.save_pretrained(tmp_path)
+    assert cli.main(["env", "--model", str(tmp_path)]) == 0
+    assert "not tried: there is no processor with a chat template" in capsys.readouterr().out
+    built.processor.save_pretrained(tmp_path)
+    assert cli.main(["env", "--model", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "seen; a small one is part of a prompt of 47 tokens" in text
+    assert "shared layout, output head in tiles (within" in text
 
 
 def test_it_names_what_a_model_cannot_do(build, tmp_path, capsys):

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str]:
-    """How the model would be sampled and scored: both ways are tried on random tokens."""
+    """How the model would be sampled and scored: both ways are tried on random tokens, and on an image if it sees."""
     import torch
 
     from groupgrad.engines.base import SamplingOptions
@@ -54,8 +54,9 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
         name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, spread=False
     )
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    layout = check_layout(model, ForwardOptions())
-    engine = choose_engine(model, EngineOptions(), SamplingOptions(max_new_tokens=8))
+    example, images = _example(model, name, trust_remote_code)
+    layout = check_layout(model, ForwardOptions(), example=example)
+    engine = choose_engine(model, EngineOptions(), SamplingOptions(max_new_tokens=8), example=example)
     head = "in tiles" if layout.tiled_head else "by the model's own code"
     agreement = "" if layout.difference is None else f" (within {layout.difference:.1g} nats of the plain computation)"
     lines = {
@@ -66,7 +67,26 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     }
     if layout.reason is not None:
         lines["because"] = layout.reason
+    if images:
+        lines["images"] = images
     return {**lines, "tools": _tools_line(model, name, trust_remote_code)}
+
+
+def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
+    """A prompt with an image of the model's own processor, if it sees, and what is to be said about images."""
+    from groupgrad.data.vision import example_prompt
+    from groupgrad.models import load
+    from groupgrad.models.vision import sees
+
+    if not sees(model):
+        return None, ""
+    try:
+        example = example_prompt(load.load_tokenizer(model, name, revision=None, trust_remote_code=trust_remote_code))
+    except (OSError, ValueError, ImportError) as error:
+        return None, f"not tried: {str(error).splitlines()[0]}"
+    if example is None:
+        return None, "not tried: there is no processor with a chat template"
+    return example, f"seen; a small one is part of a prompt of {len(example.ids)} tokens"
 
 
 def _tools_line(model: Any, name: str, trust_remote_code: bool) -> str:
