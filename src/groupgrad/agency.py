@@ -119,7 +119,7 @@ class AgentArguments:
     response_parser: Any = None
 
 
-def build_agency(config: GRPOConfig, tokenizer: Any, asked: AgentArguments) -> Agency:
+def build_agency(config: GRPOConfig, prompt_maker: PromptMaker, asked: AgentArguments) -> Agency:
     """The agency that the arguments ask for. ValueError or TypeError, before anything is sampled, for tools without
     hints or docstring, factories that fail, templates that cannot write tools down, and arguments that exclude each
     other."""
@@ -137,13 +137,17 @@ def build_agency(config: GRPOConfig, tokenizer: Any, asked: AgentArguments) -> A
     schemas = [tool.schema for tool in made]
     if environments is not None:
         schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
-    kwargs = options.mapping(config.chat_template_kwargs)
     if not schemas:
         _warn_of_useless(config, asked, "the environments have no methods that are tools")
-        return Agency(environments=environments, chat=PlainFormat(PromptMaker(tokenizer, kwargs)))
+        return Agency(environments=environments, chat=PlainFormat(prompt_maker))
     with Agency(environments=environments).closed_on_errors():
-        parser = asked.response_parser
-        chat = ChatFormat.of(tokenizer, schemas=schemas, chat_template_kwargs=kwargs, response_parser=parser)
+        chat = ChatFormat.of(
+            prompt_maker.tokenizer,
+            schemas=schemas,
+            chat_template_kwargs=prompt_maker.chat_template_kwargs,
+            response_parser=asked.response_parser,
+            readable=prompt_maker.readable,
+        )
     return Agency(tools=made, environments=environments, chat=chat)
 
 

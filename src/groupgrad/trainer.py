@@ -133,7 +133,7 @@ class GRPOTrainer(TrainingRun):
         self.plan = assembly.plan_for(config)
         self.prompt_maker = assembly.build_prompt_maker(config, parts)
         asked = AgentArguments(tools, environment_factory, rollout_func, response_parser)
-        self.agency = build_agency(config, parts.tokenizer, asked)
+        self.agency = build_agency(config, self.prompt_maker, asked)
         with self.agency.closed_on_errors():
             assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.agency, config)
             self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.agency)

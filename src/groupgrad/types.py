@@ -119,6 +119,9 @@ class Rollout:
     """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
     trace: Trace | None = None
     """How an agent's rollout went; None for a rollout of one turn."""
+    media: Media | None = None
+    """All images of prompt and completion if tools put some into the completion, else None. Its token tensors reach
+    from the prompt's first token to the last image or beyond."""
 
     @property
     def is_scorable(self) -> bool:
@@ -208,6 +211,9 @@ class Batch:
     """(B,) int64, how much of the model each row needs: FORWARD_AND_BACKWARD, FORWARD or NO_PASS; None: all of it."""
     media: tuple[Media | None, ...] | None = None
     """Q entries, the images of each distinct prompt; None if no prompt of the batch has any. Never moved by `to`."""
+    row_media: tuple[Media | None, ...] | None = None
+    """B entries, all images of a row, its prompt's counted, where its completion has some (`Rollout.media`); None if
+    no row has any of its own. Never moved by `to`."""
 
     @property
     def num_rows(self) -> int:
@@ -250,8 +256,10 @@ class Batch:
         media = None if self.media is None else tuple(m for m, keep in zip(self.media, kept.tolist()) if keep)
         tokens, offsets = _parts(self.offsets, picked)
         prompt_tokens, prompt_offsets = _parts(self.prompt_offsets, kept.nonzero().flatten())
+        own = None if self.row_media is None else tuple(self.row_media[row] for row in picked.tolist())
         changes: dict[str, Any] = {
             "media": None if media is None or not any(media) else media,
+            "row_media": None if own is None or not any(own) else own,
             "offsets": offsets,
             "row_of_token": _rows_of(offsets),
             "prompt_ids": self.prompt_ids[prompt_tokens],
@@ -294,6 +302,7 @@ class Batch:
                 torch.tensor([len(ids) for ids, _ in numbers], dtype=torch.int64, device=device)
             ),
             media=tuple(media[key] for _, key in numbers) if len(media) > 1 else None,
+            row_media=_joined_media(batches),
             prompt_of_row=torch.cat(prompt_of_row).to(device),
             totals=batches[0].totals,
             **{name: _joined(name, batches) for name in (*_TOKEN_FIELDS, *_ROW_FIELDS)},  # pyright: ignore[reportArgumentType]
@@ -328,6 +337,12 @@ _UNKNOWN = {
     "policy_version": -1,
 }
 """What stands for "unknown" where batches with and without a field are joined."""
+
+
+def _joined_media(batches: Sequence[Batch]) -> tuple[Media | None, ...] | None:
+    if all(batch.row_media is None for batch in batches):
+        return None
+    return tuple(item for batch in batches for item in batch.row_media or (None,) * batch.num_rows)
 
 
 def _parts(offsets: torch.Tensor, picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,8 @@ from groupgrad.types import Batch, Media, StepTotals
 
 logger = logging.getLogger(__name__)
 
+_MEDIA = ("media", "row_media")
+
 
 class RoundBuffer:
     """Keeps this rank's micro-batches of the current rounds (more than one only while a step spans several)."""
@@ -55,24 +57,27 @@ class RoundBuffer:
 def _batch_state(batch: Batch) -> dict[str, Any]:
     state = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "totals"}
     tensors = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-    media = None if batch.media is None else [None if item is None else _media_state(item) for item in batch.media]
-    return {**tensors, "totals": dataclasses.asdict(batch.totals), "media": media}
+    media = {name: None if state[name] is None else [_media_state(item) for item in state[name]] for name in _MEDIA}
+    return {**tensors, "totals": dataclasses.asdict(batch.totals), **media}
 
 
 def _batch_from(state: dict[str, Any]) -> Batch:
-    media = state.get("media")
-    if media is not None:
-        media = tuple(None if item is None else _media_from(item) for item in media)
-    return Batch(**{**state, "totals": StepTotals(**state["totals"]), "media": media})
+    kept = {name: state.get(name) for name in _MEDIA}
+    media = {name: None if items is None else tuple(map(_media_from, items)) for name, items in kept.items()}
+    return Batch(**{**state, "totals": StepTotals(**state["totals"]), **media})
 
 
-def _media_state(media: Media) -> dict[str, Any]:
+def _media_state(media: Media | None) -> dict[str, Any] | None:
     """Images as (height, width, 3) uint8."""
+    if media is None:
+        return None
     state = {f.name: getattr(media, f.name) for f in dataclasses.fields(media)}
     return {**state, "images": [torch.from_numpy(np.array(image)) for image in media.images]}
 
 
-def _media_from(state: dict[str, Any]) -> Media:
+def _media_from(state: dict[str, Any] | None) -> Media | None:
+    if state is None:
+        return None
     from PIL import Image
 
     return Media(**{**state, "images": tuple(Image.fromarray(image.numpy()) for image in state["images"])})

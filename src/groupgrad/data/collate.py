@@ -23,7 +23,7 @@ def collate(
         prompts.setdefault(rollout.prompt.identity, rollout.prompt)
     numbers = {identity: number for number, identity in enumerate(prompts)}
     prompt_of_row = [numbers[rollout.prompt.identity] for rollout in rollouts]
-    media = tuple(prompt.media for prompt in prompts.values())
+    media, own = tuple(prompt.media for prompt in prompts.values()), tuple(rollout.media for rollout in rollouts)
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts], dtype=torch.int64)
     return Batch(
         completion_ids=_flat([rollout.completion_ids for rollout in rollouts]),
@@ -39,6 +39,7 @@ def collate(
         row_index=torch.tensor([rollout.index for rollout in rollouts], dtype=torch.int64),
         sampling_entropy=_reported([rollout.sampling_entropy for rollout in rollouts], lengths.tolist()),
         media=media if any(media) else None,
+        row_media=own if any(own) else None,
         policy_version=torch.tensor([rollout.policy_version for rollout in rollouts], dtype=torch.int64),
     )
 

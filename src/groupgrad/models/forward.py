@@ -141,6 +141,9 @@ def _score_places(
     if asked is not None and foreseen is not None:
         foreseen = Foreseen(foreseen.logprobs[asked], foreseen.gradient[asked])
     layout = layout_for(model, options) if batch.num_tokens else "dense"
+    if batch.row_media is not None and layout == "shared":
+        # The images of a row are given to the model together, so its tokens lie together.
+        layout = "packed"
     source = _dense_input(model, batch, options) if layout == "dense" else _flat_input(model, batch, options, layout)
     rows, positions, view = source.rows, source.positions, source.view
     if asked is not None:
@@ -208,8 +211,7 @@ class _Input:
 
 def _dense_input(model: nn.Module, batch: Batch, options: ForwardOptions) -> _Input:
     ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
-    sights = _sights(model, batch)
-    view = row_view(model, ids, [sights[q] for q in batch.prompt_of_row.tolist()])
+    view = row_view(model, ids, _row_sights(model, batch, _sights(model, batch)))
     extra: dict[str, Any] = dict(view.inputs)
     if view.rope is not None:
         extra["position_ids"] = view.rope
@@ -221,7 +223,11 @@ def _dense_input(model: nn.Module, batch: Batch, options: ForwardOptions) -> _In
 def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout: Layout) -> _Input:
     flat = flat_layout(batch, share=layout == "shared", keep_last=options.aux_loss)
     sights = _sights(model, batch)
-    laid = [Laid(part.start, part.length, part.first, sights[part.prompt]) for part in flat.stretches]
+    of_rows = _row_sights(model, batch, sights)
+    laid = [
+        Laid(part.start, part.length, part.first, sights[part.prompt] if part.row is None else of_rows[part.row])
+        for part in flat.stretches
+    ]
     view = flat_view(model, flat.ids, flat.positions, laid)
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
     if options.aux_loss and layout == "shared":
@@ -254,6 +260,19 @@ def _sights(model: nn.Module, batch: Batch) -> list[Sight | None]:
         return [None] * batch.num_prompts
     prompts = [torch.tensor(ids, dtype=torch.int64) for ids in batch.prompts()]
     return [None if media is None else sight(model, ids, media) for ids, media in zip(prompts, batch.media)]
+
+
+def _row_sights(model: nn.Module, batch: Batch, sights: list[Sight | None]) -> list[Sight | None]:
+    """How the model sees the images of each row, (B,): those of its prompt, or more where tools put more into it."""
+    found = [sights[q] for q in batch.prompt_of_row.tolist()]
+    for i, media in enumerate(batch.row_media or ()):
+        if media is not None:
+            q = int(batch.prompt_of_row[i])
+            prompt = batch.prompt_ids[batch.prompt_offsets[q] : batch.prompt_offsets[q + 1]]
+            ids = torch.cat([prompt, batch.completion_ids[batch.offsets[i] : batch.offsets[i + 1]]])
+            known = min((len(types) for types in media.token_tensors.values()), default=len(ids))
+            found[i] = sight(model, ids[:known], media)
+    return found
 
 
 def _dense_layout(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

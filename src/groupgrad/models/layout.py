@@ -45,6 +45,8 @@ class Stretch:
     """Place of the first of them in its row, the prompt counted."""
     prompt: int
     """Which prompt it is, or continues."""
+    row: int | None = None
+    """Which row it is; None for a prompt that lies once."""
 
 
 class BlockPlan:
@@ -99,10 +101,10 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
     stretches: list[Stretch] = []
     end = 0
 
-    def lay(tokens: np.ndarray, position: int, group: int, prompt: int) -> Row:
+    def lay(tokens: np.ndarray, position: int, group: int, prompt: int, number: int | None = None) -> Row:
         nonlocal end
         row = Row(end, len(tokens), group)
-        stretches.append(Stretch(end, len(tokens), position, prompt))
+        stretches.append(Stretch(end, len(tokens), position, prompt, number))
         ids.append(tokens)
         positions.append(np.arange(position, position + len(tokens)))
         end += len(tokens)
@@ -119,10 +121,10 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
         for i in members:
             tokens = completions[i] if keep_last else completions[i][:-1]
             if share:
-                row, last = lay(tokens, length, prompt, prompt), groups[prompt].start + length - 1
+                row, last = lay(tokens, length, prompt, prompt, i), groups[prompt].start + length - 1
                 first = row.start
             else:
-                row = lay(np.concatenate([prompts[prompt], tokens]), 0, -1, prompt)
+                row = lay(np.concatenate([prompts[prompt], tokens]), 0, -1, prompt, i)
                 last, first = row.start + length - 1, row.start + length
             if len(completions[i]):
                 predictors[i] = np.concatenate([[last], np.arange(first, first + len(completions[i]) - 1)])

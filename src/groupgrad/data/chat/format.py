@@ -15,6 +15,7 @@ from groupgrad.data.chat.records import Call, Region, Syntax, Turn
 from groupgrad.data.chat.render import Template
 from groupgrad.data.chat.replies import ReplyWriter
 from groupgrad.data.chat.values import parameter_schemas
+from groupgrad.types import Messages
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,10 @@ class ChatFormat:
         schemas: list[dict[str, Any]],
         chat_template_kwargs: dict[str, Any] | None = None,
         response_parser: Callable[..., Any] | None = None,
+        readable: Callable[[Messages], Messages] | None = None,
     ) -> ChatFormat:
-        """The format of a tokenizer's chat template, with these tools.
+        """The format of a tokenizer's chat template, with these tools. `readable` brings messages into the form that
+        the template takes (text or content blocks); None leaves them as they are.
 
         `response_parser(text, ids)` reads turns in place of everything else: it is given a turn's text (special tokens
         in it, the end mark off) and its ids, and returns an assistant message as a dict with `content`, perhaps
@@ -87,7 +90,7 @@ class ChatFormat:
                 "the tokenizer has no chat template, so conversations with tools cannot be rendered; set "
                 "tokenizer.chat_template or use an instruction-tuned model's tokenizer"
             )
-        template = Template(tokenizer, chat_template_kwargs)
+        template = Template(tokenizer, chat_template_kwargs, readable)
         shown = look(template)
         message = call_message([shown.call], arguments_as_text=shown.arguments_as_text)
         reasoning: TaggedReasoning | ChannelReasoning = find_reasoning(template, message, shown.generation_prompt)
@@ -110,7 +113,11 @@ class ChatFormat:
 
     def prompt_ids(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation with these tools, generation prompt included."""
-        return self._template.ids(self._template.text(messages, schemas, prompt=True))
+        return self._template.ids(self.prompt_text(messages, schemas))
+
+    def prompt_text(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str:
+        """The text of a conversation with these tools, generation prompt included."""
+        return self._template.text(messages, schemas, prompt=True)
 
     def reply_ids(
         self,
@@ -118,16 +125,17 @@ class ChatFormat:
         message: dict[str, Any],
         replies: list[dict[str, Any]],
         schemas: list[dict[str, Any]],
+        encode: Callable[[str], list[int]] | None = None,
     ) -> list[int]:
         """Token ids between a sampled turn and the next one: the rest of the turn's end, `replies` (one per call, in
         order, at least one), the generation prompt. They go behind `turn_ids` as they are.
 
         Only the end of `turn_ids` and the replies matter; names and ids that a template could not take are replaced
-        by harmless ones.
+        by harmless ones. `encode` makes token ids of a text with the replies; None is the tokenizer.
         """
         if not replies:
             raise ValueError("there are no replies, so there is nothing to put behind the turn")
-        return self._found.replies.ids(turn_ids, replies)
+        return self._found.replies.ids(turn_ids, replies, encode or self._template.ids)
 
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
         """What a sampled turn says and calls; never raises for what a model wrote.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from groupgrad.data.chat.records import Turn
@@ -20,12 +21,17 @@ class PlainFormat:
         """Token ids of a conversation, generation prompt included."""
         return self._prompt_maker.token_ids(messages)
 
+    def prompt_text(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str:
+        """The text of a conversation, generation prompt included."""
+        return self._prompt_maker.render(messages)
+
     def reply_ids(
         self,
         turn_ids: list[int],
         message: dict[str, Any],
         replies: list[dict[str, Any]],
         schemas: list[dict[str, Any]],
+        encode: Callable[[str], list[int]] | None = None,
     ) -> list[int]:
         """Never asked for, as there are no calls to reply to."""
         raise AssertionError("there are no tools, so there are no replies")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.data.prompts import drop_empty_fields
+from groupgrad.types import Messages
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,8 +24,14 @@ class Mark:
 class Template:
     """Renders conversations as the tokenizer's chat template does."""
 
-    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        readable: Callable[[Messages], Messages] | None = None,
+    ):
         self.tokenizer = tokenizer
+        self._readable = readable or drop_empty_fields
         self.kwargs = dict(chat_template_kwargs or {})
         self.failure: Exception | None = None
         """What the last `attempt` that gave None failed with."""
@@ -39,7 +47,7 @@ class Template:
     ) -> str:
         """The conversation as text; `prompt` adds the generation prompt. Raises whatever the template raises."""
         return self.tokenizer.apply_chat_template(
-            drop_empty_fields(messages),
+            self._readable(messages),
             tools=schemas or None,
             tokenize=False,
             add_generation_prompt=prompt,

@@ -8,6 +8,7 @@ turns in another way once messages follow them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +56,15 @@ class ReplyWriter:
         self._other_ends = set(template.tokenizer.all_special_ids) - markup
         self._show_tools_if_needed(place, schemas)
 
-    def ids(self, turn_ids: list[int], replies: list[dict[str, Any]]) -> list[int]:
-        """Token ids to append to a sampled turn: what its end lacks, the replies, the generation prompt."""
+    def ids(self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]]) -> list[int]:
+        """Token ids to append to a sampled turn: what its end lacks, the replies, the generation prompt. `encode` makes
+        ids of a text in which the replies are; those returned are the last of them, behind what the turn's end lacks.
+        """
         place = self._render(replies)
         if self.end_mark is None:
-            return self._template.ids(place.text[place.end :])
+            return encode(place.text[place.end :])
         cut = place.end + len(self._gap)
-        behind = self._behind_mark(place.text, cut)
+        behind = self._behind_mark(place.text, cut, encode)
         return behind if self._is_ended(turn_ids) else self._gap_ids + behind
 
     def rewritten(self) -> tuple[str, str] | None:
@@ -136,7 +139,7 @@ class ReplyWriter:
             calls.append(Call(name, {"akey": _VALUE}, call_id))
             messages.append({**reply, "role": "tool", "name": name, "tool_call_id": call_id})
         if self.as_user:
-            messages = [{"role": "user", "content": "\n".join(str(reply.get("content")) for reply in replies)}]
+            messages = [{"role": "user", "content": _together([reply.get("content") for reply in replies])}]
         shown = calls if self._several else calls[:1]
         rendered = self._template.attempt([USER, self._message(shown), *messages], self._schemas, prompt=True)
         if rendered is None:
@@ -182,11 +185,11 @@ class ReplyWriter:
                 return Mark(last.text, last.id, at, at + len(last.text))
         return self._template.first_mark(text, place.end, result)
 
-    def _behind_mark(self, text: str, cut: int) -> list[int]:
+    def _behind_mark(self, text: str, cut: int, encode: Callable[[str], list[int]]) -> list[int]:
         """Ids behind the end mark, from the ids of the whole text: tokens next to a mark may depend on it."""
         assert self.end_mark is not None
         count = text.count(self.end_mark.text, 0, cut)
-        ids = self._template.ids(text)
+        ids = encode(text)
         at = -1
         for _ in range(count):
             at = ids.index(self.end_mark.id, at + 1)
@@ -223,6 +226,16 @@ class ReplyWriter:
             f"reply as\n  {second!r}\nGive the tokenizer a chat template that keeps a call as it was and puts tool "
             "messages behind it (tokenizer.chat_template = ...)"
         )
+
+
+def _together(contents: list[Any]) -> Any:
+    """The contents of several replies as one: a text, or content blocks if there are any."""
+    if not any(isinstance(content, list) for content in contents):
+        return "\n".join(map(str, contents))
+    blocks: list[Any] = []
+    for content in contents:
+        blocks += content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
+    return blocks
 
 
 def _behind(text: str, part: str) -> int:
