@@ -8,6 +8,7 @@ load balancing of a mixture of experts counts tokens and gets the mask. Nothing 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def score_tokens(
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _nothing_to_score(model, batch, options)
-    if options.example is not None and batch.media is None and is_sharded(model):
+    if options.example is not None and not (batch.media or batch.row_media) and is_sharded(model):
         return _scores_beside_example(model, batch, options, options.example, foreseen)
     asked = None if bool(batch.trained.all()) else _loss_tokens(batch)
     scores = _score_places(model, batch, options, foreseen, asked)
@@ -141,9 +142,6 @@ def _score_places(
     if asked is not None and foreseen is not None:
         foreseen = Foreseen(foreseen.logprobs[asked], foreseen.gradient[asked])
     layout = layout_for(model, options) if batch.num_tokens else "dense"
-    if batch.row_media is not None and layout == "shared":
-        # The images of a row are given to the model together, so its tokens lie together.
-        layout = "packed"
     source = _dense_input(model, batch, options) if layout == "dense" else _flat_input(model, batch, options, layout)
     rows, positions, view = source.rows, source.positions, source.view
     if asked is not None:
@@ -232,7 +230,7 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
     if options.aux_loss and layout == "shared":
         # The mask takes no part in attention, where the plan stands in its place; it weighs the tokens of the balance.
-        extra["attention_mask"] = _row_counts(batch, flat)[None]
+        extra["attention_mask"] = _row_counts(flat)[None]
     return _Input(
         shape=torch.Size((1, len(flat.ids))),
         rows=torch.zeros_like(flat.predictors),
@@ -244,12 +242,12 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
     )
 
 
-def _row_counts(batch: Batch, flat: FlatLayout) -> torch.Tensor:
+def _row_counts(flat: FlatLayout) -> torch.Tensor:
     """(T,) float: the number of rows that have each flat token of a shared layout, more than 1 for prompts alone."""
     counts = torch.ones(len(flat.ids))
-    rows = torch.bincount(batch.prompt_of_row.cpu(), minlength=batch.num_prompts)
+    rows = Counter(part.prompt for part in flat.stretches if part.row is not None and part.first)
     for part in flat.stretches:
-        if part.first == 0:
+        if part.row is None:
             counts[part.start : part.start + part.length] = rows[part.prompt]
     return counts.to(flat.ids.device)
 
