@@ -89,6 +89,7 @@ class FlatLayout:
 def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) -> FlatLayout:
     """The batch with each distinct prompt once (`share`) or once a row, on the batch's device.
 
+    A row with images of its own has its own prompt in any case: its images are given to the model together.
     `keep_last` computes the last tokens of completions and the prompts of empty ones too, which matters to sums over
     all tokens (the load balancing of experts) and to nothing else.
     """
@@ -114,13 +115,15 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
     for i, prompt in enumerate(batch.prompt_of_row.tolist()):
         if len(completions[i]) or keep_last:
             by_prompt.setdefault(prompt, []).append(i)
+    own = batch.row_media or (None,) * batch.num_rows
+    alone = {i for i, media in enumerate(own) if media is not None or not share}
     for prompt, members in by_prompt.items():
         length = len(prompts[prompt])
-        if share:
+        if not alone.issuperset(members):
             groups[prompt] = lay(prompts[prompt], 0, -1, prompt)
         for i in members:
             tokens = completions[i] if keep_last else completions[i][:-1]
-            if share:
+            if i not in alone:
                 row, last = lay(tokens, length, prompt, prompt, i), groups[prompt].start + length - 1
                 first = row.start
             else:

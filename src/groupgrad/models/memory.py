@@ -80,10 +80,11 @@ def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, exampl
 
 def _images(model: nn.Module, options: ForwardOptions, batch: Batch) -> list[Media | None]:
     """Those that a forward pass computes: where prompts are not shared, each row has its own copy."""
-    media = list(batch.media or ())
-    if media and batch.num_rows and layout_for(model, options) != "shared":
-        return [media[q] for q in batch.prompt_of_row.tolist()]
-    return media
+    media, owners = list(batch.media or [None] * batch.num_prompts), batch.prompt_of_row.tolist()
+    own = list(batch.row_media or [None] * batch.num_rows)
+    if batch.num_rows and layout_for(model, options) != "shared":
+        return [images or media[q] for images, q in zip(own, owners)]
+    return [*media, *own]
 
 
 def image_values(media: Media | None) -> int:
