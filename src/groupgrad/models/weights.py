@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -60,6 +61,21 @@ def served_weights(
                 else:
                     made[source.name] = _value(source, merged) if merge else _whole(source.tensor)
             yield from _as_saved(base, made).items()
+
+
+@contextmanager
+def weights_to_the_end(model: nn.Module, *, merge: bool = True) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """`served_weights`; where they are sharded, those not asked for are gathered at the end, also on errors.
+
+    So a rank that fails does its share, and none of the others waits for it.
+    """
+    weights = served_weights(model, merge=merge)
+    try:
+        yield weights
+    finally:
+        if is_sharded(model):
+            for _ in weights:
+                pass
 
 
 @dataclass(slots=True, frozen=True)

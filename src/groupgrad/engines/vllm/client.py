@@ -31,7 +31,7 @@ from groupgrad.engines.vllm.wire import (
 )
 from groupgrad.errors import WeightsLost
 from groupgrad.models.forward import unwrap
-from groupgrad.models.weights import adapter_files, served_weights
+from groupgrad.models.weights import adapter_files, is_sharded, served_weights, weights_to_the_end
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +218,12 @@ class VLLMServerEngine:
                     "the policy has left behind"
                 )
             if self._pushes and self._pushed is not None:
+                if is_sharded(self._pushed.model):
+                    raise RuntimeError(
+                        f"the vLLM server {self.address} was started again while rows were sampled and has lost the "
+                        f"weights {self._stamp!r}, and a model that is spread over ranks (ZeRO-3) can only be sent "
+                        "between rounds; resume from the last checkpoint"
+                    )
                 logger.warning("vLLM server %s has no weights of this training; pushing %s", self.address, self._stamp)
                 self._push()
                 return
@@ -241,11 +247,11 @@ class VLLMServerEngine:
     def _push_new(self, model: nn.Module, kind: Literal["weights", "adapter"], version: int) -> str:
         if self._expected is None:
             self.connect(model)
-        if kind == "adapter" and _is_sharded(model):
+        if kind == "adapter" and is_sharded(model):
             raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
         if not self._pushes:
             # Where parameters are sharded, making whole ones needs every rank.
-            for _ in served_weights(model) if _is_sharded(model) else ():
+            for _ in served_weights(model) if is_sharded(model) else ():
                 pass
             return self._stamp or ""
         self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
@@ -270,7 +276,7 @@ class VLLMServerEngine:
                 gone_again = (
                     isinstance(error, (ServerGone, GroupBroken)) or self._info.get("start_id") != self._start_id_now()
                 )
-                if not gone_again or attempt == PUSH_ATTEMPTS or _is_sharded(pushed.model):
+                if not gone_again or attempt == PUSH_ATTEMPTS or is_sharded(pushed.model):
                     raise type(error)(*_arguments(error, f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})")) from error
                 logger.warning("%s; trying again", story)
                 self._find(f"it went away in the middle of a push ({error})")
@@ -290,14 +296,15 @@ class VLLMServerEngine:
         ]
         timeout_s = self.timeout_s
         announcement = {"stamp": stamp, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
-        # The server waits that long for rows to end; its answer needs a moment more.
-        call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
         checksum = 0
-        tensors = (tensor for _, tensor in served_weights(model, merge=merge))
-        transport = self._way(model)
-        for bucket in transport.pack(notes, tensors, self._bucket_bytes):
-            transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
-            checksum = bucket.checksum
+        with weights_to_the_end(model, merge=merge) as weights:
+            # The server waits that long for rows to end; its answer needs a moment more.
+            call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
+            tensors = (tensor for _, tensor in weights)
+            transport = self._way(model)
+            for bucket in transport.pack(notes, tensors, self._bucket_bytes):
+                transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
+                checksum = bucket.checksum
         call(self.address, "commit", {"stamp": stamp, "checksum": checksum}, timeout_s=timeout_s)
 
     def _way(self, model: nn.Module) -> Transport:
@@ -372,11 +379,6 @@ def misfits(expected: Expected, info: dict[str, Any]) -> list[str]:
             "max_completion_length"
         )
     return problems
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """True if whole parameters can only be made by all ranks together, so that none can push again by itself."""
-    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def _remedy(error: Exception) -> str:

@@ -28,7 +28,7 @@ from groupgrad.engines.vllm.sampling import is_plain, row_fields, sampled_logpro
 from groupgrad.engines.vllm.start import ColocateOptions, classes_kept, save_config, start
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, notes_as_lists, torch_dtype
 from groupgrad.models.forward import unwrap
-from groupgrad.models.weights import adapter_files, served_weights
+from groupgrad.models.weights import adapter_files, served_weights, weights_to_the_end
 
 __all__ = ["ColocateOptions", "ColocateSession", "VLLMColocateEngine"]
 
@@ -138,9 +138,9 @@ class VLLMColocateEngine:
             TensorNote(name, dtype_name(dtype if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
             for name, empty in served_weights(model, merge=merge, shapes_only=True)
         ]
-        with torch.no_grad():
+        with torch.no_grad(), weights_to_the_end(model, merge=merge) as weights:
             self._llm.collective_rpc("groupgrad_begin", args=(notes_as_lists(notes),))
-            for tensors in _chunks(served_weights(model, merge=merge), dtype):
+            for tensors in _chunks(weights, dtype):
                 self._llm.collective_rpc("groupgrad_tensors", args=(tensors,))
             self._llm.collective_rpc("groupgrad_commit", args=(len(notes),))
 
