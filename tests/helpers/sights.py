@@ -13,9 +13,10 @@ from vision import NAMES, Built, build, picture, question
 from groupgrad.data.collate import collate
 from groupgrad.data.vision import example_prompt
 from groupgrad.engines.base import Sample
-from groupgrad.types import Batch, Prompt, Rollout
+from groupgrad.models.vision import joined
+from groupgrad.types import Batch, Media, Prompt, Rollout
 
-__all__ = ["ADAPTERS", "NAMES", "Case", "Seen", "adapted", "build", "make_batch", "make_seen", "plain_logprobs"]
+__all__ = ["ADAPTERS", "NAMES", "Case", "Seen", "adapted", "joined_media", "make_batch", "make_seen", "plain_logprobs"]
 
 ADAPTERS = ("full", "lora_text", "lora_all")
 """All weights; an adapter on the language model's attention; one on every linear layer, of the vision tower too."""
@@ -93,6 +94,15 @@ def make_batch(
         for i, ((group, _), ids) in enumerate(zip(rows, completions))
     ]
     return collate(rollouts, [0.0] * len(rollouts), mask_truncated=False)
+
+
+def joined_media(first: Media, gap: int, second: Media) -> Media:
+    """All images of a row that has some, then `gap` tokens of text, then a tool's output with others."""
+    types = {
+        name: torch.cat([value, value.new_zeros(gap), second.token_tensors[name]])
+        for name, value in first.token_tensors.items()
+    }
+    return Media((*first.images, *second.images), joined([first, second]), types, f"{first.key} {second.key}")
 
 
 def plain_logprobs(model: nn.Module, seen: Seen, rows: Sequence[tuple[int, list[int]]] = ROWS) -> torch.Tensor:

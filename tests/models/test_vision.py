@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from sights import ADAPTERS, NAMES, Seen, adapted, make_batch, make_seen, plain_logprobs
+from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_seen, plain_logprobs
 from torch import nn
 from vision import picture
 
+from groupgrad.data.collate import collate
 from groupgrad.data.vision import example_prompt
 from groupgrad.models import forward, vision
+from groupgrad.models.attention import arguments
 from groupgrad.models.forward import ForwardOptions, Layout, score_tokens
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.reference import Reference
 from groupgrad.models.startup import check_layout, random_batch
 from groupgrad.models.vision import joined, placeholder_ids, sees, sight
-from groupgrad.types import Media
+from groupgrad.types import Media, Rollout
 
 LAYOUTS: tuple[Layout, ...] = ("dense", "packed", "shared")
 
@@ -112,6 +114,34 @@ def test_rows_without_images_need_none(seen: Seen):
     dense, *flat = (score_tokens(seen.model, batch, ForwardOptions(layout=layout)).logprobs for layout in LAYOUTS)
     for scores in flat:
         torch.testing.assert_close(scores, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_that_a_tool_puts_into_a_completion(seen: Seen, layout: Layout):
+    """A prompt with images, sampled text, a tool's output with another image, sampled text; beside rows that share the
+    prompt and rows without any image."""
+    prompt, tool = seen.cases[0].prompt, seen.cases[2].prompt
+    said, more = [20, 21, 22], [30, 31, 32]
+    completion, sampled = [*said, *tool.ids, *more], [True] * 3 + [False] * len(tool.ids) + [True] * 3
+    media = joined_media(prompt.media, len(said), tool.media)
+    rollouts = [
+        Rollout(prompt, 0, [40, 41], "eos", "", ""),
+        Rollout(prompt, 1, completion, "eos", "", "", sampled=sampled, media=media),
+        Rollout(seen.cases[1].prompt, 2, [50, 51], "eos", "", ""),
+    ]
+    batch = collate(rollouts, [0.0] * 3, mask_truncated=False)
+    scores = score_tokens(seen.model, batch, ForwardOptions(layout=layout))
+    ids = torch.tensor([prompt.ids + completion])
+    types = {name: torch.cat([value, value.new_zeros(3)])[None] for name, value in media.token_tensors.items()}
+    taken = {name: value for name, value in types.items() if name in arguments(seen.model)}
+    logits = seen.model(input_ids=ids, use_cache=False, **joined([media]), **taken).logits[0].double()
+    expected = torch.log_softmax(logits[len(prompt.ids) - 1 : -1], dim=-1)
+    expected = expected.gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)[torch.tensor(sampled)].float()
+    others = plain_logprobs(seen.model, seen, ((0, [40, 41]), (1, [50, 51])))
+    everything = torch.cat([others[:2], expected, others[2:]])
+    torch.testing.assert_close(scores.logprobs[batch.trained], everything, rtol=1e-5, atol=1e-5)
+    found = gradients(seen.model, scores.logprobs.sum())
+    assert_same_gradients(found, gradients(seen.model, everything.sum()))
 
 
 def test_parts_of_a_batch_keep_their_images(seen: Seen):

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sights import ADAPTERS, NAMES, Seen, adapted, make_batch, make_seen
+from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_seen
 from vision import picture
 
+from groupgrad.data.collate import collate
 from groupgrad.data.vision import example_prompt
 from groupgrad.engines.base import Request, Sample, SamplingOptions, open_session, sample_all
 from groupgrad.engines.choice import EngineOptions, choose_engine
@@ -18,6 +19,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.models import vision
 from groupgrad.models.forward import ForwardOptions, score_tokens
+from groupgrad.types import Rollout
 
 LENGTH = 8
 GREEDY = SamplingOptions(max_new_tokens=LENGTH, extra={"do_sample": False})
@@ -142,6 +144,32 @@ def test_turns_go_on_behind_images(seen: Seen, way: str):
     sampled = torch.tensor([*(said.logprobs or ()), *(second.logprobs or ())])
     own = torch.cat([scores[: len(said.ids)], scores[len(said.ids) + len(between) :]])
     torch.testing.assert_close(own, sampled, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
+def test_new_images_come_between_turns(seen: Seen, way: str):
+    """The second turn's context has an image more than the first one's, the third's only text."""
+    engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
+    prompt, tool = seen.cases[0].prompt, seen.cases[2].prompt
+    context, media, row, sampled, told = list(prompt.ids), prompt.media, [], [], []
+    with open_session(engine, FREE) as session:
+        for turn, between in enumerate([tool.ids, [33, 34], []]):
+            continues = turn - 1 if way == "kept" and turn else None
+            request = Request(context, turn, LENGTH, continues=continues, keep=way == "kept", media=media)
+            said = sample_all(session, [request])[0]
+            row += [*said.ids, *between]
+            sampled += [True] * len(said.ids) + [False] * len(between)
+            told += said.logprobs or []
+            context = [*prompt.ids, *row]
+            if not turn:
+                media = joined_media(prompt.media, len(said.ids), tool.media)
+    if way == "kept":
+        # What a turn without images kept is of no use to one with another; the last one goes on where it was.
+        assert engine.statistics.num_restored == LENGTH - 1
+    rollout = Rollout(prompt, 0, row, "eos", "", "", sampled=sampled, media=media)
+    batch = collate([rollout], [0.0], mask_truncated=False)
+    scores = score_tokens(seen.model, batch, ForwardOptions()).logprobs[batch.trained].detach()
+    torch.testing.assert_close(scores, torch.tensor(told), rtol=1e-5, atol=1e-5)
 
 
 def test_the_engine_is_chosen_with_images_in_sight(seen: Seen):
