@@ -14,20 +14,13 @@ from real_vllm import SETTINGS
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [("1", "transformers"), ("2", "vllm")])
-def test_each_rank_samples_its_own_rows(
-    tensor_parallel_size: int, model_impl: str, folder: Path, tmp_path: Path
-) -> None:
+def test_each_rank_samples_its_own_rows(how: tuple[str, str], folder: Path, tmp_path: Path) -> None:
+    """`how`: the size of tensor parallel groups, and whose model code runs."""
     shutil.copytree(folder, tmp_path / "model")
     here = Path(__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [
-            *command,
-            str(here.with_name("ranks_worker.py")),
-            str(tmp_path / "model"),
-            str(tensor_parallel_size),
-            model_impl,
-        ],
+        [*command, str(here.with_name("ranks_worker.py")), str(tmp_path / "model"), *how],
         env={**os.environ, **SETTINGS, "PYTHONPATH": str(here.parents[1] / "helpers")},
         capture_output=True,
         text=True,

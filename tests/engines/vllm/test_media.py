@@ -49,14 +49,34 @@ def test_runs_of_placeholders_become_one(ids: list[int], num_images: int, expect
     assert folded(ids, num_images, QWEN) == expected
 
 
-def test_what_gemma_puts_around_an_image_is_folded_too() -> None:
-    assert folded([1, 5, 7, 9, 9, 8, 5, 2], 1, GEMMA) == [1, 7, 2]
-    # Without line breaks of its own there are none to drop.
-    assert folded([1, 7, 9, 9, 8, 2], 1, GEMMA) == [1, 7, 2]
+class Breaks:
+    """A tokenizer whose tokens 21, 22, ... are as many line breaks, less 20."""
+
+    unk_token_id = 0
+
+    def convert_tokens_to_ids(self, text: str) -> int:
+        return 20 + len(text) if len(text) <= 4 else 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_images", "expected"),
+    [
+        ([1, 22, 7, 9, 9, 8, 22, 2], 1, [1, 7, 2]),
+        # Line breaks of the text's own lie in the same tokens.
+        ([1, 23, 7, 9, 9, 8, 24, 2], 1, [1, 21, 7, 22, 2]),
+        # Two images side by side share a token of four.
+        ([1, 22, 7, 9, 9, 8, 24, 7, 9, 9, 8, 22], 2, [1, 7, 7]),
+        # Where the processor put none there are none to take.
+        ([1, 21, 7, 9, 8, 22, 2], 1, [1, 21, 7, 22, 2]),
+        ([7, 9, 8], 1, [7]),
+    ],
+)
+def test_what_gemma_puts_around_an_image_is_folded_too(ids: list[int], num_images: int, expected: list[int]) -> None:
+    assert folded(ids, num_images, GEMMA, Breaks()) == expected
 
 
 def test_images_without_places_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 3 images, but only 2 runs of their placeholder .token 9. among its 5"):
+    with pytest.raises(ValueError, match=r"has 3 images, but only 2 runs of their placeholder .token 9. among its 5"):
         folded([1, 9, 9, 3, 9], 3, QWEN)
     with pytest.raises(ValueError, match="has 1 images, but only 0 runs"):
         folded([1, 2], 1, QWEN)
@@ -65,8 +85,9 @@ def test_images_without_places_are_refused() -> None:
 
 
 def test_a_prompt_without_images_is_its_ids() -> None:
-    assert vllm_prompt((1, 9, 9), (), QWEN) == {"prompt_token_ids": [1, 9, 9]}
-    assert vllm_prompt([1, 9, 9], ["picture"], QWEN) == {
+    engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=QWEN))
+    assert vllm_prompt((1, 9, 9), (), engine) == {"prompt_token_ids": [1, 9, 9]}
+    assert vllm_prompt([1, 9, 9], ["picture"], engine) == {
         "prompt_token_ids": [1, 9],
         "multi_modal_data": {"image": ["picture"]},
     }

@@ -259,7 +259,7 @@ class ColocateSession:
         told = RequestOutputKind.FINAL_ONLY
         params = sampling_params(self._fields, row_fields(request), output_kind=told)
         images = () if request.media is None else request.media.images
-        prompt = vllm_prompt(request.prompt_ids, images, self._engine.model_config.hf_config)
+        prompt = vllm_prompt(request.prompt_ids, images, self._engine)
         self._engine.add_request(name, prompt, params, lora_request=self._adapter)
         self._tickets[name] = ticket, request
         return ticket

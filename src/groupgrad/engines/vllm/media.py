@@ -34,20 +34,23 @@ def decode(text: str) -> Any:
     return image
 
 
-def vllm_prompt(ids: Sequence[int], images: Sequence[Any], config: Any) -> dict[str, Any]:
-    """What vLLM is given for a prompt of these (expanded) ids; `config` is the model's own. ValueError if the ids do
-    not have places for these images."""
+def vllm_prompt(ids: Sequence[int], images: Sequence[Any], engine: Any) -> dict[str, Any]:
+    """What vLLM's engine is given for a prompt of these (expanded) ids. ValueError if the ids do not have places for
+    these images."""
     if not images:
         return {"prompt_token_ids": list(ids)}
-    return {"prompt_token_ids": folded(ids, len(images), config), "multi_modal_data": {"image": list(images)}}
+    tokenizer = getattr(getattr(engine, "renderer", None), "tokenizer", None)
+    short = folded(ids, len(images), engine.model_config.hf_config, tokenizer)
+    return {"prompt_token_ids": short, "multi_modal_data": {"image": list(images)}}
 
 
-def folded(ids: Sequence[int], num_images: int, config: Any) -> list[int]:
+def folded(ids: Sequence[int], num_images: int, config: Any, tokenizer: Any = None) -> list[int]:
     """The ids with one token for each of the images, which come first of all such tokens.
 
     That token is the placeholder itself, or, for Gemma 3, the token that begins an image, in place of all that its
-    processor puts around placeholders. A run may hold several images if it is the only one. ValueError if there are
-    otherwise fewer runs of placeholders than images.
+    processor puts around placeholders (two line breaks on each side, which `tokenizer` may have joined with others).
+    Without such a token a run may hold several images if it is the only one. ValueError if there are otherwise fewer
+    runs of placeholders than images.
     """
     placeholder = _token(config, "image_token_id", "image_token_index")
     if placeholder is None:
@@ -55,22 +58,23 @@ def folded(ids: Sequence[int], num_images: int, config: Any) -> list[int]:
         raise ValueError(f"the prompt has {num_images} images, but {kind} names no token for images: vLLM cannot see")
     begin = _token(config, "boi_token_id", "boi_token_index")
     end = _token(config, "eoi_token_id", "eoi_token_index")
+    breaks = {} if begin is None else _line_breaks(tokenizer)
     found: list[int] = []
-    place = num_folded = 0
-    while place < len(ids):
-        if ids[place] != placeholder or num_folded == num_images:
-            found.append(ids[place])
-            place += 1
+    rest = list(reversed(ids))
+    num_folded = 0
+    while rest:
+        if rest[-1] != placeholder or num_folded == num_images:
+            found.append(rest.pop())
             continue
-        while place < len(ids) and ids[place] == placeholder:
-            place += 1
+        while rest and rest[-1] == placeholder:
+            rest.pop()
         num_folded += 1
-        if begin is not None and found and found[-1] == begin and place < len(ids) and ids[place] == end:
-            place += 1
-            if len(found) > 1 and place < len(ids) and found[-2] == ids[place]:
-                # The processor puts the same line break before and behind.
-                del found[-2]
-                place += 1
+        if begin is not None and found and found[-1] == begin and rest and rest[-1] == end:
+            rest.pop()
+            found.pop()
+            if _take_two(found, breaks, rest):
+                _take_two(rest, breaks, None)
+            found.append(begin)
         else:
             found.append(placeholder)
     if num_folded == 1 and begin is None:
@@ -83,6 +87,26 @@ def folded(ids: Sequence[int], num_images: int, config: Any) -> list[int]:
             f"{placeholder}) among its {len(ids)} tokens; two images need a token between them"
         )
     return found
+
+
+def _line_breaks(tokenizer: Any) -> dict[int, int]:
+    """Tokens that are line breaks alone, and how many."""
+    if tokenizer is None:
+        return {}
+    found = {count: tokenizer.convert_tokens_to_ids("\n" * count) for count in range(1, 9)}
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return {token: count for count, token in found.items() if token is not None and token != unknown}
+
+
+def _take_two(tokens: list[int], breaks: dict[int, int], others: list[int] | None) -> bool:
+    """Take two line breaks off the last token, if it has them, and so has that of `others`."""
+    if not tokens or breaks.get(tokens[-1], 0) < 2:
+        return False
+    if others is not None and (not others or breaks.get(others[-1], 0) < 2):
+        return False
+    left = breaks[tokens.pop()] - 2
+    tokens.extend(token for token, count in breaks.items() if count == left)
+    return True
 
 
 def check_prompt(ids: Sequence[int], told: Sequence[int] | None) -> None:

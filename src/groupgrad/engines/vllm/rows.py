@@ -67,7 +67,7 @@ class RowStream:
             images = [await self._image(place) for place in self._images_of[row["prompt"]]]
             # vLLM's own answers carry the ids of requests: they must be new.
             outputs = self._engine.generate(
-                vllm_prompt(prompt, images, self._engine.model_config.hf_config),
+                vllm_prompt(prompt, images, self._engine),
                 params,
                 f"groupgrad-{uuid.uuid4().hex}",
                 lora_request=self._adapter,
