@@ -20,7 +20,7 @@ from groupgrad.models.flex import attend_flex
 from groupgrad.models.forward import ForwardOptions, score_tokens
 from groupgrad.models.layout import Row, flat_layout, make_blocks
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
-from groupgrad.types import Batch, StepTotals
+from groupgrad.types import Batch, Media, StepTotals
 
 DENSE = ForwardOptions(layout="dense", tiled_head=False, entropy_gradient=True)
 WAYS = [("shared", True), ("shared", False), ("packed", True), ("packed", False), ("dense", True)]
@@ -280,3 +280,19 @@ def test_the_compiled_kernel_gives_the_dense_numbers_in_bfloat16(make_model):
     assert not flex._State.failed
     assert float((gradients[1][0] - gradients[0][0]).abs().mean()) < 0.02
     assert float((gradients[1][1] - gradients[0][1]).norm() / gradients[0][1].norm()) < 0.05
+
+
+def test_a_row_with_images_of_its_own_has_its_own_prompt(batch):
+    """Rows 1 and 4 share a prompt of one token; with images of its own, row 1 lies as in the packed layout."""
+    images = Media((), {}, {}, "images")
+    shared = flat_layout(batch)
+    mixed = flat_layout(replace(batch, row_media=(None, images, None, None, None)))
+    assert [(part.prompt, part.row) for part in shared.stretches if part.prompt == 1] == [(1, None), (1, 1), (1, 4)]
+    assert [(part.prompt, part.row, part.first, part.length) for part in mixed.stretches if part.prompt == 1] == [
+        (1, None, 0, 1),
+        (1, 1, 0, 7),
+        (1, 4, 1, 2),
+    ]
+    assert mixed.ids[mixed.predictors[3:10]].tolist() == [11, 22, 23, 24, 25, 26, 27]
+    alone = flat_layout(replace(batch, row_media=(None, images, None, None, images)))
+    assert [(part.row, part.first) for part in alone.stretches if part.prompt == 1] == [(1, 0), (4, 0)]
