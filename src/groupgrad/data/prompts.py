@@ -87,6 +87,14 @@ class PromptMaker:
         """The row's prompt, its images in its messages."""
         return row["prompt"]
 
+    def placed(self, row: dict[str, Any]) -> str | Messages:
+        """The row's prompt, its images in their messages as they are."""
+        return row["prompt"]
+
+    def pictures(self, messages: Messages) -> list[Any]:
+        """The images in a conversation that prompts are made with, in their order."""
+        return []
+
     def readable(self, messages: Messages) -> Messages:
         """The messages in the form that the chat template takes."""
         return [as_text(message) for message in drop_empty_fields(messages)]

@@ -122,6 +122,15 @@ class VisionPromptMaker(PromptMaker):
         """The messages in the form that the chat template shows: texts or content blocks, images as bare blocks."""
         return [self._readable(message) for message in drop_empty_fields(messages)]
 
+    def placed(self, row: dict[str, Any]) -> str | Messages:
+        """The row's prompt, its images in their messages as they are."""
+        messages = with_images(row, opened=False)
+        return row["prompt"] if messages is None else messages
+
+    def pictures(self, messages: Messages) -> list[Any]:
+        """The images in a conversation, in their order."""
+        return pictures(messages)
+
     def shown(self, row: dict[str, Any]) -> str | Messages:
         """The row's prompt, its images opened and in its messages."""
         messages = with_images(row)

@@ -8,23 +8,24 @@ template puts between two turns. Nothing is decoded and tokenised again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad.data.chat import Call, ChatFormat, PlainFormat
-from groupgrad.data.prompts import PromptMaker, drop_empty_fields
+from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
 from groupgrad.metrics import Metric
 from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
 from groupgrad.rollout.driver import Driver, Replies, Turn, Turned, Waited
 from groupgrad.rollout.environments import Environments, Seat, add_observation
+from groupgrad.rollout.pictures import ReplyEncoder, opened_replies
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.rollout.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.rollout.workers import Workers
-from groupgrad.types import FinishReason, Prompt, Rollout, ToolUse, Trace
+from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class AgentRollouts:
         """One rollout for each row number; all of them run at once."""
         # Until now reward functions had the environments.
         self._give_back()
-        prompts: dict[Any, Prompt] = {}
+        prompts: dict[Any, tuple[Prompt, Any]] = {}
         agents = [self._agent(request, row, prompts) for row in request.rows]
         with open_session(self.engine, self.sampling) as session:
             return Driver(session).run([agent.run() for agent in agents])
@@ -105,7 +106,7 @@ class AgentRollouts:
         while self._seats and self._environments is not None:
             self._environments.give_back(self._seats.pop())
 
-    def _agent(self, request: RoundRequest, row: int, prompts: dict[Any, Prompt]) -> _Agent:
+    def _agent(self, request: RoundRequest, row: int, prompts: dict[Any, tuple[Prompt, Any]]) -> _Agent:
         group = row // request.num_generations
         data, seat = request.rows_by_group[group], None
         if self._environments is not None:
@@ -124,8 +125,9 @@ class _Place:
     row: int
     seed: int
     step: int
-    prompts: dict[Any, Prompt]
-    """The round's prompts so far, by group, kind of environment and text: rollouts of like beginnings share one."""
+    prompts: dict[Any, tuple[Prompt, Any]]
+    """The round's prompts so far, by group, kind of environment, text and images, each with the messages that it was
+    made of: rollouts of like beginnings share one."""
 
 
 class _Failed(Exception):
@@ -161,6 +163,7 @@ class _Agent:
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
         self._messages: list[dict[str, Any]] = []
+        self._media: Media | None = None
         self._num_turns = 0
         self._uses: list[ToolUse] = []
         self._wait_s = self._hidden_s = 0.0
@@ -183,24 +186,31 @@ class _Agent:
 
     async def _begin(self, messages: list[dict[str, Any]]) -> Prompt:
         """The prompt, with what the environment says at the beginning."""
+        maker = self._maker.prompt_maker
+        with _as_failure("the images of the prompt cannot be had"):
+            placed: Any = maker.placed({**self._data, "prompt": messages})
         if self._seat is not None:
             outcome = await self._wait_for(self._seat.reset(self._data, self._workers, self._timeout_s))
             if outcome.problem:
                 raise _Failed(outcome.problem)
-            messages = add_observation(messages, outcome.observation)
-        texts = [_as_text(message) for message in drop_empty_fields(messages)]
-        key = (self._place.group, "" if self._seat is None else self._seat.name, str(texts))
+            placed = add_observation(placed, outcome.observation)
+        images = [_image_key(image) for image in maker.pictures(placed)]
+        seat = "" if self._seat is None else self._seat.name
+        key = (self._place.group, seat, str(maker.readable(placed)), *images)
         if key not in self._place.prompts:
-            self._place.prompts[key] = self._make_prompt(messages, texts)
-        return self._place.prompts[key]
+            self._place.prompts[key] = (self._make_prompt(placed), placed)
+        return self._place.prompts[key][0]
 
-    def _make_prompt(self, messages: list[dict[str, Any]], texts: list[dict[str, Any]]) -> Prompt:
+    def _make_prompt(self, placed: list[dict[str, Any]]) -> Prompt:
+        maker = self._maker.prompt_maker
+        with _as_failure("the images of the prompt cannot be had"):
+            messages: Any = maker.shown({"prompt": placed})
         with _as_failure("the chat template cannot render the prompt"):
-            ids = self._maker.chat.prompt_ids(texts, self._toolbox.schemas)
-        longest = self._maker.prompt_maker.max_context
-        if longest is not None and len(ids) >= longest:
-            raise _Failed(self._maker.prompt_maker.too_long_message(messages, len(ids)))
-        return Prompt(ids, {**self._data, "prompt": messages}, self._place.group)
+            text = self._maker.chat.prompt_text(maker.readable(messages), self._toolbox.schemas)
+            encoded = maker.encode(text, maker.pictures(messages))
+        if maker.max_context is not None and len(encoded.ids) >= maker.max_context:
+            raise _Failed(maker.too_long_message(messages, len(encoded.ids)))
+        return Prompt(encoded.ids, {**self._data, "prompt": messages}, self._place.group, encoded.media)
 
     async def _ask_for_reward(self) -> dict[str, float | None]:
         """The environment's own reward under its name; none if it gives none."""
@@ -228,6 +238,7 @@ class _Agent:
             extra=environment,
             own_rewards=own_rewards,
             trace=Trace(self._num_turns, self._uses, self._wait_s, self._hidden_s, self._problem),
+            media=None if self._media is prompt.media else self._media,
         )
 
     # ------------------------------------------------------------------------------------ turns
@@ -235,6 +246,7 @@ class _Agent:
     async def _converse(self, prompt: Prompt) -> FinishReason:
         """Turns and replies until there is a reason to end."""
         chat, limit, schemas = self._maker.chat, self._maker.options.max_tool_rounds, self._toolbox.schemas
+        maker = self._maker.prompt_maker
         ticket: int | None = None
         for number_of_round in range(1 << 62):
             room, reason_if_full = self._room(prompt)
@@ -251,12 +263,17 @@ class _Agent:
             if limit is not None and number_of_round >= limit:
                 return "tool_limit"
             messages = [_message(reply, call) for reply, call in zip(await self._replies(turn.calls), turn.calls)]
-            texts = [_as_text(message) for message in messages]
+            if maker.pictures(messages):
+                messages = opened_replies(messages)
+            encode = ReplyEncoder(maker, messages)
             with _as_failure("the chat template cannot render a tool's reply"):
-                reply_ids = chat.reply_ids(turned.sample.ids, turn.message, texts, schemas)
+                told = maker.readable(messages)
+                reply_ids = chat.reply_ids(turned.sample.ids, turn.message, told, schemas, encode)
             if len(reply_ids) >= self._room(prompt)[0]:
                 return "context" if reason_if_full == "context" else "tool_budget"
             self._messages += messages
+            num_before = len(prompt.ids) + len(self._ids)
+            self._media = encode.media_behind(self._media or prompt.media, num_before, len(reply_ids))
             self._add(reply_ids)
             ticket = turned.ticket
         raise AssertionError("a rollout ends by its budget")
@@ -272,7 +289,9 @@ class _Agent:
     async def _turn(self, prompt: Prompt, room: int, ticket: int | None, *, is_last: bool) -> Turned:
         seed = turn_seed(self._place.seed, self._num_turns)
         may_go_on = bool(self._toolbox.schemas) and not is_last
-        turned = await Turn(Request(prompt.ids + self._ids, seed, room, continues=ticket, keep=may_go_on))
+        media = self._media or prompt.media
+        context = prompt.ids + self._ids
+        turned = await Turn(Request(context, seed, room, continues=ticket, keep=may_go_on, media=media))
         self._num_turns += 1
         self._add(turned.sample.ids, turned.sample)
         return turned
@@ -315,14 +334,14 @@ def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(message) for message in prompt]
 
 
+def _image_key(image: Any) -> Any:
+    """Equal for what is known to be the same image before it is opened."""
+    if isinstance(image, Mapping):
+        return image.get("bytes"), image.get("path")
+    # An object lives as long as the messages that are kept beside the prompt.
+    return image if isinstance(image, (str, bytes)) else id(image)
+
+
 def _message(reply: ToolReply, call: Call) -> dict[str, Any]:
     message = {"role": "tool", "name": reply.name, "content": reply.content}
     return message if call.id is None else {**message, "tool_call_id": call.id}
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as a template for text takes it: content blocks become one text, in which an image is only named."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "".join(str(block.get("text", f"[{block.get('type')}]")) for block in content)}

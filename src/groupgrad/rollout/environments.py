@@ -19,6 +19,7 @@ import numpy as np
 
 from groupgrad.rewards.functions import distinct_names, is_async
 from groupgrad.rollout.kinds import KIND_COLUMN, EnvironmentFault, Kind, copied, first_instance, inspect_kind, named
+from groupgrad.rollout.results import is_image
 from groupgrad.rollout.tools import Tool, ToolBox, check_names, error_text
 from groupgrad.rollout.workers import Outcome, Workers
 
@@ -345,11 +346,13 @@ class Seat:
         blocks = value if isinstance(value, list) else [None]
         if value is None or isinstance(value, str):
             return value
+        if is_image(value):
+            return [{"type": "image", "image": value}]
         if all(isinstance(block, dict) and isinstance(block.get("type"), str) for block in blocks):
             return value
         raise EnvironmentFault(
             f"{self.kind}.reset returned a {type(value).__name__}, but what it returns goes to the model: return None, "
-            "a text, or a list of content blocks such as {'type': 'text', 'text': ...}"
+            "a text, an image, or a list of content blocks such as {'type': 'text', 'text': ...}"
         )
 
     def _check_reward(self, value: Any) -> float | None:

@@ -44,7 +44,7 @@ def render(value: Any, max_chars: int) -> Rendered:
     A list of content blocks with an image among them stays one; blocks of text alone become one text, since templates
     of text models write nothing for a list. NotJson for what JSON has no form for.
     """
-    if _is_image(value):
+    if is_image(value):
         return Rendered([{"type": "image", "image": value}], [value])
     if _is_blocks(value):
         return _render_blocks(value, max_chars)
@@ -125,7 +125,7 @@ def _render_blocks(blocks: list[dict[str, Any]], max_chars: int) -> Rendered:
     return Rendered(content, images)
 
 
-def _is_image(value: Any) -> bool:
+def is_image(value: Any) -> bool:
     """True for an image of Pillow, which need not be installed."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
