@@ -73,7 +73,8 @@ class GRPOTrainer(TrainingRun):
     ```
 
     Args:
-        model: id or directory of a causal language model, a `PreTrainedModel`, or a `PeftModel`.
+        model: id or directory of a causal language model or of an adapter to train further, a `PreTrainedModel`, or a
+            `PeftModel`.
         reward_funcs: what scores completions: a Python function (sync or async), the id of a sequence-classification
             model with one label, such a model, or a list of any of these. A function gets keyword arguments (`prompts`,
             `completions`, `completion_ids`, every data-set column, `trainer_state`, `log_extra`, `log_metric`) and
