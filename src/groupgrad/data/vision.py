@@ -92,8 +92,8 @@ class VisionPromptMaker(PromptMaker):
             self._check_text(row["prompt"], place)
             return []
         self._check_text(messages, place)
-        at = place or Place("prompt")
-        return [size_of(image, replace(at, number=i)) for i, image in enumerate(pictures(messages))]
+        name = column_images(row)[0] or "prompt"
+        return [size_of(image, _place_of(name, i, place)) for i, image in enumerate(pictures(messages))]
 
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Placeholders of images of these (height, width), if the processor says; else 0."""
@@ -260,7 +260,7 @@ def with_images(row: Mapping[str, Any], at: Place | None = None, *, opened: bool
             image, name = image_of_block(block), "prompt"
             if image is None:
                 image, name = next(waiting), column
-            place = replace(at or Place(name), column=name, number=number)
+            place = _place_of(name, number, at)
             number += 1
             filled.append({"type": "image", "image": open_image(image, place) if opened else image})
         message["content"] = filled
@@ -331,6 +331,11 @@ def _encoded(made: Mapping[str, Any], images: Sequence[Any], placeholder: int | 
     if not token_tensors and placeholder is not None:
         token_tensors["mm_token_type_ids"] = (ids[0] == placeholder).long()
     return Encoded(ids[0].tolist(), Media(tuple(images), tensors, token_tensors, digest(images)))
+
+
+def _place_of(column: str, number: int, row: Place | None) -> Place:
+    """The place of one of a row's images; a column `image` has one alone."""
+    return replace(row or Place(column), column=column, number=None if column == "image" else number)
 
 
 def _row_name(place: Place | None) -> str:

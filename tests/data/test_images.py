@@ -1,0 +1,141 @@
+"""Images as rows and messages hold them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from groupgrad.data.images import (
+    ImageError,
+    Place,
+    column_images,
+    digest,
+    image_blocks,
+    image_of_block,
+    open_image,
+    size_of,
+)
+
+PLACE = Place("image", 3, "train_dataset")
+
+
+def picture(size: tuple[int, int] = (4, 2), color: Any = "red") -> Image.Image:
+    return Image.new("RGB", size, color)
+
+
+def file_bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "a.png").write_bytes(file_bytes(picture()))
+    return tmp_path / "a.png"
+
+
+def spelled(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return {
+        "object": picture(),
+        "path": str(path),
+        "Path": path,
+        "file address": f"file://{path}",
+        "bytes": data,
+        "dict of bytes": {"bytes": data, "path": None},
+        "dict of a path": {"bytes": None, "path": str(path)},
+        "dict of both": {"bytes": data, "path": "only a name"},
+        "data address": "data:image/png;base64," + base64.b64encode(data).decode(),
+        "array": np.array(picture()),
+        "file": io.BytesIO(data),
+    }
+
+
+@pytest.mark.parametrize("name", list(spelled(Path(__file__))))
+def test_every_spelling_of_an_image_is_the_same_image(name: str, path: Path):
+    image = open_image(spelled(path)[name], PLACE)
+    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (4, 2), (255, 0, 0))
+    assert size_of(spelled(path)[name], PLACE) == (2, 4)
+    assert digest([image]) == digest([picture()])
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
+def test_every_mode_becomes_rgb(mode: str):
+    assert open_image(picture(color="white").convert(mode), PLACE).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_an_rgb_image_in_memory_is_taken_as_it_is():
+    image = picture()
+    assert open_image(image, PLACE) is image
+
+
+def test_a_turned_photograph_is_put_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    assert open_image(file_bytes(picture((4, 2)), "JPEG", exif=exif), PLACE).size == (2, 4)
+
+
+WHERE = r"an image in 'image' of row 3 of train_dataset"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no/such.png", rf"{WHERE} is the path 'no/such.png', but there is no such file"),
+        (b"these are no pixels", rf"{WHERE} cannot be read: UnidentifiedImageError"),
+        (b"", rf"{WHERE} has no bytes at all"),
+        ("https://example.com/a.png", rf"{WHERE} is the address 'https://example.com/a.png'; nothing is downloaded"),
+        ({"bytes": None, "path": None}, r"has neither 'bytes' nor 'path'"),
+        ({"width": 3}, r"a dict with \['width'\]"),
+        ("data:image/png;base64,!!", "a data address that is no base64"),
+        (7, rf"{WHERE} is a int; give a Pillow image"),
+    ],
+)
+def test_what_cannot_be_had_is_named(value: Any, message: str):
+    with pytest.raises(ImageError, match=message):
+        open_image(value, PLACE)
+    with pytest.raises(ImageError, match=message):
+        size_of(value, PLACE)
+
+
+def test_a_file_that_is_cut_off_is_found_when_it_is_decoded():
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    data = file_bytes(Image.fromarray(noise), "JPEG")
+    data = data[: len(data) // 2]
+    assert size_of(data, PLACE) == (64, 64)
+    with pytest.raises(ImageError, match=r"image 2 in 'images' of row 3 of train_dataset cannot be read: OSError"):
+        open_image(data, Place("images", 3, "train_dataset", 2))
+
+
+def test_pictures_are_told_apart_by_every_pixel_and_their_shape():
+    other = picture()
+    other.putpixel((3, 1), (255, 0, 1))
+    keys = [digest([p]) for p in (picture(), other, picture((2, 4)))]
+    keys += [digest([picture(), other]), digest([other, picture()]), digest([])]
+    assert len(set(keys)) == 6
+
+
+def test_images_wins_over_image():
+    assert column_images({"image": 1, "images": [2, 3]}) == ("images", [2, 3])
+    assert column_images({"image": 1, "images": []}) == ("image", [1])
+    assert column_images({"image": None, "images": None}) == ("", [])
+    assert column_images({"images": [None, 2]}) == ("images", [2])
+    with pytest.raises(TypeError, match="the column 'images' holds a str; it must be a list"):
+        column_images({"images": "a.png"})
+
+
+def test_blocks_and_what_is_in_them():
+    messages = [
+        {"role": "system", "content": "look"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image", "image": 5}]},
+        {"role": "tool", "content": [{"type": "image_url", "image_url": {"url": "u"}}, {"type": "image", "path": "p"}]},
+        {"role": "tool", "content": [{"type": "image", "base64": "QQ=="}]},
+    ]
+    assert [image_of_block(block) for block in image_blocks(messages)] == [None, 5, "u", "p", "data:image;base64,QQ=="]
