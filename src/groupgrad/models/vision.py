@@ -112,13 +112,15 @@ class TwoWayPlan:
 
     def __init__(self, plan: AttentionPlan, spans: Sequence[tuple[int, int, int]]):
         self._plan, self._spans = plan, spans
+        self._places = torch.cat([torch.arange(first, end) for _, first, end in spans])
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
         output = self._plan.attend(query, key, value, call)
         seen = [_two_way(query, key, value, span, call).to(output.dtype) for span in self._spans]
-        places = torch.cat([torch.arange(first, end) for _, first, end in self._spans]).to(output.device)
-        return output.index_copy(0, places, torch.cat(seen))
+        # Layers of a spread model may lie on several devices.
+        self._places = self._places.to(output.device)
+        return output.index_copy(0, self._places, torch.cat(seen))
 
 
 def _two_way(
@@ -188,7 +190,7 @@ def image_places(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Ten
     ids = ids.cpu()
     places = torch.isin(ids, torch.tensor(placeholder_ids(model)))
     types = media.token_tensors.get("mm_token_type_ids", media.token_tensors.get("token_type_ids"))
-    if types is not None:
+    if types is not None and bool(types.any()):
         places[: len(types)] &= types.cpu()[: len(ids)] != 0
         places[len(types) :] = False
     return places
