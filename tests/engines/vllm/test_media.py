@@ -75,6 +75,31 @@ def test_what_gemma_puts_around_an_image_is_folded_too(ids: list[int], num_image
     assert folded(ids, num_images, GEMMA, Breaks()) == expected
 
 
+class Tiles:
+    """A tokenizer that knows the tokens around tiles."""
+
+    unk_token_id = 0
+
+    def convert_tokens_to_ids(self, text: str) -> int:
+        return {"<fake_token_around_image>": 31, "<global-img>": 32}.get(text, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_images", "expected"),
+    [
+        ([1, 31, 32, 9, 9, 31, 2], 1, [1, 9, 2]),
+        # Two tiles (33, 34 are their places, 5 a line break), then the whole image; then an image that was not cut.
+        ([1, 31, 33, 9, 9, 31, 34, 9, 9, 5, 31, 32, 9, 9, 31, 31, 32, 9, 9, 31, 2], 2, [1, 9, 9, 2]),
+        ([31, 32, 9, 31, 31, 32, 9, 31, 2, 31, 32, 9, 31], 3, [9, 9, 2, 9]),
+        # What was sampled behind the images stays.
+        ([31, 32, 9, 31, 2, 31, 32, 9, 31], 1, [9, 2, 31, 32, 9, 31]),
+    ],
+)
+def test_tiles_of_an_image_are_folded(ids: list[int], num_images: int, expected: list[int]) -> None:
+    config = SimpleNamespace(model_type="idefics3", image_token_id=9)
+    assert folded(ids, num_images, config, Tiles()) == expected
+
+
 def test_images_without_places_are_refused() -> None:
     with pytest.raises(ValueError, match=r"has 3 images, but only 2 runs of their placeholder .token 9. among its 5"):
         folded([1, 9, 9, 3, 9], 3, QWEN)

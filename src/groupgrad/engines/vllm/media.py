@@ -49,13 +49,17 @@ def folded(ids: Sequence[int], num_images: int, config: Any, tokenizer: Any = No
 
     That token is the placeholder itself, or, for Gemma 3, the token that begins an image, in place of all that its
     processor puts around placeholders (two line breaks on each side, which `tokenizer` may have joined with others).
-    Without such a token a run may hold several images if it is the only one. ValueError if there are otherwise fewer
-    runs of placeholders than images.
+    Idefics 3 and SmolVLM cut an image into several, with tokens between them; all of it is folded. Where nothing is
+    around images a run may hold several of them if it is the only one. ValueError if there are otherwise fewer runs of
+    placeholders than images.
     """
     placeholder = _token(config, "image_token_id", "image_token_index")
     if placeholder is None:
         kind = getattr(config, "model_type", type(config).__name__)
         raise ValueError(f"the prompt has {num_images} images, but {kind} names no token for images: vLLM cannot see")
+    whole = _without_tiles(list(ids), num_images, placeholder, tokenizer)
+    if whole is not None:
+        return whole
     begin = _token(config, "boi_token_id", "boi_token_index")
     end = _token(config, "eoi_token_id", "eoi_token_index")
     breaks = {} if begin is None else _line_breaks(tokenizer)
@@ -89,13 +93,37 @@ def folded(ids: Sequence[int], num_images: int, config: Any, tokenizer: Any = No
     return found
 
 
+def _without_tiles(ids: list[int], num_images: int, placeholder: int, tokenizer: Any) -> list[int] | None:
+    """One placeholder in place of each image that was cut into tiles; None where no processor does that.
+
+    Each tile begins with a token that ends the last one too; the whole image comes last, after a token of its own.
+    """
+    edge, whole = (_known(tokenizer, text) for text in ("<fake_token_around_image>", "<global-img>"))
+    if edge is None or whole is None:
+        return None
+    found: list[int] = []
+    place = 0
+    for _ in range(num_images):
+        try:
+            start = ids.index(edge, place)
+            end = ids.index(edge, ids.index(whole, start))
+        except ValueError:
+            return None
+        found += [*ids[place:start], placeholder]
+        place = end + 1
+    return found + ids[place:]
+
+
+def _known(tokenizer: Any, text: str) -> int | None:
+    """The token of that text; None if the tokenizer has none."""
+    token = None if tokenizer is None else tokenizer.convert_tokens_to_ids(text)
+    return None if token == getattr(tokenizer, "unk_token_id", None) else token
+
+
 def _line_breaks(tokenizer: Any) -> dict[int, int]:
     """Tokens that are line breaks alone, and how many."""
-    if tokenizer is None:
-        return {}
-    found = {count: tokenizer.convert_tokens_to_ids("\n" * count) for count in range(1, 9)}
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    return {token: count for count, token in found.items() if token is not None and token != unknown}
+    found = {count: _known(tokenizer, "\n" * count) for count in range(1, 9)}
+    return {token: count for count, token in found.items() if token is not None}
 
 
 def _take_two(tokens: list[int], breaks: dict[int, int], others: list[int] | None) -> bool:
