@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from vision import NAMES, Built, build, picture, question
 
@@ -16,7 +17,18 @@ from groupgrad.engines.base import Sample
 from groupgrad.models.vision import joined
 from groupgrad.types import Batch, Media, Prompt, Rollout
 
-__all__ = ["ADAPTERS", "NAMES", "Case", "Seen", "adapted", "joined_media", "make_batch", "make_seen", "plain_logprobs"]
+__all__ = [
+    "ADAPTERS",
+    "NAMES",
+    "Case",
+    "Seen",
+    "adapted",
+    "joined_media",
+    "make_batch",
+    "make_hybrid",
+    "make_seen",
+    "plain_logprobs",
+]
 
 ADAPTERS = ("full", "lora_text", "lora_all")
 """All weights; an adapter on the language model's attention; one on every linear layer, of the vision tower too."""
@@ -50,7 +62,32 @@ class Seen:
 
 def make_seen(name: str) -> Seen:
     """The model of one of `NAMES` in evaluation mode, with its prompts."""
-    built = build(name)
+    return with_prompts(name, build(name))
+
+
+def make_hybrid() -> Seen:
+    """Qwen3.5: a layer of linear attention, which carries a state, and one of attention; sees as Qwen3-VL does."""
+    built = build("qwen3_vl")
+    config, text = built.model.config, built.model.config.text_config.to_dict()
+    vision = {**config.vision_config.to_dict(), "model_type": "qwen3_5"}
+    for fields in (text, vision):
+        fields.pop("model_type")
+    linear = {f"linear_{kind}": 8 for kind in ("key_head_dim", "value_head_dim")}
+    linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+    text |= {**linear, "layer_types": ["linear_attention", "full_attention"]}
+    text["rope_parameters"]["partial_rotary_factor"] = 1.0
+    ids = {name: getattr(config, name) for name in ("image_token_id", "video_token_id", "vision_start_token_id")}
+    torch.manual_seed(0)
+    made = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    model = transformers.Qwen3_5ForConditionalGeneration(made)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return with_prompts("qwen3_5", Built(model, built.processor))
+
+
+def with_prompts(name: str, built: Built) -> Seen:
+    """The model in evaluation mode, with its prompts."""
     pictures = [[picture("red", (40, 30)), picture("blue", (20, 50), "green")], [], [picture("green", (32, 20))]]
     texts = ("what is it", "hello", "one?")
     cases = [_case(built, text, images, group) for group, (text, images) in enumerate(zip(texts, pictures))]

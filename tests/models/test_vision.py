@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_seen, plain_logprobs
+from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_hybrid, make_seen, plain_logprobs
 from torch import nn
 from vision import picture
 
@@ -190,6 +190,16 @@ def test_the_reference_sees_what_the_policy_saw(name: str, adapters: str):
     scored = FrozenScorer(model, reference, ForwardOptions(), "cpu")(batch, old=True)
     torch.testing.assert_close(scored.ref_logprobs, before, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scored.old_logprobs, plain_logprobs(model, seen).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_carries_a_state_sees_in_rows():
+    seen = make_hybrid()
+    report = check_layout(seen.model, ForwardOptions(), example=example_prompt(seen.processor))
+    assert (report.layout, report.tiled_head, report.reason) == ("dense", True, "it carries a recurrent state")
+    scores = score_tokens(seen.model, make_batch(seen), report.options(ForwardOptions())).logprobs
+    expected = plain_logprobs(seen.model, seen)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(gradients(seen.model, scores.sum()), gradients(seen.model, expected.sum()))
 
 
 # ------------------------------------------------------------------------------------ the look before a run

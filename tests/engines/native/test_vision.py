@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_seen
+from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_hybrid, make_seen
 from vision import picture
 
 from groupgrad.data.collate import collate
@@ -187,3 +187,13 @@ def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(
     chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
     assert chosen.name == "transformers"
     assert "Gemma3ForConditionalGeneration is sampled by generate: its log-probs differ by" in caplog.text
+
+
+def test_a_model_that_carries_a_state_is_sampled_by_generate():
+    seen = make_hybrid()
+    chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
+    assert (chosen.name, chosen.reason) == ("transformers", "it carries a recurrent state")
+    found = chosen.engine.sample(requests(seen), GREEDY)
+    expected = [generated(seen.model, seen, number) for number in range(3)]
+    assert [sample.ids for sample in found] == [expected[number] for number in PROMPTS]
+    assert mismatch(seen.model, seen, chosen.engine.sample(requests(seen), FREE)) <= 1e-5
