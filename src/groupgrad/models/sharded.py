@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+
 def is_sharded(model: nn.Module) -> bool:
     """True if no rank has whole parameters (ZeRO-3, FSDP 2)."""
     return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -70,7 +71,8 @@ def runnable(model: nn.Module) -> Iterator[None]:
             brought.update({id(parameter): parameter for parameter in absent})
 
     def release(module: nn.Module, _inputs: Any, _output: Any) -> None:
-        _partition([parameter for p in module.parameters(recurse=False) if (parameter := brought.pop(id(p), None))])
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in brought]
+        _partition([brought.pop(id(parameter)) for parameter in own])
 
     modules = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     handles = [module.register_forward_pre_hook(bring) for module in modules]
