@@ -78,8 +78,9 @@ def choose_engine(
             model, tokenizer=tokenizer, max_rows=options.max_rows, precision=precision, equal_lengths=equal_lengths
         )
 
+    trial = SamplingOptions(max_new_tokens=5, cache_implementation=sampling.cache_implementation)
     if options.engine == "transformers":
-        engine = _agreeing(model, generating, precision, example)
+        engine = _agreeing(model, generating, precision, example, trial)
         return EngineChoice(engine, "transformers", "rollout_engine='transformers' asks for it")
     reason = _obstacle(model, sampling)
     native = None
@@ -91,7 +92,7 @@ def choose_engine(
             pack_weights=options.pack_weights,
             precision=precision,
         )
-        reason = _disagreement(model, native, precision, example)
+        reason = _disagreement(model, native, precision, example, SamplingOptions(max_new_tokens=5))
         if reason is not None and options.engine == "auto":
             logger.warning("%s is sampled by generate: %s", _name(model), reason)
     if reason is None and native is not None:
@@ -105,7 +106,7 @@ def choose_engine(
     idle = [name for name in ("kv_memory", "pack_weights") if getattr(options, name)]
     if idle:
         logger.warning("engine_%s: no effect, it is the native engine's", " and engine_".join(idle))
-    return EngineChoice(_agreeing(model, generating, precision, example), "transformers", reason or "")
+    return EngineChoice(_agreeing(model, generating, precision, example, trial), "transformers", reason or "")
 
 
 def brings_own_generate(model: nn.Module) -> bool:
@@ -139,12 +140,13 @@ def _agreeing(
     make: Callable[[bool], TransformersEngine],
     precision: Callable[[], AbstractContextManager[Any]],
     example: Prompt | None,
+    trial: SamplingOptions,
 ) -> TransformersEngine:
     """`generate` with prompts of any lengths in a call, or where only that agrees with training, of equal lengths."""
-    problem = _disagreement(model, make(False), precision, example)
+    problem = _disagreement(model, make(False), precision, example, trial)
     if problem is None:
         return make(False)
-    if _disagreement(model, make(True), precision, example) is None:
+    if _disagreement(model, make(True), precision, example, trial) is None:
         logger.warning(
             "%s is given prompts of one length at a time, since padding on their left changes what it says",
             _name(model),
@@ -163,6 +165,7 @@ def _disagreement(
     engine: Engine,
     precision: Callable[[], AbstractContextManager[Any]],
     example: Prompt | None,
+    trial: SamplingOptions,
 ) -> str | None:
     """How sampling differs from a plain forward pass on random prompts and the example; None if it does not."""
     stream = torch.Generator().manual_seed(1)
@@ -172,7 +175,7 @@ def _disagreement(
         prompts, rows, media = [*prompts, example.ids], (*rows, 2, 2), (*media, example.media)
     requests = [Request(prompts[p], seed=i, max_new_tokens=3 + i % 3, media=media[p]) for i, p in enumerate(rows)]
     try:
-        samples = engine.sample(requests, SamplingOptions(max_new_tokens=5))
+        samples = engine.sample(requests, trial)
     except Exception as error:  # whatever a model's own code raises, generate is there
         return f"sampling random tokens failed: {type(error).__name__}: {error}"
     if any(len(sample.logprobs or ()) != len(sample.ids) or not sample.ids for sample in samples):
