@@ -21,13 +21,13 @@ def step_totals(
     """Collective. Totals over all ranks and micro-batches of the step that `batches` are this rank's part of.
 
     With `keep_entropy` < 1 the entropy from which the step's most uncertain tokens are kept is found over the whole
-    step (arXiv:2506.01939, eq. 6), which takes `entropy_of` each batch; otherwise all tokens are kept.
+    step (arXiv:2506.01939, eq. 6), which takes `entropy_of` each batch, empty ones too; otherwise all tokens are kept.
     """
     mine = [float(sum(batch.num_rows for batch in batches)), float(sum(int(b.trained.sum()) for b in batches))]
     rows, tokens = dist.all_sum(mine)
     threshold = kept = None
     if keep_entropy < 1.0 and entropy_of is not None:
-        mine_entropy = [entropy_of(batch)[batch.trained] for batch in batches if batch.num_tokens]
+        mine_entropy = [entropy_of(batch)[batch.trained] for batch in batches]
         entropies = dist.all_gather_rows(torch.cat([torch.zeros(0), *mine_entropy]))
         if len(entropies):
             threshold = entropy_threshold(entropies, keep_entropy)
