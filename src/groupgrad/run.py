@@ -26,6 +26,8 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.models.attention import unplug
+from groupgrad.models.checkpoint import load_renamed
+from groupgrad.models.forward import unwrap
 from groupgrad.models.liger import kernels_in_force
 from groupgrad.models.reference import Reference
 from groupgrad.rollout.base import row_seed
@@ -165,6 +167,16 @@ class TrainingRun(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.run_state.save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_fsdp_enabled or not load_renamed(unwrap(model or self.model), resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        folder = self.state.best_model_checkpoint
+        is_spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if is_spread or folder is None or not load_renamed(unwrap(self.model), folder):
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
