@@ -1,0 +1,57 @@
+"""A training run that is to be killed or interrupted. Run by `test_training_server`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_training import make_trainer
+
+from groupgrad.engines.vllm.http import Address
+from groupgrad.engines.vllm.transport import HttpTransport
+from groupgrad.engines.vllm.wire import Bucket
+
+
+class StopsAt(HttpTransport):
+    """Writes a file when half of a version has been sent, and never sends the rest."""
+
+    def __init__(self, version: int, marker: Path):
+        self._start, self._marker = f"{version}-", marker
+
+    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+        if stamp.startswith(self._start) and bucket.number == 1:
+            self._marker.touch()
+            time.sleep(600)
+        super().send(address, stamp, bucket, timeout_s=timeout_s)
+
+
+def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:
+    """Train. With `stop_at` the push of that version never ends; otherwise the second round waits for a file `go`."""
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    trainer: Any = make_trainer(policy, tokenizer, run, vllm_mode="server", **settings)
+    engine = trainer.engine.engine
+    engine._bucket_bytes = 40_000
+    if stop_at:
+        engine._transport = StopsAt(stop_at, run.with_name("reached"))
+    else:
+        trainer.watch.trainer = None  # what it does is sample, which is done ahead by another thread
+
+        def wait(number: int) -> None:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 2:
+                run.with_name("reached").touch()
+                while not run.with_name("go").exists():
+                    time.sleep(0.02)
+
+        rounds = 0
+        trainer.watch.before = wait
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))
