@@ -65,7 +65,7 @@ class KillsAt(HttpTransport):
 
 
 def kill_while_sampling(served: Served, monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> list[str]:
-    """Have the server killed when it has rows and none has ended, and started again; the names of threads that saw it."""
+    """Have the server killed and started again when it has rows and none has ended; names of threads that saw it."""
     seen: list[str] = []
     send = ServerSession._send
 
