@@ -217,6 +217,30 @@ def test_weights_that_were_rearranged_for_inference_are_refused(make_trainer, qu
         make_trainer(model=model, trainer={"peft_config": lora()})
 
 
+def test_a_kind_of_adapter_that_fails_over_quantized_weights_is_refused(make_trainer, quantized):
+    config = peft.LoHaConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"this adapter does not compute over weights quantized .* use LoRA"):
+        make_trainer(model=quantized("nf4"), trainer={"peft_config": config})
+
+
+@pytest.mark.parametrize("kind", ["nf4", "8 bits"])
+@pytest.mark.parametrize("adapter", ["rsLoRA", "whole head", "IA3"])
+def test_other_adapters_over_quantized_weights(kind: str, adapter: str, make_trainer, quantized):
+    configs = {
+        "rsLoRA": lambda: lora(target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"),
+        "whole head": lambda: lora(modules_to_save=["lm_head"]),
+        "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    }
+    trainer = make_trainer(model=quantized(kind), trainer={"peft_config": configs[adapter]()}, beta=0.1, max_steps=2)
+    assert (trainer.paths.engine.name, trainer.paths.layout.reason) == ("native", None)
+    before = trained(trainer.model)
+    trainer.train()
+    assert any(not torch.equal(value, before[name]) for name, value in trained(trainer.model).items())
+    log = trainer.state.log_history[:-1]
+    assert max(entry["sampling/logp_mismatch"] for entry in log) < 1e-5
+    assert log[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+
+
 def test_a_quantization_config_given_twice(make_trainer, base: Path):
     config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="quantization_config is given both"):

@@ -24,7 +24,7 @@ from transformers.utils import find_adapter_config_file
 from groupgrad import compat
 from groupgrad.errors import UnavailableError
 from groupgrad.models.adapters import is_adapted, load_adapter
-from groupgrad.models.quantized import is_quantized, keep_trainable
+from groupgrad.models.quantized import check_computes, is_quantized, keep_trainable
 from groupgrad.models.vision import sees
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,8 @@ def check_trainable(model: nn.Module) -> None:
             "to train; load an adapter with PeftModel.from_pretrained(..., is_trainable=True), give a peft_config, or "
             "call model.requires_grad_(True)"
         )
+    if is_quantized(model):
+        check_computes(model)
 
 
 def turn_off_dropout(model: nn.Module) -> None:
