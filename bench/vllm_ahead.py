@@ -35,7 +35,7 @@ from workloads import scattered_reward
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
-PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS = 32, 24, 8, 128
+PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS = 32, 20, 8, 64
 WARM_UP = 4
 """Steps that are not counted: until rounds ahead have been sampled, and everything has run once."""
 AHEAD = (0, 1, 2)
@@ -177,7 +177,9 @@ def measure(steps: int) -> dict[str, Any]:
                     print(runs[-1], f"rounds asked for: {len(front.delays)}", flush=True)
         finally:
             front.close()
-    return {"delay": delay, "own": own, "rest": rest, "steps": steps - WARM_UP, "runs": [asdict(run) for run in runs]}
+    work = f"{OVERLAP_SHAPE.describe()}; {NUM_ROWS} completions of {COMPLETION_TOKENS} tokens a step"
+    found = {"work": work, "delay": delay, "own": own, "rest": rest, "steps": steps - WARM_UP}
+    return {**found, "runs": [asdict(run) for run in runs]}
 
 
 def main() -> None:

@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parent / ".models"
 
 OVERLAP_SHAPE = ModelShape(
     vocab_size=512,
-    hidden_size=256,
-    num_layers=4,
-    num_heads=4,
+    hidden_size=384,
+    num_layers=6,
+    num_heads=6,
     num_kv_heads=2,
     head_dim=64,
-    intermediate_size=768,
+    intermediate_size=1152,
 )
 LARGE_SHAPE = ModelShape(
     vocab_size=32_000,
@@ -62,7 +62,7 @@ def random_base(name: str, shape: ModelShape) -> Path:
             set_ending(model, int(tokenizer.eos_token_id), NEVER)  # pyright: ignore[reportArgumentType]
         return model, tokenizer
 
-    return _kept(f"vllm-{name}", make)
+    return _kept(f"vllm-{name}-{shape.num_parameters}", make)
 
 
 def _kept(name: str, make: Callable[[], tuple[Any, Any]]) -> Path:

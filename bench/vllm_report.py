@@ -114,7 +114,7 @@ def _ahead(part: Measured) -> list[str]:
         )
     return [
         "## Sampling ahead of a slow server",
-        f"A model of 3.6 M parameters, 128 completions of 24 tokens a step. In front of the server stands one that "
+        f"Model: {part['work']}. In front of the server stands one that "
         f"passes on each round {part['delay']:.2f} s late, computing nothing, so that a round takes about as long as "
         f"the rest of a step (undelayed, sampling took {part['own']:.2f} s and the rest {part['rest']:.2f} s). Even: "
         "each round waits so long. Uneven: between nothing and twice that, the same numbers for each setting. "
@@ -175,7 +175,9 @@ def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for name, result in results.items():
         curve = series(result["log_history"], ACCURACY)
         label = f"{ENGINES[name]}: {result['accuracy']:.1%} of held-out prompts at the end"
-        axes.plot(curve.steps, curve.values, color=COLORS[name], linewidth=1.6, alpha=0.85, label=label)
+        # Both of vLLM's curves begin alike, so one of them is broken.
+        style = (0, (3, 2)) if name == "server" else "-"
+        axes.plot(curve.steps, curve.values, color=COLORS[name], linewidth=1.6, linestyle=style, label=label)
     axes.set_title("The demo's task with each engine", loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("right answers among sampled completions")

@@ -143,7 +143,7 @@ class TestReport:
         }
         run = {"delays": "even", "waiting": 1.0, "training": 1.0, "weights": 0.1, "ideal": 1.5}
         runs = [{**run, "ahead": 0, "seconds": 3.0}, {**run, "ahead": 1, "seconds": 2.0}]
-        ahead = {"delay": 0.5, "own": 0.5, "rest": 1.0, "steps": 12, "runs": runs, **told}
+        ahead = {"work": "a small one", "delay": 0.5, "own": 0.5, "rest": 1.0, "steps": 12, "runs": runs, **told}
         row = {"way": "server, HTTP", "bytes": 20 * 2**20, "seconds": 0.5, "least": 0.4, "most": 0.6}
         models = {"small": {"parameters": 130_000, "rows": [{**row, "parts": {"packing": 0.1, "sending": 0.3}}]}}
         pushes = {"repetitions": 5, "models": models, **told}
