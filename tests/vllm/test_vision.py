@@ -63,3 +63,4 @@ def test_a_server_sees_what_the_policy_sees(prepared: None, serve: Callable[...,
     for version in range(2):
         engine.push(change_sight(built.model, version), version)
         assert difference(built, rows, engine) < 1e-5
+    served.kill()
