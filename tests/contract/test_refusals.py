@@ -176,8 +176,18 @@ BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
         "2 prompts of train_dataset are too long.*700 tokens.*512 positions",
         "filter such rows",
     ),
-    "image column": ({"train_dataset": rows(image="x.png")}, UnavailableError, "'image'", "remove_columns"),
-    "images column": ({"train_dataset": rows(images=["x.png"])}, UnavailableError, "'images'", "remove_columns"),
+    "image column": (
+        {"train_dataset": rows(image="x.png")},
+        ValueError,
+        "'image' of row 0 of train_dataset, but Qwen3ForCausalLM reads text alone",
+        "train a model that takes images",
+    ),
+    "images column": (
+        {"train_dataset": rows(images=["x.png"])},
+        ValueError,
+        "'images' of row 0 of train_dataset, but Qwen3ForCausalLM reads text alone",
+        "remove the images",
+    ),
     "evaluation set of another kind": (
         {"eval_dataset": [{"prompt": "a"}]},
         TypeError,

@@ -1,0 +1,214 @@
+"""Training on images: from the rows of a data set to a step of the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import vision
+from datasets import Dataset
+from PIL import Image
+from transformers import GenerationConfig
+
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.data.vision import VisionPromptMaker
+
+RED, BLUE, GREEN = vision.picture("red"), vision.picture("blue", (48, 24)), vision.picture("green", (24, 48), "white")
+
+
+def asked(text: str, *images: Image.Image, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text}], "images": list(images), **columns}
+
+
+def rows() -> Dataset:
+    """One image, two, none, and the first question about another image."""
+    return Dataset.from_list([asked("a", RED), asked("b", RED, BLUE), asked("c"), asked("a", GREEN)])
+
+
+@pytest.fixture
+def make_seeing(make_trainer):
+    """`make_seeing(name, **config fields)`: a trainer of a small model that sees, with its processor."""
+
+    def make(name: str = "qwen2_vl", *, trainer: dict[str, Any] | None = None, **settings: Any):
+        built = vision.build(name)
+        built.model.generation_config = GenerationConfig(eos_token_id=[1, *range(30, 50)], pad_token_id=0)
+        arguments = {
+            "model": built.model,
+            "train_dataset": rows(),
+            "per_device_train_batch_size": 16,
+            "trainer": {"processing_class": built.processor, **(trainer or {})},
+        }
+        return make_trainer(**{**arguments, **settings})
+
+    return make
+
+
+@pytest.mark.parametrize("name", vision.NAMES)
+def test_a_model_that_sees_trains(name: str, make_seeing):
+    """Sampling and training agree on every token, the reference is the model at first, and what looks at pictures is
+    trained with what reads."""
+    trainer = make_seeing(name, beta=0.1, max_steps=2)
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    trainer.train()
+    assert isinstance(trainer.prompt_maker, VisionPromptMaker)
+    assert trainer.paths.engine.name == "native"
+    first, second = trainer.state.log_history[:2]
+    assert max(entry["sampling/logp_mismatch"] for entry in (first, second)) <= 1e-5
+    assert first["kl"] == pytest.approx(0, abs=1e-5)
+    assert second["kl"] > 1e-5
+    moved = {key for key, value in trainer.model.state_dict().items() if not torch.equal(value, before[key])}
+    assert any("vision" in key or "visual" in key for key in moved)
+    assert any("language_model" in key or "text_model" in key for key in moved)
+
+
+def test_the_images_matter(make_seeing):
+    """The same run with other pictures takes another course from its first step on."""
+
+    def course(picture: Image.Image) -> tuple[float, float]:
+        data = Dataset.from_list([asked(text, picture) for text in "abcd"])
+        trainer = make_seeing(train_dataset=data, max_steps=1, seed=3)
+        trainer.train()
+        entry = trainer.state.log_history[0]
+        return entry["entropy"], entry["grad_norm"]
+
+    first, again, other = course(RED), course(RED), course(GREEN)
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] != other[1]
+
+
+def test_reward_functions_see_the_images(make_seeing):
+    seen: list[dict[str, Any]] = []
+
+    def reward(prompts: Any, completions: Any, images: Any, answer: Any, **kwargs: Any) -> list[float]:
+        seen.extend({"prompt": p, "images": i, "answer": a} for p, i, a in zip(prompts, images, answer))
+        return [0.0] * len(prompts)
+
+    data = Dataset.from_list([asked("a", RED, answer="x"), asked("b", answer="y")])
+    make_seeing(
+        train_dataset=data, reward_funcs=reward, max_steps=1, per_device_train_batch_size=8, num_generations=4
+    ).train()
+    with_image = [row for row in seen if row["answer"] == "x"]
+    assert len(seen) == 8
+    assert len(with_image) == 4
+    for row in with_image:
+        assert [image.getpixel((0, 0)) for image in row["images"]] == [(255, 0, 0)]
+        assert [block["type"] for block in row["prompt"][0]["content"]] == ["image", "text"]
+        assert row["prompt"][0]["content"][0]["image"].size == (32, 32)
+    assert all(row["images"] == [] and row["prompt"][0]["content"] == "b" for row in seen if row["answer"] == "y")
+
+
+def test_unused_columns_are_others_than_images(make_seeing):
+    data = Dataset.from_list([asked("a", RED, answer="x"), asked("b", BLUE, answer="y")])
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4}
+    trainer = make_seeing(train_dataset=data, remove_unused_columns=True, **settings)
+    assert trainer.train_dataset.column_names == ["prompt", "images"]
+
+
+def test_stored_completions_have_a_marker_for_each_image(make_seeing, tmp_path: Path):
+    make_seeing(log_completions=True, num_completions_to_print=0, max_steps=1, shuffle_dataset=False).train()
+    table = pq.read_table(next((tmp_path / "run" / "completions").glob("*.parquet"))).to_pylist()
+    prompts = {str(row["prompt"]) for row in table}
+    assert sorted(text.count("'image': '[IMAGE]'") + text.count('"image": "[IMAGE]"') for text in prompts) == [0, 1, 2]
+    assert len(table) == 16
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
+def test_a_run_resumed_within_a_round_goes_on_bit_for_bit(name: str, make_seeing, tools, tmp_path: Path):
+    """Also where weights are saved under other names than the model's, as those of Qwen2.5-VL are."""
+    settings = {
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 4,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_completion_length": 3,
+        "num_generations": 4,
+    }
+    whole = make_seeing(name, output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+    resumed = make_seeing(name, output_dir=str(tmp_path / "resumed"), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(tools.weights(resumed.model), tools.weights(whole.model))
+
+
+def test_evaluation_on_images(make_seeing):
+    trainer = make_seeing(trainer={"eval_dataset": rows()}, per_device_eval_batch_size=8)
+    first, again = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_reward"] == again["eval_reward"]
+    assert first["eval_completions/mean_length"] > 0
+
+
+def test_a_saved_model_is_loaded_with_its_processor(make_seeing, make_trainer, tmp_path: Path):
+    """By its directory, in the class that its config names."""
+    built = vision.build("gemma3")
+    folder = tmp_path / "model"
+    built.model.save_pretrained(folder)
+    built.processor.save_pretrained(folder)
+    trainer = make_trainer(model=str(folder), train_dataset=rows(), trainer={"processing_class": None}, max_steps=1)
+    assert type(trainer.model).__name__ == "Gemma3ForConditionalGeneration"
+    assert type(trainer.processing_class).__name__ == "Gemma3Processor"
+    trainer.train()
+    assert trainer.state.log_history[0]["sampling/logp_mismatch"] <= 1e-5
+    trainer.save_model(str(tmp_path / "saved"))
+    again = make_trainer(
+        model=str(tmp_path / "saved"), train_dataset=rows(), trainer={"processing_class": None}, max_steps=1
+    )
+    assert again.prompt_maker(rows()[0], 0).ids == trainer.prompt_maker(rows()[0], 0).ids
+
+
+def test_a_tokenizer_alone_trains_on_text(make_seeing, caplog):
+    built = vision.build("qwen2_vl")
+    built.processor.tokenizer.chat_template = built.processor.chat_template
+    tokenizer = {"processing_class": built.processor.tokenizer}
+    text = Dataset.from_list([asked("a"), asked("b")])
+    with caplog.at_level(logging.WARNING, logger="groupgrad"):
+        trainer = make_seeing(
+            trainer=tokenizer, train_dataset=text, max_steps=1, per_device_train_batch_size=8, num_generations=4
+        )
+    assert caplog.text.count("it trains on text alone") == 1
+    assert type(trainer.prompt_maker) is PromptMaker
+    trainer.train()
+    assert trainer.state.log_history[0]["sampling/logp_mismatch"] <= 1e-5
+    with pytest.raises(ValueError, match=r"image in 'images' of row 0 of train_dataset, but processing_class is a .*"):
+        make_seeing(trainer=tokenizer)
+
+
+def test_a_processor_without_a_chat_template(make_seeing):
+    processor = vision.build("qwen2_vl").processor
+    processor.chat_template = None
+    with pytest.raises(
+        ValueError, match=r"row 0 of train_dataset.*no chat template; set processing_class.chat_template"
+    ):
+        make_seeing(trainer={"processing_class": processor})
+
+
+def test_images_and_places_that_disagree_end_before_anything_is_sampled(make_seeing):
+    data = Dataset.from_list(
+        [asked("a", RED), {"prompt": [{"role": "user", "content": "b <|image_pad|>"}], "images": []}]
+    )
+    with pytest.raises(ValueError, match=r"row 1 of train_dataset: its prompt has the text '<\|image_pad\|>'"):
+        make_seeing(train_dataset=data)
+
+
+def test_a_rollout_function_is_shown_the_images_and_may_have_them_sampled(make_seeing):
+    shown: list[Any] = []
+
+    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        shown.extend(prompts)
+        made = [trainer.prompt_maker({"prompt": prompt}, 0) for prompt in prompts]
+        return {
+            "prompt_ids": [prompt.ids for prompt in made],
+            "completion_ids": [[40 + i % 3, 1] for i in range(len(prompts))],
+            "logprobs": None,
+        }
+
+    trainer = make_seeing(trainer={"rollout_func": function}, max_steps=1, shuffle_dataset=False)
+    trainer.train()
+    images = [[block["image"].size for block in p[0]["content"] if block["type"] == "image"] for p in shown[:8:4]]
+    assert images == [[(32, 32)], [(32, 32), (48, 24)]]
+    assert trainer.state.log_history[0]["num_tokens"] > 0
