@@ -14,6 +14,8 @@ from groupgrad.config.idle import IDLE
 from groupgrad.config.values import CHOICES, RANGES, nearest
 from groupgrad.errors import ConfigError
 
+ZERO_3 = {"zero_optimization": {"stage": 3}}
+
 # (settings, texts that the message must hold: the value seen, and what to set)
 BAD: list[tuple[dict, list[str]]] = [
     ({"loss_type": "dappo"}, ["loss_type='dappo'", "did you mean 'dapo'", "luspo"]),
@@ -124,7 +126,12 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"vllm_lora_updates": "never"}, ["vllm_lora_updates='never'", "merge"]),
     ({"use_transformers_continuous_batching": True}, ["use_transformers_continuous_batching=True", "not part of"]),
     ({"fsdp": "full_shard"}, ["fsdp=", "not part of this version", "data parallelism"]),
-    ({"deepspeed": {"zero_optimization": {"stage": 3}}}, ["deepspeed=", "use ZeRO stage 1 or 2"]),
+    (
+        {"deepspeed": ZERO_3, "ds3_gather_for_generation": False},
+        ["ds3_gather_for_generation=False", "use_vllm to True"],
+    ),
+    ({"deepspeed": ZERO_3, "cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True", "Set it to False"]),
+    ({"deepspeed": ZERO_3, "beta": 0.1, "sync_ref_model": True}, ["sync_ref_model=True", "ZeRO stage 1 or 2"]),
     (
         {"loss_type": "vespo", "use_vllm": True},
         ["loss_type='vespo'", "vllm_importance_sampling_mode='sequence_mask'", "token_truncate"],
@@ -237,6 +244,9 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, seen, tmp_path, m
     assert rules.zero_stage(config) is None
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+    assert rules.zero_stage(config) == seen
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
     assert rules.zero_stage(config) == seen
 
 

@@ -204,7 +204,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "ddp_timeout": PROCESSES,
     "fsdp": Raises("full_shard"),
     "fsdp_config": Warns({"min_num_params": 1}),
-    "deepspeed": Raises({"zero_optimization": {"stage": 3}}),
+    "deepspeed": Trainer("training_args", "tests/trainer/test_zero.py::test_zero_is_data_parallelism"),
     "local_rank": Listed("old launchers set it; which process this is comes from the environment"),
     # debugging, scripts
     "debug": Trainer("trainer", f"{RUNS}::test_overflow_is_looked_for"),

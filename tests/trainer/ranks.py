@@ -116,6 +116,13 @@ def module_from(path: Path) -> Any:
 BASE, HELP = module_from(TESTS / "conftest.py"), module_from(TESTS / "trainer" / "conftest.py")
 
 
+def first_model() -> Any:
+    """The policy that most cases begin with."""
+    model = BASE.make_model(0, initializer_range=0.15)
+    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    return model
+
+
 def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     """The case's trainer for as many processes as there are: the rows of a step and a round are always the same."""
     settings = {"step_rows": 16, "micro_batches": 2, **CASES.get(name, {}), **changes}
@@ -143,7 +150,7 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
         extra |= {"environment_factory": Tally, "response_parser": read_call}
     torch.manual_seed(0)
-    model = BASE.make_model(0, initializer_range=0.15)
+    model = settings.pop("model", None) or first_model()
     if settings.pop("images", False):
         sys.path.insert(0, str(TESTS / "helpers"))
         import vision
@@ -156,7 +163,7 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
                 for i in range(16)
             ]
         )
-    model.generation_config.eos_token_id = [1, *range(4, 24)]
+        model.generation_config.eos_token_id = [1, *range(4, 24)]
     config: dict[str, Any] = {
         "output_dir": str(out / "run" / name),
         "use_cpu": True,

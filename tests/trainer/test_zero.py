@@ -1,0 +1,91 @@
+"""Two processes under DeepSpeed ZeRO, stages 1, 2 and 3, compute what two of plain data parallelism compute.
+
+They need DeepSpeed, which is no part of the development environment: `pip install -e .[deepspeed]`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+SCRIPT = Path(__file__).with_name("zero_ranks.py")
+CASES = [
+    "stage_1",
+    "stage_2",
+    "whole",
+    "loaded",
+    "flat_groups",
+    "checkpointing",
+    "lora",
+    "served",
+    "served_lora",
+    "resumed",
+]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both kinds of runs left their results."""
+    out = tmp_path_factory.mktemp("zero")
+    for kind in ("plain", "zero"):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        done = subprocess.run(
+            [*launcher, str(SCRIPT), str(out), kind],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+    return out
+
+
+def result(out: Path, kind: str, case: str, rank: int = 0) -> dict[str, Any]:
+    return torch.load(out / f"{kind}_{case}_{rank}.pt", weights_only=False)
+
+
+def vector(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in weights.values()])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_zero_is_data_parallelism(out, tools, case):
+    """Weights to 1e-5 relative and equal on both ranks, every logged number to 1e-5, evaluation included."""
+    plain, zero, other = result(out, "plain", case), result(out, "zero", case), result(out, "zero", case, 1)
+    assert list(zero["weights"]) == list(plain["weights"])
+    assert torch.equal(vector(zero["weights"]), vector(other["weights"]))
+    assert tools.relative(vector(zero["weights"]), vector(plain["weights"])) < 1e-5
+    assert len(zero["log"]) == len(plain["log"]) > 3
+    for entry, expected in zip(zero["log"][:-1], plain["log"][:-1]):
+        # What is known from sampling is computed again under ZeRO-3, and no gap to it is measured.
+        expected = {key: value for key, value in expected.items() if key != "sampling/logp_mismatch" or key in entry}
+        assert entry == pytest.approx(expected, abs=1e-5, rel=1e-5)
+
+
+def test_a_run_is_resumed_bit_for_bit(out):
+    zero = result(out, "zero", "resumed")
+    assert torch.equal(vector(zero["again"]), vector(zero["weights"]))
+    assert zero["again_log"][:-1] == zero["log"][:-1]
+
+
+def test_what_is_saved_is_whole(out):
+    saved = AutoModelForCausalLM.from_pretrained(out / "zero" / "loaded" / "final")
+    assert torch.equal(vector(dict(saved.named_parameters())), vector(result(out, "zero", "loaded")["weights"]))
+
+
+def test_a_push_that_fails_on_one_rank_ends_both(out):
+    first, second = (result(out, "zero", "failing", rank)["error"] for rank in range(2))
+    assert first == "ConnectionError: the server is gone"
+    assert second.startswith("RuntimeError") and "rank 0 failed with ConnectionError" in second

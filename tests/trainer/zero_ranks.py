@@ -1,0 +1,176 @@
+"""The runs that `test_zero.py` makes on two processes (`torch.distributed.run ... zero_ranks.py OUT KIND`).
+
+KIND is `plain`, for data parallelism, or `zero`, for DeepSpeed. Every rank writes what it ended with to
+`OUT/<kind>_<case>_<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupgrad import run as groupgrad_run
+from groupgrad import serving
+from groupgrad.engines.base import open_session
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.vllm.served import ServedPolicy
+from groupgrad.models.weights import weights_to_the_end
+
+# AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
+COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
+MEASURED = {"eval": "sets", "eval_steps": 2}
+SERVED = {"use_vllm": True, "vllm_max_model_length": 64}
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage_1": {**COMMON, **MEASURED, "stage": 1},
+    "stage_2": {**COMMON, **MEASURED, "stage": 2, "num_iterations": 2},
+    # One evaluation set has one prompt, so that one rank has nothing to measure.
+    "whole": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "top_entropy_quantile": 0.5},
+    "loaded": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "num_iterations": 2, "from_disk": True},
+    "flat_groups": {**COMMON, "stage": 3, "few_vary": True, "entropy_coef": 0.1, "from_disk": True},
+    "checkpointing": {**COMMON, "stage": 3, "gradient_checkpointing": True},
+    "lora": {**COMMON, "stage": 3, "peft": True, "beta": 0.1, "from_disk": True},
+    "served": {**COMMON, **MEASURED, **SERVED, "stage": 3, "beta": 0.1, "from_disk": True},
+    "served_lora": {**COMMON, **SERVED, "stage": 3, "peft": True, "from_disk": True},
+    "resumed": {**COMMON, "stage": 3, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "from_disk": True},
+}
+
+
+class Copy:
+    """What a `VLLMColocateEngine` is to a `ServedPolicy`: a copy of the first weights, which only a push changes."""
+
+    def __init__(self, model: Any, tokenizer: Any, fails_at: int | None):
+        self.model, self.fails_at, self.max_model_len = model, fails_at, 64
+        self.inner = NativeEngine(model, tokenizer=tokenizer)
+
+    def push(self, model: Any, version: int) -> str:
+        with torch.no_grad(), weights_to_the_end(model) as weights:
+            own = dict(self.model.named_parameters())
+            for number, (name, tensor) in enumerate(weights):
+                if version == self.fails_at and number == 3 and os.environ["RANK"] == "0":
+                    raise ConnectionError("the server is gone")
+                own[name].copy_(tensor)
+        return f"{version}-x"
+
+    @contextmanager
+    def session(self, options: Any) -> Iterator[Any]:
+        with open_session(self.inner, options) as session:
+            yield _WithoutEntropies(session)
+
+
+class _WithoutEntropies:
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def advance(self) -> list[Any]:
+        return [(ticket, replace(sample, entropies=None)) for ticket, sample in self._inner.advance()]
+
+
+def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
+    """Let trainers that ask for vLLM be given a `Copy`."""
+
+    def start(config: Any, model: Any, parts: Any, agency: Any) -> ServedPolicy:
+        own = copy.deepcopy(ranks.FIRST)
+        own.generation_config.pad_token_id = own.config.pad_token_id
+        sends_adapter = serving._sends_adapter(config, model, 0, "this engine")
+        assert not sends_adapter
+        return ServedPolicy(Copy(own, parts.tokenizer, fails_at), model)
+
+    groupgrad_run.serve_policy = start
+    groupgrad_run.longest_context = lambda served: 64
+
+
+def deepspeed_config(stage: int) -> dict[str, Any]:
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # No parameter is small enough to stay whole.
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    return {"zero_optimization": zero, **dict.fromkeys(names, "auto")}
+
+
+def build(ranks: Any, name: str, kind: str, out: Path) -> Any:
+    settings = dict(CASES[name])
+    stage, few_vary = settings.pop("stage"), settings.pop("few_vary", False)
+    settings.pop("resume_from", None)
+    if few_vary:
+        settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
+    if kind == "zero":
+        settings["deepspeed"] = deepspeed_config(stage)
+    if settings.pop("from_disk", False):
+        settings["model"] = str(out / "model")
+    return ranks.build(f"zero_{name}", out / kind, **settings)
+
+
+def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Collective."""
+    from groupgrad.models.sharded import gathered
+
+    with gathered(trainer.model.parameters()):
+        return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def run(ranks: Any, name: str, kind: str, out: Path) -> dict[str, Any]:
+    trainer = build(ranks, name, kind, out)
+    trainer.train()
+    found = {"weights": whole_weights(trainer), "log": ranks.HELP.without_times(trainer.state.log_history)}
+    trainer.save_model(str(out / kind / name / "final"))
+    if "resume_from" in CASES[name]:
+        folder = out / kind / "run" / f"zero_{name}" / f"checkpoint-{CASES[name]['resume_from']}"
+        again = build(ranks, name, kind, out)
+        again.train(str(folder))
+        found |= {"again": whole_weights(again), "again_log": ranks.HELP.without_times(again.state.log_history)}
+    return found
+
+
+def failing_push(ranks: Any, kind: str, out: Path) -> dict[str, Any]:
+    """A later push fails on one rank, in the middle."""
+    serve_copies(ranks, fails_at=2)
+    try:
+        build(ranks, "served", kind, out).train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
+
+
+def main(out: Path, kind: str) -> None:
+    torch.set_num_threads(1)
+    if kind == "zero":
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        # Compiling it takes minutes; gloo does the same.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # On GPUs the training arguments see to that.
+        deepspeed.init_distributed("gloo")
+    path = Path(__file__).with_name("ranks.py")
+    spec = importlib.util.spec_from_file_location("ranks", path)
+    assert spec is not None and spec.loader is not None
+    ranks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ranks)
+    ranks.FIRST = ranks.first_model()
+    if os.environ["RANK"] == "0" and kind == "plain":
+        ranks.FIRST.save_pretrained(out / "model")
+    serve_copies(ranks)
+    rank = os.environ["RANK"]
+    chosen = sys.argv[3:] or [*CASES, "failing"]
+    for name in chosen:
+        if name != "failing":
+            torch.save(run(ranks, name, kind, out), out / f"{kind}_{name}_{rank}.pt")
+    if kind == "zero" and "failing" in chosen:
+        torch.save(failing_push(ranks, kind, out), out / f"{kind}_failing_{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
