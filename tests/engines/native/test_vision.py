@@ -16,9 +16,15 @@ from groupgrad.data.vision import example_prompt
 from groupgrad.engines.base import Request, Sample, SamplingOptions, open_session, sample_all
 from groupgrad.engines.choice import EngineOptions, choose_engine
 from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native.attention import ProbePlan
+from groupgrad.engines.native.direct import direct_model
+from groupgrad.engines.native.forward import last_logits
+from groupgrad.engines.native.graphs import Steps
+from groupgrad.engines.native.kernels import library
+from groupgrad.engines.native.kernels.step import CompiledModel
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.models import vision
-from groupgrad.models.forward import ForwardOptions, score_tokens
+from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.types import Rollout
 
 LENGTH = 8
@@ -197,3 +203,35 @@ def test_a_model_that_carries_a_state_is_sampled_by_generate():
     expected = [generated(seen.model, seen, number) for number in range(3)]
     assert [sample.ids for sample in found] == [expected[number] for number in PROMPTS]
     assert mismatch(seen.model, seen, chosen.engine.sample(requests(seen), FREE)) <= 1e-5
+
+
+@pytest.mark.parametrize("adapters", ["full", "lora_text", "lora_all"])
+def test_decoders_of_a_known_kind_take_the_direct_step(seen: Seen, adapters: str, caplog):
+    """Also under adapters of what sees alone; Gemma's layers have other norms."""
+    model = adapted(make_seen(seen.name).model, adapters)
+    probe = ProbePlan()
+    with torch.no_grad(), evaluation_mode(model):
+        last_logits(model, *[torch.zeros(1, dtype=torch.int64)] * 2, probe, torch.zeros(1, dtype=torch.int64))
+        direct = direct_model(model, probe.calls)
+    assert (direct is None) == (seen.name == "gemma3")
+    NativeEngine(model).sample(requests(seen), FREE)
+    assert "the direct decode step differs" not in caplog.text
+    if adapters == "full" and direct is not None:
+        assert isinstance(direct, CompiledModel) == (library() is not None)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava_next"])
+def test_positions_that_are_no_places_are_left_to_the_model(name: str, monkeypatch):
+    """The direct step takes a position for a place: rows behind images of Qwen's are none of its, all others are."""
+    seen, left, plain = make_seen(name), [], Steps.leave_direct
+
+    def leave(steps: Steps) -> None:
+        left.append(steps)
+        plain(steps)
+
+    monkeypatch.setattr(Steps, "leave_direct", leave)
+    NativeEngine(seen.model).sample(requests(seen, (1, 1)), FREE)
+    assert not left
+    samples = NativeEngine(seen.model).sample(requests(seen), FREE)
+    assert bool(left) == (name == "qwen2_vl")
+    assert mismatch(seen.model, seen, samples) <= 1e-5

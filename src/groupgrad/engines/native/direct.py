@@ -19,9 +19,23 @@ from torch import nn
 
 from groupgrad.engines.native.kernels.step import CompiledModel, compiled_model
 from groupgrad.models.attention import AttentionCall, AttentionPlan
+from groupgrad.models.vision import sees
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Pre-norm decoders of RMS norms, rotary embeddings on whole heads and gated layers, nothing else in between."""
+
+SPEAKERS = frozenset(
+    {
+        "LlamaModel",
+        "MistralModel",
+        "Qwen2Model",
+        "Qwen3Model",
+        "Qwen2VLTextModel",
+        "Qwen2_5_VLTextModel",
+        "Qwen3VLTextModel",
+    }
+)
+"""The same inside models that see. Where positions have several axes, those of text are alike."""
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -78,8 +92,8 @@ class DirectModel:
 
 def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | None:
     """The direct form of `model`, adapters included, or None if it has none; `calls` is what its layers ask for."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-    if type(inner).__name__ not in FAMILIES or not type(inner).__module__.startswith("transformers.models."):
+    inner = _speaker(model.get_base_model() if hasattr(model, "get_base_model") else model)  # pyright: ignore
+    if inner is None:
         return None
     if torch.is_autocast_enabled("cpu") or any(_is_other(p) for p in inner.parameters()):
         return None
@@ -91,6 +105,26 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
     if set(numbers) != set(calls) or len(numbers) != len(calls):
         return None
     return compiled_model(inner, calls) or DirectModel(inner, calls)
+
+
+class _Speaker(nn.Module):
+    """The language model of a model that sees, by the names of one that does not."""
+
+    def __init__(self, decoder: Any, head: Any):
+        super().__init__()
+        self.model, self.lm_head = decoder, head
+
+
+def _speaker(inner: Any) -> Any:
+    """What decodes text in a model, if it is of a known kind: the model itself, or a part of one that sees."""
+    if not type(inner).__module__.startswith("transformers.models."):
+        return None
+    if type(inner).__name__ in FAMILIES:
+        return inner
+    # Some models that do not see put other layers around a decoder of the same name.
+    decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if sees(inner) else (None, None)
+    is_known = type(decoder).__name__ in SPEAKERS and type(decoder).__module__.startswith("transformers.models.")
+    return _Speaker(decoder, head) if is_known and type(head) is nn.Linear else None
 
 
 def _is_other(parameter: torch.Tensor) -> bool:

@@ -101,6 +101,10 @@ class Steps:
         self._recorded: dict[StepShape, RecordedStep] = {}
         self._versions = (0, 0)
 
+    def leave_direct(self) -> None:
+        """From now on the model's own modules compute the steps that are made."""
+        self._direct.model = None
+
     def make(self, standing: Standing) -> EagerStep | RecordedStep:
         """A step for these rows."""
         if self._record is not None:

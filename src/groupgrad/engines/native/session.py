@@ -162,6 +162,9 @@ class NativeSession:
         for group in new:
             if group.media is not None and group.sight is None:
                 group.sight = sight(self._model, torch.tensor(group.ids), group.media)
+                if group.shift:
+                    # The direct step takes a token's position for its place.
+                    self._steps.leave_direct()
         self._statistics.num_restored += sum(row.num_restored for row in rows)
         beginning = [row for row in rows if row.index < 0]
         for row, index in zip(beginning, self._sampler.add([row.request for row in beginning])):
