@@ -95,7 +95,7 @@ def test_direct_steps_give_the_texts_of_the_models_own(family: str, adapted: boo
     with caplog.at_level(logging.WARNING):
         native = NativeEngine(model)
         found = native.sample(requests(), OPTIONS)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("groupgrad")]
     assert (counts["own"], counts["direct"]) == (1, native.statistics.num_steps)
     monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
