@@ -1,10 +1,10 @@
 """How much of sampling `rollout_ahead` hides behind training, with a server that is slow on purpose.
 
-    python bench/vllm_ahead.py --output FILE [--steps 16]
+    python bench/vllm_ahead.py --output FILE [--rounds 14]
 
 In front of a vLLM server stands one that lets each round wait, without computing anything, so long that sampling takes
-about as long as the rest of a step. One setting waits equally long for each round, the other between nothing and twice
-that. The same delays meet every `rollout_ahead`.
+about as long as the rest of a round, which is trained on four times. One setting waits equally long for each round, the
+other between nothing and twice that. The same delays meet every `rollout_ahead`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from workloads import scattered_reward
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
-PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS = 32, 20, 8, 64
-WARM_UP = 4
-"""Steps that are not counted: until rounds ahead have been sampled, and everything has run once."""
+PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS, NUM_ITERATIONS = 16, 8, 8, 64, 4
+WARM_UP = 3
+"""Rounds that are not counted: until rounds ahead have been sampled, and everything has run once."""
 AHEAD = (0, 1, 2)
 LEAST_DELAY_S = 0.3
 SERVER_OPTIONS = ("--max-model-len", "128", "--max-num-seqs", str(NUM_ROWS), "--enforce-eager")
@@ -45,26 +45,26 @@ SERVER_OPTIONS = ("--max-model-len", "128", "--max-num-seqs", str(NUM_ROWS), "--
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """What the counted steps of one setting took."""
+    """What the counted rounds of one setting took."""
 
     ahead: int
     delays: str
     """`even` or `uneven`."""
     seconds: float
-    """A step, by the clock on the wall."""
+    """A round, by the clock on the wall."""
     waiting: float
     """Of it for rollouts."""
     training: float
     weights: float
     ideal: float
-    """A step whose sampling and training take nothing from each other, by `seconds_a_step`."""
+    """A round whose sampling and training take nothing from each other, by `seconds_a_round`."""
 
 
-def seconds_a_step(sampling: Sequence[float], rest: float, ahead: int, *, skip: int = 0) -> float:
-    """Mean seconds of a step if round i is sampled in `sampling[i]` and the rest of a step takes `rest`.
+def seconds_a_round(sampling: Sequence[float], rest: float, ahead: int, *, skip: int = 0) -> float:
+    """Mean seconds of a round if round i is sampled in `sampling[i]` and the rest of each takes `rest`.
 
     Rounds are begun as the trainer does: one after the other, up to `ahead` of them when none is being sampled. The
-    first `skip` steps are not counted.
+    first `skip` are not counted.
     """
     now = sampler_is_free = counted_from = 0.0
     done: dict[int, float] = {}
@@ -103,8 +103,8 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def train(folder: Path, url: str, *, ahead: int, steps: int) -> tuple[float, list[dict[str, float]]]:
-    """Seconds of a counted step, and what was logged of each of them."""
+def train(folder: Path, url: str, *, ahead: int, rounds: int) -> tuple[float, list[dict[str, float]]]:
+    """Seconds of a counted round, and what was logged of each of them: means over its steps."""
     rng = random.Random(1)
     words = [f"w{i}" for i in range(2, OVERLAP_SHAPE.vocab_size)]
     rows = [{"prompt": " ".join(rng.choices(words, k=PROMPT_TOKENS))} for _ in range(256)]
@@ -117,12 +117,13 @@ def train(folder: Path, url: str, *, ahead: int, steps: int) -> tuple[float, lis
                 output_dir=output,
                 use_cpu=True,
                 bf16=False,
-                max_steps=steps,
+                max_steps=NUM_ITERATIONS * rounds,
+                num_iterations=NUM_ITERATIONS,
                 per_device_train_batch_size=NUM_ROWS,
                 num_generations=NUM_GENERATIONS,
                 max_completion_length=COMPLETION_TOKENS,
                 learning_rate=1e-6,
-                logging_steps=1,
+                logging_steps=NUM_ITERATIONS,
                 save_strategy="no",
                 report_to="none",
                 gradient_checkpointing=False,
@@ -138,25 +139,26 @@ def train(folder: Path, url: str, *, ahead: int, steps: int) -> tuple[float, lis
         )
         trainer.train()
     events = [event for event in trainer.state.log_history if "step_time" in event]
-    return (clock.ends[-1] - clock.ends[WARM_UP - 1]) / (steps - WARM_UP), events[WARM_UP:]
+    began = clock.ends[NUM_ITERATIONS * WARM_UP - 1]
+    return (clock.ends[-1] - began) / (rounds - WARM_UP), events[WARM_UP:]
 
 
-def mean(events: Sequence[dict[str, float]], key: str) -> float:
-    """Of a number that was logged at each step."""
-    return statistics.fmean(event[key] for event in events)
+def of_a_round(events: Sequence[dict[str, float]], key: str) -> float:
+    """Mean seconds of a phase in a round."""
+    return NUM_ITERATIONS * statistics.fmean(event[key] for event in events)
 
 
-def measure(steps: int) -> dict[str, Any]:
+def measure(rounds: int) -> dict[str, Any]:
     """All settings, one after the other on one server."""
     folder = random_base("overlap", OVERLAP_SHAPE)
     runs: list[Run] = []
     with vllm_server(folder, "vllm-ahead", *SERVER_OPTIONS) as url:
         front = SlowFront(int(url.rpartition(":")[2]))
         try:
-            seconds, events = train(folder, front.url, ahead=0, steps=WARM_UP + 6)
-            own, rest = mean(events, "time/sampling"), seconds - mean(events, "time/sampling")
+            seconds, events = train(folder, front.url, ahead=0, rounds=WARM_UP + 4)
+            own, rest = of_a_round(events, "time/sampling"), seconds - of_a_round(events, "time/sampling")
             delay = max(LEAST_DELAY_S, rest - own)
-            told = f"sampling takes {own:.2f} s, the rest of a step {rest:.2f} s; each round waits {delay:.2f} s more"
+            told = f"sampling takes {own:.2f} s, the rest of a round {rest:.2f} s; each round waits {delay:.2f} s more"
             print(told, flush=True)
             for kind in ("even", "uneven"):
                 base: Run | None = None
@@ -164,21 +166,28 @@ def measure(steps: int) -> dict[str, Any]:
                     front.delays.clear()
                     waits = delays(kind, delay)
                     front.delay = lambda waits=waits: next(waits)
-                    seconds, events = train(folder, front.url, ahead=ahead, steps=steps)
-                    waited = mean(events, "time/sampling")
+                    seconds, events = train(folder, front.url, ahead=ahead, rounds=rounds)
+                    waited = of_a_round(events, "time/sampling")
                     # What sampling and training take by themselves is what they take in turn.
-                    alone = base.waiting - statistics.fmean(front.delays[WARM_UP:steps]) if base else 0.0
+                    alone = base.waiting - statistics.fmean(front.delays[WARM_UP:rounds]) if base else 0.0
                     rest = base.seconds - base.waiting if base else seconds - waited
-                    planned = [alone + wait for wait in itertools.islice(delays(kind, delay), steps)]
-                    ideal = seconds_a_step(planned, rest, ahead, skip=WARM_UP) if base else seconds
-                    training, weights = mean(events, "time/training"), mean(events, "time/weights")
+                    planned = [alone + wait for wait in itertools.islice(delays(kind, delay), rounds)]
+                    ideal = seconds_a_round(planned, rest, ahead, skip=WARM_UP) if base else seconds
+                    training, weights = of_a_round(events, "time/training"), of_a_round(events, "time/weights")
                     runs.append(Run(ahead, kind, seconds, waited, training, weights, ideal))
                     base = base or runs[-1]
                     print(runs[-1], f"rounds asked for: {len(front.delays)}", flush=True)
         finally:
             front.close()
-    work = f"{OVERLAP_SHAPE.describe()}; {NUM_ROWS} completions of {COMPLETION_TOKENS} tokens a step"
-    found = {"work": work, "delay": delay, "own": own, "rest": rest, "steps": steps - WARM_UP}
+    work = f"{OVERLAP_SHAPE.describe()}; {NUM_ROWS} completions of {COMPLETION_TOKENS} tokens a round"
+    found = {
+        "work": work,
+        "delay": delay,
+        "own": own,
+        "rest": rest,
+        "rounds": rounds - WARM_UP,
+        "iterations": NUM_ITERATIONS,
+    }
     return {**found, "runs": [asdict(run) for run in runs]}
 
 
@@ -186,9 +195,9 @@ def main() -> None:
     """Measure, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file for the numbers, JSON")
-    parser.add_argument("--steps", type=int, default=16, help=f"of each setting; {WARM_UP} of them are not counted")
+    parser.add_argument("--rounds", type=int, default=14, help=f"of each setting; {WARM_UP} of them are not counted")
     options = parser.parse_args()
-    options.output.write_text(json.dumps(measure(options.steps)))
+    options.output.write_text(json.dumps(measure(options.rounds)))
 
 
 if __name__ == "__main__":

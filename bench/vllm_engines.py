@@ -107,7 +107,7 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
     if part == "engines":
         found = measure_engines(options)
     elif part == "ahead":
-        found = measure_by("vllm_ahead", "--steps", "8" if options.quick else "14")
+        found = measure_by("vllm_ahead", "--rounds", "5" if options.quick else "11")
     else:
         found = measure_by("vllm_pushes", "--repetitions", "1" if options.quick else "5")
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

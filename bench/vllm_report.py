@@ -114,15 +114,15 @@ def _ahead(part: Measured) -> list[str]:
         )
     return [
         "## Sampling ahead of a slow server",
-        f"Model: {part['work']}. In front of the server stands one that "
-        f"passes on each round {part['delay']:.2f} s late, computing nothing, so that a round takes about as long as "
-        f"the rest of a step (undelayed, sampling took {part['own']:.2f} s and the rest {part['rest']:.2f} s). Even: "
-        "each round waits so long. Uneven: between nothing and twice that, the same numbers for each setting. "
-        f"{part['steps']} steps of each setting are counted.",
-        "Seconds a step by the clock; of them waiting for rollouts, training and pushing. The ideal is what the "
+        f"Model: {part['work']}, which is trained on {part['iterations']} times. In front of the server stands one "
+        f"that passes on each round {part['delay']:.2f} s late, computing nothing, so that sampling takes about as "
+        f"long as the rest of a round (undelayed, sampling takes {part['own']:.2f} s, the rest {part['rest']:.2f} s). "
+        "Even: each round waits so long. Uneven: between nothing and twice that, the same numbers for each setting. "
+        f"{part['rounds']} rounds of each setting are counted.",
+        "Seconds a round by the clock; of them waiting for rollouts, training and pushing. The ideal is what the "
         "trainer's order of rounds would take if sampling and training took nothing from each other; here both use the "
         "same two cores.",
-        table(["delays", "a step", "waiting", "training", "weights", "ideal", "faster than 0"], rows),
+        table(["delays", "a round", "waiting", "training", "weights", "ideal", "faster than 0"], rows),
     ]
 
 

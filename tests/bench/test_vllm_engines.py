@@ -29,15 +29,15 @@ class TestPlan:
             ([1.0, 0.0, 2.0, 0.0], 1.0, 1, 1.5),
         ],
     )
-    def test_seconds_a_step(self, sampling: list[float], rest: float, ahead: int, expected: float):
+    def test_seconds_a_round(self, sampling: list[float], rest: float, ahead: int, expected: float):
         import vllm_ahead
 
-        assert vllm_ahead.seconds_a_step(sampling, rest, ahead) == pytest.approx(expected)
+        assert vllm_ahead.seconds_a_round(sampling, rest, ahead) == pytest.approx(expected)
 
-    def test_steps_at_the_start_may_be_left_out(self):
+    def test_rounds_at_the_start_may_be_left_out(self):
         import vllm_ahead
 
-        assert vllm_ahead.seconds_a_step([5.0, 1.0, 1.0], 2.0, 1, skip=1) == pytest.approx(2.0)
+        assert vllm_ahead.seconds_a_round([5.0, 1.0, 1.0], 2.0, 1, skip=1) == pytest.approx(2.0)
 
     def test_uneven_delays_have_the_same_mean_and_come_again(self):
         import vllm_ahead
@@ -143,7 +143,16 @@ class TestReport:
         }
         run = {"delays": "even", "waiting": 1.0, "training": 1.0, "weights": 0.1, "ideal": 1.5}
         runs = [{**run, "ahead": 0, "seconds": 3.0}, {**run, "ahead": 1, "seconds": 2.0}]
-        ahead = {"work": "a small one", "delay": 0.5, "own": 0.5, "rest": 1.0, "steps": 12, "runs": runs, **told}
+        ahead = {
+            "work": "a small one",
+            "delay": 0.5,
+            "own": 0.5,
+            "rest": 1.0,
+            "rounds": 12,
+            "iterations": 4,
+            "runs": runs,
+            **told,
+        }
         row = {"way": "server, HTTP", "bytes": 20 * 2**20, "seconds": 0.5, "least": 0.4, "most": 0.6}
         models = {"small": {"parameters": 130_000, "rows": [{**row, "parts": {"packing": 0.1, "sending": 0.3}}]}}
         pushes = {"repetitions": 5, "models": models, **told}
