@@ -92,6 +92,20 @@ def test_conversations_go_through_the_template(make_rollouts):
     assert model.config.pad_token_id == WORDS.index("<pad>")
 
 
+def test_content_blocks_are_read_as_their_text(make_rollouts):
+    model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    blocks = [{"type": "text", "text": "the "}, {"type": "text", "text": "sky"}]
+    scores = [
+        RewardRunner([model], [tokenizer])
+        .score(make_rollouts(completions, [{"prompt": [{"role": "user", "content": content}]}] * len(TEXTS)))
+        .rewards.flatten()
+        .tolist()
+        for content in ("the sky", blocks)
+    ]
+    assert scores[0] == scores[1]
+
+
 def test_a_folder_is_loaded_with_one_label_and_options_of_its_own(make_rollouts, saved):
     kwargs = {"dtype": "float64", "attn_implementation": "eager"}
     given = dict(kwargs)

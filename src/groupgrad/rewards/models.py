@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from groupgrad.data.prompts import drop_empty_fields
+from groupgrad.data.prompts import as_text, drop_empty_fields
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.shortage import collect_what_failed, is_out_of_memory
@@ -159,8 +159,10 @@ class RewardModel:
         prompt, completion = rollout.prompt.row["prompt"], rollout.completion
         if rollout.prompt.is_conversational:
             reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+            # It reads text: images are only named.
+            messages = [as_text(message) for message in drop_empty_fields([*prompt, *reply])]
             text = self._writer.apply_chat_template(
-                drop_empty_fields([*prompt, *reply]), tokenize=False, **(self._options.chat_template_kwargs or {})
+                messages, tokenize=False, **(self._options.chat_template_kwargs or {})
             )
             # The template writes the special tokens itself.
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
