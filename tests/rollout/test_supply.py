@@ -194,3 +194,16 @@ def test_waiting_counts_as_sampling_and_sending_as_weights():
     made(request(0, 0), [request(1, 0)])
     assert set(timings.take()) == {"weights", "sampling"}
     made.close()
+
+
+def test_a_round_is_sampled_in_the_context_given():
+    story = Story()
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        story.lines.append("in")
+        yield
+        story.lines.append("out")
+
+    Supply(story, Timings(), around=around)(request(0, 3))
+    assert story.lines == ["in", "sample train 0 with -1", "out"]

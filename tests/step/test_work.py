@@ -89,6 +89,26 @@ def test_rows_without_gradient_are_measured_without(policy, sample):
     assert modes and set(modes) == {(False, True)}
 
 
+def test_one_pass_takes_all_rows_that_need_any(policy, sample):
+    """Ranks that hold parts of one model call it equally often; rows that need nothing still cost nothing."""
+    options = PolicyOptions()
+    batches = prepared(policy, sample, "plain", options, moved=True, old=True)
+    terms = {"entropy_coef": 0.0, "aux_loss": False, "backward_everywhere": True}
+    apart, shared = (share_out(batches, options, STALE, **terms, one_pass=one_pass) for one_pass in (False, True))
+    assert any(bool((batch.passes == FORWARD).any()) for batch in apart)
+    idle = [sum(int((batch.passes == NO_PASS).sum()) for batch in made) for made in (apart, shared)]
+    assert idle[0] == idle[1] > 0
+    for whole in shared:
+        assert not bool((whole.passes == FORWARD).any())
+        calls: list[int] = []
+        needed_scores(whole, lambda rows, calls=calls: calls.append(1) or policy(rows), measure=_no_pass)
+        assert calls == [1]
+
+
+def _no_pass(batch: Batch):
+    raise AssertionError("a second pass")
+
+
 def test_micro_batches_keep_their_number_and_join_groups(policy, sample):
     whole = Batch.concat(prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False))
     batches = [whole.select(rows) for rows in ([0, 1, 8, 9], [2, 3, 10, 11, 12], [4, 5, 6, 7, 13, 14, 15])]
