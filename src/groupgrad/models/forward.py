@@ -118,7 +118,9 @@ def _scores_beside_example(
     pass, whose gradients there are zero."""
     if foreseen is not None:
         more = foreseen.logprobs.new_full((1,), float("nan"))
-        foreseen = Foreseen(torch.cat([foreseen.logprobs, more]), torch.cat([foreseen.gradient, torch.zeros_like(more)]))
+        foreseen = Foreseen(
+            torch.cat([foreseen.logprobs, more]), torch.cat([foreseen.gradient, torch.zeros_like(more)])
+        )
     scores = score_tokens(model, beside_example(batch, example), options, foreseen)
     return replace(scores, logprobs=scores.logprobs[:-1] + 0.0 * scores.logprobs[-1], entropy=scores.entropy[:-1])
 
