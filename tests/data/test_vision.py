@@ -304,6 +304,26 @@ def test_every_row_is_looked_at_and_only_the_first_is_decoded(qwen, monkeypatch)
     assert len(opened) == 1
 
 
+def test_a_data_set_is_looked_at_once(qwen, monkeypatch):
+    looked: list[Any] = []
+    check_images = VisionPromptMaker.check_images
+    monkeypatch.setattr(
+        VisionPromptMaker, "check_images", lambda self, *args: looked.append(args) or check_images(self, *args)
+    )
+    made, rows = maker(qwen), Dataset.from_list([asked(image=RED), asked(image=None)])
+    check_dataset(rows, "eval_dataset", made)
+    count = len(looked)
+    assert count >= 2
+    check_dataset(rows, "eval_dataset", made)
+    assert len(looked) == count
+    # Another context, and other rows, are looked at again.
+    made.max_context = 400
+    check_dataset(rows, "eval_dataset", made)
+    assert len(looked) == 2 * count
+    check_dataset(rows.select([1]), "eval_dataset", made)
+    assert len(looked) > 2 * count
+
+
 def test_prompts_whose_images_leave_no_room_are_counted(qwen):
     """A prompt is 50 tokens, 26 of them its images'; the text alone would fit."""
     rows = [asked(images=[RED, BLUE]), asked(), asked(images=[RED, BLUE])]

@@ -45,6 +45,8 @@ class PromptMaker:
         self.max_context = max_context
         """Positions that the model has, prompt and completion together; None if unbounded."""
         self._no_images = no_images
+        self.checked: set[tuple[str, int | None]] = set()
+        """Data sets whose rows are known to be good, by fingerprint and context."""
 
     def __call__(self, row: dict[str, Any], group: int) -> Prompt:
         """The prompt of a data-set row. ValueError for one with images, or that leaves no room for a completion."""
@@ -164,7 +166,12 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may
             f"{argument} has the columns {sorted(first)}, but no 'prompt' column; rename the column that holds the "
             "prompts: dataset.rename_column('...', 'prompt')"
         )
+    # An evaluation set comes here before every evaluation.
+    known = (str(getattr(dataset, "_fingerprint", "")), prompt_maker.max_context)
+    if known[0] and known in prompt_maker.checked:
+        return
     _check_prompts(dataset, argument, prompt_maker)
+    prompt_maker.checked.add(known)
 
 
 def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker) -> None:
