@@ -80,7 +80,7 @@ class GRPOTrainer(TrainingRun):
             `completions`, `completion_ids`, every data-set column, `trainer_state`, `log_extra`, `log_metric`) and
             returns a float or None (does not apply) for each completion.
         args: the configuration; None gives a default one.
-        train_dataset: rows with a `prompt` (text, or messages), perhaps `image` or `images`; reward functions see all columns.
+        train_dataset: rows with a `prompt` (text or messages), perhaps `image` or `images`; rewards see all columns.
         eval_dataset: the same for evaluation, or a dict of named sets, each with metric keys of its own.
         processing_class: the tokenizer, or the processor of a model that takes images; None loads the model's.
         reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
