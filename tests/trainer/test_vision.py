@@ -212,3 +212,41 @@ def test_a_rollout_function_is_shown_the_images_and_may_have_them_sampled(make_s
     images = [[block["image"].size for block in p[0]["content"] if block["type"] == "image"] for p in shown[:8:4]]
     assert images == [[(32, 32)], [(32, 32), (48, 24)]]
     assert trainer.state.log_history[0]["num_tokens"] > 0
+
+
+def look(place: str) -> Image.Image:
+    """Show a place.
+
+    Args:
+        place: Which one.
+    """
+    return BLUE
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "llava_next", "idefics3"])
+def test_what_tools_show_is_trained_on_as_it_was_sampled(name: str, make_seeing):
+    """Every turn calls the tool until it may no more; its images are seen in later turns, by sampler and trainer."""
+
+    def parser(text: str, ids: list[int]) -> dict[str, Any]:
+        return {
+            "role": "assistant",
+            "content": text,
+            "tool_calls": [{"name": "look", "arguments": {"place": "x"}}],
+        }
+
+    trainer = make_seeing(
+        name,
+        trainer={"tools": [look], "response_parser": parser},
+        max_tool_calling_iterations=2,
+        max_completion_length=150,
+        max_steps=1,
+        beta=0.1,
+        num_generations=2,
+        per_device_train_batch_size=8,
+    )
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert entry["tools/call_frequency"] == 2
+    assert entry["rollouts/error"] == 0
+    assert entry["sampling/logp_mismatch"] <= 1e-5
+    assert entry["kl"] == pytest.approx(0, abs=1e-5)
