@@ -98,7 +98,7 @@ def test_an_adapter_is_what_peft_saves(build: Any, tmp_path: Path) -> None:
     ("changes", "words"), [({"use_dora": True}, "DoRA"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")]
 )
 def test_adapters_that_vllm_does_not_load_are_to_be_merged(changes: dict[str, Any], words: str, build: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{words}.*merge it into the weights"):
+    with pytest.raises(ValueError, match=rf"{words}.*send the weights instead"):
         adapter_files(adapted(build("qwen3"), **changes))
 
 
@@ -113,3 +113,13 @@ def test_a_prompt_adapter_is_refused(build: Any) -> None:
     )
     with pytest.raises(ValueError, match="learns a prompt"):
         list(served_weights(model))
+
+
+def test_weights_that_are_not_asked_for_to_the_end_leave_gradients_on(model: Any) -> None:
+    """As when a push fails half way and is made again while the first is still held by its error."""
+    first = served_weights(model)
+    next(first)
+    assert torch.is_grad_enabled()
+    assert not any(tensor.requires_grad for _, tensor in served_weights(model))
+    del first
+    assert torch.is_grad_enabled()

@@ -37,6 +37,7 @@ class _Source:
     """Its name within that layer's base."""
 
 
+@torch.no_grad()  # for each turn of its loop alone: who iterates may stop half way
 def served_weights(
     model: nn.Module, *, merge: bool = True, shapes_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,16 +52,16 @@ def served_weights(
     """
     inner: Any = unwrap(model)
     base = inner.get_base_model() if is_adapted(inner) else inner
-    with torch.no_grad():
-        for _, sources in groupby(_sources(inner, base), key=lambda source: _group(source.name)):
-            made: dict[str, torch.Tensor] = {}
-            merged: dict[int, dict[str, torch.Tensor]] = {}
-            for source in sources:
-                if shapes_only:
-                    made[source.name] = _shape(source.tensor)
-                else:
-                    made[source.name] = _value(source, merged) if merge else _whole(source.tensor)
-            yield from _as_saved(base, made).items()
+    for _, sources in groupby(_sources(inner, base), key=lambda source: _group(source.name)):
+        made: dict[str, torch.Tensor] = {}
+        merged: dict[int, dict[str, torch.Tensor]] = {}
+        for source in sources:
+            if shapes_only:
+                made[source.name] = _shape(source.tensor)
+            else:
+                made[source.name] = _value(source, merged) if merge else _whole(source.tensor)
+        for name, tensor in _as_saved(base, made).items():
+            yield name, tensor.detach()
 
 
 @contextmanager
