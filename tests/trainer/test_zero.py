@@ -1,6 +1,7 @@
 """Two processes under DeepSpeed ZeRO, stages 1, 2 and 3, compute what two of plain data parallelism compute.
 
-They need DeepSpeed, which is no part of the development environment: `pip install -e .[deepspeed]`.
+They need DeepSpeed, which is no part of the development environment: `pip install -e .[deepspeed]`, then
+`python -m pytest -m slow tests/trainer/test_zero.py` (three to five minutes on two cores, no GPU).
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]
 
 SCRIPT = Path(__file__).with_name("zero_ranks.py")
 CASES = [
@@ -24,6 +29,7 @@ CASES = [
     "stage_2",
     "whole",
     "loaded",
+    "small",
     "flat_groups",
     "checkpointing",
     "lora",
@@ -44,7 +50,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=580,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-6000:]
@@ -59,7 +65,6 @@ def vector(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.double().flatten() for tensor in weights.values()])
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_zero_is_data_parallelism(out, tools, case):
     """Weights to 1e-5 relative and equal on both ranks, every logged number to 1e-5, evaluation included."""

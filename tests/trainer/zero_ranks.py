@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     # One evaluation set has one prompt, so that one rank has nothing to measure.
     "whole": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "top_entropy_quantile": 0.5},
     "loaded": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "num_iterations": 2, "from_disk": True},
+    # All parameters are small enough to stay whole between passes.
+    "small": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "from_disk": True, "persistent": True},
     "flat_groups": {**COMMON, "stage": 3, "few_vary": True, "entropy_coef": 0.1, "from_disk": True},
     "checkpointing": {**COMMON, "stage": 3, "gradient_checkpointing": True},
     "lora": {**COMMON, "stage": 3, "peft": True, "beta": 0.1, "from_disk": True},
@@ -92,23 +94,25 @@ def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
     groupgrad_run.longest_context = lambda served: 64
 
 
-def deepspeed_config(stage: int) -> dict[str, Any]:
+def deepspeed_config(stage: int, persistent: bool) -> dict[str, Any]:
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        # No parameter is small enough to stay whole.
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+        zero |= {"stage3_gather_16bit_weights_on_model_save": True}
+        if not persistent:
+            zero["stage3_param_persistence_threshold"] = 0
     return {"zero_optimization": zero, **dict.fromkeys(names, "auto")}
 
 
 def build(ranks: Any, name: str, kind: str, out: Path) -> Any:
     settings = dict(CASES[name])
     stage, few_vary = settings.pop("stage"), settings.pop("few_vary", False)
+    persistent = settings.pop("persistent", False)
     settings.pop("resume_from", None)
     if few_vary:
         settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
     if kind == "zero":
-        settings["deepspeed"] = deepspeed_config(stage)
+        settings["deepspeed"] = deepspeed_config(stage, persistent)
     if settings.pop("from_disk", False):
         settings["model"] = str(out / "model")
     return ranks.build(f"zero_{name}", out / kind, **settings)
