@@ -79,6 +79,7 @@ def make_agents(
     budget: int = 1000,
     max_context: int | None = None,
     max_tool_rounds: int | None = None,
+    ahead: int = 0,
     **limits: Any,
 ) -> AgentRollouts:
     """Agents over the engine."""
@@ -94,15 +95,17 @@ def make_agents(
         ChatFormat.of(tokenizer, schemas=schemas),
         tools=made,
         environments=environments,
-        options=AgentOptions(max_tool_rounds, ToolOptions(**limits)),
+        options=AgentOptions(max_tool_rounds, ToolOptions(**limits), ahead),
         seed=SEED,
     )
 
 
-def ask(rows_by_group: Mapping[int, dict[str, Any]], size: int = 1) -> RoundRequest:
+def ask(
+    rows_by_group: Mapping[int, dict[str, Any]], size: int = 1, number: int = 0, phase: str = "train"
+) -> RoundRequest:
     """A round of all rows of these groups, on one rank."""
     rows = [group * size + i for group in rows_by_group for i in range(size)]
-    return RoundRequest(rows_by_group, rows, len(rows), size, "train", 0, 3)
+    return RoundRequest(rows_by_group, rows, len(rows), size, phase, number, 3)
 
 
 def user(text: str, **columns: Any) -> dict[str, Any]:

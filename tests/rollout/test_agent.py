@@ -310,6 +310,32 @@ def test_instances_are_used_again_in_the_next_round_not_in_the_same(tokenizer):
     assert len(Counter.made) == 3
 
 
+def test_environments_of_rounds_that_wait_to_be_scored_are_not_reset(tokenizer):
+    with_tools(tokenizer)
+    agents = make_agents(None, tokenizer, [], Counter, ahead=1)
+
+    def played(number: int, phase: str = "train") -> Counter:
+        agents.engine = PlayingEngine(tokenizer, {0: ["ok"]}, phase, number)
+        (rollout,) = agents(ask({0: user("x", start=number)}, number=number, phase=phase))
+        return rollout.extra["environments"]
+
+    # With one round ahead a round begins when the one before it has not been scored, but the one before that has.
+    first, second = played(0), played(1)
+    assert (first.value, second.value) == (0, 1)
+    third = played(2)
+    assert third is first
+    assert second.value == 1
+    # An evaluation between them leaves those alone that training has not scored yet.
+    evaluated = [played(0, "eval"), played(0, "eval")]
+    assert evaluated[0] is evaluated[1]
+    assert (second.value, third.value) == (1, 2)
+    # A round that is sampled anew needs no further instances.
+    assert (played(2).value, second.value) == (2, 1)
+    assert len(Counter.made) == 3
+    agents.close()
+    assert [env.life.count("close") for env in Counter.made] == [1, 1, 1]
+
+
 def test_each_rollout_of_a_group_may_begin_in_its_own_way(tokenizer):
     """Every completion is trained behind the very prompt it was sampled from."""
     places = iter(range(4))

@@ -82,6 +82,7 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
             max_result_chars=config.tool_max_result_chars,
             num_threads=config.tool_threads,
         ),
+        ahead=config.rollout_ahead,
     )
 
 

@@ -39,6 +39,8 @@ class AgentOptions:
     max_tool_rounds: int | None = None
     """Rounds of tool calls in a rollout; None: as many as its budget allows."""
     tools: ToolOptions = field(default_factory=ToolOptions)
+    ahead: int = 0
+    """Training rounds that may be sampled before an earlier one has been scored."""
 
 
 class AgentRollouts:
@@ -65,7 +67,8 @@ class AgentRollouts:
         self.sampling, self.options, self.seed = sampling, options, seed
         self._tools, self._environments = tuple(tools), environments
         self._workers = Workers(options.tools.num_threads)
-        self._seats: list[Seat] = []
+        self._seats: dict[tuple[str, int], list[Seat]] = {}
+        """By phase and number of the round that they are of."""
         self._warned: set[str] = set()
 
     @property
@@ -75,8 +78,12 @@ class AgentRollouts:
 
     def __call__(self, request: RoundRequest) -> list[Rollout]:
         """One rollout for each row number; all of them run at once."""
-        # Until now reward functions had the environments.
-        self._give_back()
+        # Until now reward functions had the environments. Those of training rounds that may not have been scored yet
+        # are still theirs; a round with the number of this one is sampled anew.
+        for phase, number in list(self._seats):
+            scored = request.phase == "train" and number < request.number - self.options.ahead
+            if phase != "train" or scored or (phase, number) == (request.phase, request.number):
+                self._give_back(phase, number)
         prompts: dict[Any, tuple[Prompt, Any]] = {}
         agents = [self._agent(request, row, prompts) for row in request.rows]
         with open_session(self.engine, self.sampling) as session:
@@ -91,7 +98,8 @@ class AgentRollouts:
 
     def close(self) -> None:
         """Close every environment, and end the threads of tools. May be called any number of times."""
-        self._give_back()
+        for phase, number in list(self._seats):
+            self._give_back(phase, number)
         if self._environments is not None:
             self._environments.close()
         self._workers.close()
@@ -102,16 +110,17 @@ class AgentRollouts:
             self._warned.add(what)
             logger.warning("%s; said once: %s", what, problem)
 
-    def _give_back(self) -> None:
-        while self._seats and self._environments is not None:
-            self._environments.give_back(self._seats.pop())
+    def _give_back(self, phase: str, number: int) -> None:
+        assert self._environments is not None
+        for seat in reversed(self._seats.pop((phase, number))):
+            self._environments.give_back(seat)
 
     def _agent(self, request: RoundRequest, row: int, prompts: dict[Any, tuple[Prompt, Any]]) -> _Agent:
         group = row // request.num_generations
         data, seat = request.rows_by_group[group], None
         if self._environments is not None:
             seat = self._environments.draw(data)
-            self._seats.append(seat)
+            self._seats.setdefault((request.phase, request.number), []).append(seat)
         seed = row_seed(self.seed, request.phase, request.number, row)
         place = _Place(group, row, seed, request.step, prompts)
         return _Agent(self, self._workers, data, seat, seat.toolbox if seat else ToolBox(self._tools), place)
