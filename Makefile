@@ -42,7 +42,8 @@ test-all: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) $(TEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(TEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \
+		-n $(WORKERS) --dist loadfile $(TEST_ARGS)
 
 bench: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/run.py $(BENCH_ARGS)
@@ -88,7 +89,7 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/constraints.txt
 	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt --editable ".[peft]" \
-		"pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+		"pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
 	# Only the tests of images see this folder.
 	$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/vision $(VLLM_TORCHVISION)
 	@touch $@

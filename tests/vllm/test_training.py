@@ -30,6 +30,19 @@ def _quick_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "ColocateOptions", functools.partial(ColocateOptions, extra={"enforce_eager": True}))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tied_server(
+    serve: Callable[..., Served], large_server: Callable[[], Served], make_model: Any, make_tokenizer: Any, folder: Path
+) -> Iterator[Served]:
+    """A server of a model whose head is its embedding. Both servers start while others sample in this process."""
+    large_server()
+    make_model(seed=97, tie_word_embeddings=True, **LARGE).save_pretrained(folder.with_name("tied"))
+    make_tokenizer().save_pretrained(folder.with_name("tied"))
+    served = serve(of=folder.with_name("tied")).start()
+    yield served
+    served.kill()
+
+
 @pytest.fixture(scope="module")
 def server(large_server: Callable[[], Served]) -> Callable[[], dict[str, Any]]:
     """The settings for a server of the model, which takes adapters; it is started by the first test that asks."""
@@ -67,7 +80,10 @@ def lora(**changes: Any) -> Any:
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], **changes})
 
 
-MODES = pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.fixture(scope="module", params=["colocate", "server"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Each in turn: all tests of one, then all of the other."""
+    return request.param
 
 
 def assert_in_step(trainer: Any, versions: list[int], *, nats: float = 1e-3) -> None:
@@ -86,7 +102,6 @@ def assert_in_step(trainer: Any, versions: list[int], *, nats: float = 1e-3) -> 
     assert all(one != other for one, other in itertools.pairwise(rounds))
 
 
-@MODES
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_each_round_is_sampled_from_the_weights_that_train(mode: str, beta: float, train: Any) -> None:
     trainer = train(mode, beta=beta)
@@ -95,7 +110,6 @@ def test_each_round_is_sampled_from_the_weights_that_train(mode: str, beta: floa
     assert bool(logged(trainer, "kl")) == (beta > 0)
 
 
-@MODES
 def test_a_round_may_be_trained_on_twice(mode: str, train: Any) -> None:
     trainer = train(mode, num_iterations=2, max_steps=4)
     assert trainer.watch.versions == [0, 2]
@@ -104,7 +118,6 @@ def test_a_round_may_be_trained_on_twice(mode: str, train: Any) -> None:
     assert max(differences) < 1e-3 and trainer.watch.gap < 1e-3
 
 
-@MODES
 @pytest.mark.parametrize("updates", ["adapter", "merge"])
 def test_adapters_are_sampled_alone_or_merged(mode: str, updates: str, train: Any, monkeypatch: Any) -> None:
     trainer = train(
@@ -123,16 +136,9 @@ def test_adapters_are_sampled_alone_or_merged(mode: str, updates: str, train: An
     assert logged(trainer, "kl")[0] == 0 < logged(trainer, "kl")[2]
 
 
-@MODES
-def test_a_head_that_is_the_embedding_follows_it(
-    mode: str, train: Any, make_model: Any, tokenizer: Any, serve: Any, tmp_path: Path
-) -> None:
+def test_a_head_that_is_the_embedding_follows_it(mode: str, train: Any, make_model: Any, tied_server: Served) -> None:
     policy = vary(make_model(seed=3, tie_word_embeddings=True, **LARGE), 3)
-    where: dict[str, Any] = {}
-    if mode == "server":
-        make_model(seed=97, tie_word_embeddings=True, **LARGE).save_pretrained(tmp_path / "tied")
-        tokenizer.save_pretrained(tmp_path / "tied")
-        where = {"vllm_server_port": serve(of=tmp_path / "tied").start().port}
+    where = {"vllm_server_port": tied_server.port} if mode == "server" else {}
     assert_in_step(train(mode, model=policy, **where), [0, 1, 2])
 
 
@@ -145,8 +151,9 @@ def test_a_policy_in_bfloat16_is_sampled_in_bfloat16(train: Any, make_model: Any
     assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1] * 3, abs=0.1)
 
 
-@MODES
-@pytest.mark.parametrize("field", ["vllm_structured_outputs_regex", "vllm_guided_decoding_regex"])
+@pytest.mark.parametrize(
+    ("mode", "field"), [("colocate", "vllm_guided_decoding_regex"), ("server", "vllm_structured_outputs_regex")]
+)
 def test_every_completion_matches_the_regex(mode: str, field: str, train: Any) -> None:
     seen: list[str] = []
 
@@ -174,7 +181,6 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-@MODES
 def test_agents_call_tools(mode: str, train: Any, tokenizer: Any) -> None:
     transcripts: list[list[dict[str, Any]]] = []
 
@@ -201,7 +207,6 @@ def test_agents_call_tools(mode: str, train: Any, tokenizer: Any) -> None:
     assert min(logged(trainer, "grad_norm")) > 0
 
 
-@MODES
 def test_rollout_functions_sample_from_the_weights_that_train(mode: str, train: Any) -> None:
     steps: list[int] = []
 
@@ -215,7 +220,6 @@ def test_rollout_functions_sample_from_the_weights_that_train(mode: str, train: 
     assert_in_step(trainer, [0, 1, 2])
 
 
-@MODES
 def test_evaluation_in_between_is_of_the_weights_that_train(mode: str, train: Any) -> None:
     evaluated = Dataset.from_dict({"prompt": ["b", "c"]})
     trainer = train(
@@ -230,7 +234,6 @@ def test_evaluation_in_between_is_of_the_weights_that_train(mode: str, train: An
     assert trainer.evaluate()["eval_reward"] == logged(trainer, "eval_reward")[2]
 
 
-@MODES
 def test_a_resumed_run_goes_on_as_the_first_would_have(mode: str, train: Any, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = train(mode, **settings)
