@@ -128,13 +128,14 @@ def test_a_round_ahead_whose_server_died_is_sampled_anew(
 
 def start(model: Path, run: Path, settings: dict[str, Any], stop_at: int = 0) -> subprocess.Popen[bytes]:
     """A trainer in a process of its own."""
+    path = str(HERE.parents[1] / "helpers"), os.environ.get("PYTHONPATH")
     return subprocess.Popen(
         [
             sys.executable,
             str(HERE.with_name("trainer_worker.py")),
             *map(str, (model, run, json.dumps(settings), stop_at)),
         ],
-        env={**os.environ, **SETTINGS, "PYTHONPATH": str(HERE.parents[1] / "helpers")},
+        env={**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
