@@ -12,12 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import BertConfig, BertLMHeadModel
 
 from groupgrad.models import flex
 from groupgrad.models import layout as layout_module
-from groupgrad.models.attention import AttentionCall, plannable
+from groupgrad.models.attention import AttentionCall, attention_dropout, plannable
 from groupgrad.models.flex import attend_flex
-from groupgrad.models.forward import ForwardOptions, score_tokens
+from groupgrad.models.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.models.layout import Row, flat_layout, make_blocks
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
 from groupgrad.types import Batch, Media, StepTotals
@@ -237,6 +238,15 @@ def test_attention_dropout_is_left_to_the_dense_layout(build):
     assert not torch.allclose(first, score_tokens(model, batch, ForwardOptions()).logprobs)
     with pytest.raises(ValueError, match=r"dropout of 0\.5"):
         score_tokens(model, batch, ForwardOptions(layout="shared"))
+
+
+def test_attention_dropout_in_a_layer_of_plain_dropout_is_found():
+    """BERT's attention calls its layer `dropout`; a decoder is trained in the dense layout for it."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = BertLMHeadModel(BertConfig(**sizes, num_attention_heads=4, is_decoder=True)).train()
+    assert attention_dropout(model) == 0.1
+    assert layout_for(model, ForwardOptions()) == "dense"
+    assert layout_for(model.eval(), ForwardOptions()) == "shared"
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -132,8 +132,8 @@ def attention_dropout(model: nn.Module) -> float:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             found += [v for name, v in vars(module).items() if "dropout" in name and isinstance(v, float)]
-            children = module.named_children()
-            found += [c.p for name, c in children if "att" in name and isinstance(c, nn.modules.dropout._DropoutNd)]
+            layers = [(n, c.p) for n, c in module.named_children() if isinstance(c, nn.modules.dropout._DropoutNd)]
+            found += [share for name, share in layers if "att" in name or name == "dropout"]
     return max(found)
 
 
