@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from accelerate import skip_first_batches
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Image, IterableDataset
 
+from groupgrad.data.images import ImageError
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.rounds import LoaderOptions, RoundSampler, Tick, make_round_loader
 
@@ -123,6 +124,15 @@ def test_the_rows_brought_ahead_are_those_of_the_rounds_that_follow():
         loader.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
         firsts += [tick for tick in loader if tick.position == 0]
     assert [tick.ahead[0] for tick in firsts[:-1]] == [tick.rows for tick in firsts[1:]]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_row_whose_image_cannot_be_decoded_is_named_ahead_too(ahead: int):
+    images = [None, None, None, {"bytes": b"broken", "path": None}]
+    dataset = Dataset.from_list([{"prompt": "p", "image": image} for image in images]).cast_column("image", Image())
+    loader = make_round_loader(dataset, PLAN, 1, LoaderOptions(shuffle=False, ahead=ahead))
+    with pytest.raises(ImageError, match="row 3 of the data set has an image in 'image' that cannot be decoded"):
+        list(loader)
 
 
 def test_a_stream_brings_rows_ahead_too():

@@ -107,7 +107,7 @@ class RoundRows(torch.utils.data.Dataset):
         tick = Tick(number, position, None, indices)
         if position:
             return tick
-        ahead = tuple({group: self.dataset[chosen[group]] for group in self.groups} for chosen in later)
+        ahead = tuple({group: read_row(self.dataset, chosen[group]) for group in self.groups} for chosen in later)
         return replace(tick, rows=rows_of(tick, self.dataset, self.groups), ahead=ahead)
 
 
