@@ -42,6 +42,12 @@ def test_values_are_left_alone() -> None:
     assert vllm_arguments(argv) == ["m", *argv[2:], *ADDED]
 
 
+def test_keys_behind_a_point_are_values() -> None:
+    argv = ["--model", "m", "--hf-overrides.rope_theta", "1e6", "--hf_overrides.rope_scaling.rope_type=yarn"]
+    told = ["--hf-overrides.rope_theta", "1e6", "--hf-overrides.rope_scaling.rope_type=yarn"]
+    assert vllm_arguments(argv) == ["m", *told, *ADDED]
+
+
 def test_the_way_of_telling_log_probs_may_be_chosen() -> None:
     told = ["--logprobs-mode", "raw_logprobs"]
     assert vllm_arguments(["--model", "m", *told]) == ["m", *told, "--api-server-count", "1"]

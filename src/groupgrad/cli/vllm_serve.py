@@ -101,7 +101,9 @@ def vllm_arguments(argv: Sequence[str]) -> list[str]:
         word = given[place]
         name, equals, value = word.partition("=")
         if name.startswith("--"):
-            name = name.replace("_", "-")
+            # What follows a point is a key of a JSON value, spelled as it is there.
+            name, point, key = name.partition(".")
+            name = name.replace("_", "-") + point + key
             if name in _OURS:
                 raise ValueError(f"{name} is set by groupgrad and cannot be given")
             name = _OTHER_NAMES.get(name, name)
