@@ -170,9 +170,9 @@ def measure(rounds: int) -> dict[str, Any]:
                     waited = of_a_round(events, "time/sampling")
                     # What sampling and training take by themselves is what they take in turn.
                     alone = base.waiting - statistics.fmean(front.delays[WARM_UP:rounds]) if base else 0.0
-                    rest = base.seconds - base.waiting if base else seconds - waited
+                    training_alone = base.seconds - base.waiting if base else 0.0
                     planned = [alone + wait for wait in itertools.islice(delays(kind, delay), rounds)]
-                    ideal = seconds_a_round(planned, rest, ahead, skip=WARM_UP) if base else seconds
+                    ideal = seconds_a_round(planned, training_alone, ahead, skip=WARM_UP) if base else seconds
                     training, weights = of_a_round(events, "time/training"), of_a_round(events, "time/weights")
                     runs.append(Run(ahead, kind, seconds, waited, training, weights, ideal))
                     base = base or runs[-1]
