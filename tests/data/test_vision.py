@@ -291,6 +291,18 @@ def test_rows_that_cannot_be_had_are_named(rows: list[dict[str, Any]], error: ty
         check(rows, qwen)
 
 
+def test_a_file_that_is_cut_off_is_named_wherever_it_is_decoded(qwen, tmp_path: Path):
+    """Where a row is measured before training it is named; later, when its number is not known, the file is."""
+    (tmp_path / "cut.png").write_bytes(png(RED)[:60])
+    row = asked(image=str(tmp_path / "cut.png"))
+    with pytest.raises(ImageError, match=r"row 1 of train_dataset: .*cut\.png'\) cannot be read"):
+        check([asked(image=None), row], qwen, max_context=40)
+    with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
+        maker(qwen)(row, 0)
+    with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
+        maker(qwen)(asked(image={"path": row["image"], "bytes": None}), 0)
+
+
 def test_every_row_is_looked_at_and_only_the_first_is_decoded(qwen, monkeypatch):
     opened: list[Any] = []
     made = VisionPromptMaker.__call__

@@ -12,7 +12,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Place:
     dataset: str = ""
     number: int | None = None
     """Which of several images of the row, from 0."""
+    file: str = ""
+    """Its file, if it has one."""
 
     def __str__(self) -> str:
         which = "an image" if self.number is None else f"image {self.number}"
@@ -48,6 +50,8 @@ class Place:
             parts.append(f"of row {self.row}")
         if self.dataset:
             parts.append(f"of {self.dataset}")
+        if self.file:
+            parts.append(f"(the file {self.file!r})")
         return " ".join(parts)
 
 
@@ -106,6 +110,7 @@ def open_image(value: Any, place: Place) -> Any:
         _attempt(value.load, place)
         return value
     image = value if isinstance(value, Image.Image) else _opened(value, place)
+    place = replace(place, file=_file_of(value))
     return _attempt(lambda: ImageOps.exif_transpose(image).convert("RGB"), place)
 
 
@@ -156,6 +161,15 @@ def _opened(value: Any, place: Place) -> Any:
             "give an existing one"
         )
     return _attempt(lambda: Image.open(value), place)
+
+
+def _file_of(value: Any) -> str:
+    """The name of the file that an image is read from; empty if it has none."""
+    if isinstance(value, Mapping):
+        value = value.get("path") if value.get("bytes") is None else None
+    value = getattr(value, "filename", value)
+    is_name = isinstance(value, (str, os.PathLike)) and not str(value).startswith("data:")
+    return str(value) if is_name else ""
 
 
 def _entry(value: Mapping[str, Any], place: Place) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -185,12 +186,15 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
         sizes = prompt_maker.check_images(row, Place("image", number, argument))
         longest = prompt_maker.max_context
         if longest is not None and _may_exceed(prompt, longest - prompt_maker.num_image_tokens(sizes)):
-            num_tokens = prompt_maker.num_tokens(row)
+            with _named(number, argument):
+                num_tokens = prompt_maker.num_tokens(row)
             if num_tokens >= longest:
                 too_long.append((num_tokens, prompt))
                 continue
         if sizes and not is_tried:
-            _try(row, number, argument, prompt_maker)
+            # Do its images, the processor and the chat template go together?
+            with _named(number, argument):
+                prompt_maker(row, 0)
             is_tried = True
     if too_long:
         num_tokens, prompt = max(too_long, key=lambda item: item[0])
@@ -200,10 +204,11 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
         )
 
 
-def _try(row: dict[str, Any], number: int, argument: str, prompt_maker: PromptMaker) -> None:
-    """Make a prompt of one row, to see whether its images, the processor and the chat template go together."""
+@contextmanager
+def _named(number: int, argument: str) -> Iterator[None]:
+    """What is wrong with a row inside is said with the row's number."""
     try:
-        prompt_maker(row, 0)
+        yield
     except ValueError as error:
         raise type(error)(f"row {number} of {argument}: {error}") from error
 
