@@ -18,7 +18,7 @@ from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.memory import TrainingBytes, check_memory
-from groupgrad.engines.vllm.sampling import PROCESSED, logprobs_mode, sampling_fields
+from groupgrad.engines.vllm.sampling import PROCESSED, logprobs_mode
 from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.engines.vllm.start import ColocateOptions
 from groupgrad.models.adapters import is_adapted
@@ -71,8 +71,8 @@ def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Samp
     )
     engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
     told = str(engine.info.get("logprobs_mode", PROCESSED))
-    wanted = _comparable(config, sampling)
-    if config.vllm_importance_sampling_correction and not engine.plain_logprobs(sampling):
+    wanted = logprobs_mode(options.vllm_fields(config))
+    if config.vllm_importance_sampling_correction and wanted is not None and not engine.plain_logprobs(sampling):
         raise ValueError(
             f"the vLLM server {address} tells log-probs as {told}, which are not those of the distribution that is "
             f"trained, given how tokens are drawn; start it with --logprobs-mode {wanted}, or set "
@@ -101,7 +101,7 @@ def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Sa
         tensor_parallel_size=config.vllm_tensor_parallel_size,
         max_lora_rank=adapter_rank(model) if sends_adapter else 0,
         regex=config.vllm_structured_outputs_regex,
-        logprobs_mode=_comparable(config, sampling),
+        logprobs_mode=logprobs_mode(options.vllm_fields(config)) or PROCESSED,
         trust_remote_code=config.trust_remote_code,
     )
     check_memory(model, chosen, training=training_bytes(config, model))
@@ -141,11 +141,6 @@ def computing_dtype(config: GRPOConfig, model: nn.Module) -> str:
     types = [parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point]
     most = max(set(types), key=types.count, default=torch.float32)
     return str(most).removeprefix("torch.")
-
-
-def _comparable(config: GRPOConfig, sampling: SamplingOptions) -> str:
-    """How vLLM must tell log-probs for them to be training's; its plain way where none is."""
-    return logprobs_mode(sampling_fields(sampling, regex=config.vllm_structured_outputs_regex)) or PROCESSED
 
 
 def _sends_adapter(config: GRPOConfig, model: nn.Module, largest_rank: int | None, place: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
 from groupgrad import GRPOConfig
-from groupgrad.config import rules
+from groupgrad.config import options, rules
 from groupgrad.config.idle import IDLE
 from groupgrad.config.values import CHOICES, RANGES, nearest
 from groupgrad.errors import ConfigError
@@ -106,18 +106,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"generation_kwargs": {"return_dict_in_generate": True}}, ["return_dict_in_generate=True", "Take it out"]),
     ({"generation_kwargs": {"temperature": 0}}, ["in generation_kwargs, temperature=0", "above 0"]),
     ({"generation_kwargs": {"max_new_tokens": 0}}, ["in generation_kwargs, max_completion_length=0"]),
-    (
-        {"use_vllm": True, "top_p": 0.9, "temperature": 0.7},
-        ["top_p=0.9 beside temperature=0.7", "Set temperature to 1.0", "take top_p out"],
-    ),
-    (
-        {"use_vllm": True, "temperature": 0.7, "generation_kwargs": {"min_tokens": 2}},
-        ["min_tokens=2 beside temperature=0.7"],
-    ),
-    (
-        {"use_vllm": True, "vllm_structured_outputs_regex": "a+"},
-        ["structured_outputs={'regex': 'a+'}", "Set vllm_importance_sampling_correction=False"],
-    ),
     ({"use_vllm": True, "generation_kwargs": {"n": 2}}, ["generation_kwargs has 'n'", "sets for each row"]),
     ({"stochastic_rounding": True, "optim": "sgd"}, ["stochastic_rounding=True", "optim='sgd'", "adamw_torch"]),
     ({"stochastic_rounding": True, "optim_args": "a=1"}, ["stochastic_rounding=True", "optim_args='a=1'"]),
@@ -164,6 +152,23 @@ def test_a_bad_setting_is_named_with_what_to_set(settings, texts):
         GRPOConfig(use_cpu=True, **settings)
     for text in texts:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "corrects"),
+    [
+        ({}, True),
+        ({"temperature": 0.7}, True),
+        ({"top_p": 0.9}, True),
+        ({"top_p": 0.9, "temperature": 0.7}, False),
+        ({"vllm_structured_outputs_regex": "a+"}, False),
+        ({"vllm_importance_sampling_correction": False}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is not corrected for")
+def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
+    config = GRPOConfig(use_cpu=True, use_vllm=True, **settings)
+    assert (options.policy_options(config).mismatch is not None) is corrects
 
 
 def test_all_broken_rules_are_reported_at_once():
@@ -259,6 +264,9 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, seen, tmp_path, m
         ({"importance_sampling_level": "sequence"}, "loss_type='dapo'"),
         ({"delta": 1.1}, "not above 1 [+] epsilon=1.2"),
         ({"vllm_mode": "server"}, r"vllm_mode='server' \(use_vllm is False\)"),
+        ({"use_vllm": True, "top_p": 0.9, "temperature": 0.7}, "top_p=0.9 beside temperature=0.7 .* is not corrected"),
+        ({"use_vllm": True, "temperature": 0.7, "generation_kwargs": {"min_tokens": 2}}, "without min_tokens, it is"),
+        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "{'regex': 'a[+]'} .* is not corrected for$"),
         ({"use_vllm": True, "vllm_server_port": 8001}, "'colocate', so there is no server"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "groupgrad vllm-serve"),
         ({"use_vllm": True, "rollout_engine": "native"}, "use_vllm is True"),

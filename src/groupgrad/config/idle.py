@@ -189,6 +189,24 @@ def idle_settings(config: GRPOConfig) -> list[str]:
     return found
 
 
+def idle_reward_settings(config: GRPOConfig, *, models: bool, by_name: bool) -> str | None:
+    """Which settings of reward models were changed although there are no such `models`, or none loaded `by_name`."""
+    names = _REWARD_MODEL_FIELDS[:1] if models else _REWARD_MODEL_FIELDS
+    changed = [name for name in names if _is_changed(config, name)]
+    if by_name or not changed:
+        return None
+    which = "reward model is given by name" if models else "reward function is a reward model"
+    return f"{', '.join(changed)} {'has' if len(changed) == 1 else 'have'} no effect: no {which}"
+
+
+_REWARD_MODEL_FIELDS = (
+    "reward_model_init_kwargs",
+    "reward_model_device",
+    "reward_model_batch_tokens",
+    "reward_model_offload",
+)
+
+
 def _is_changed(config: GRPOConfig, name: str) -> bool:
     field = config.__dataclass_fields__.get(name)
     if field is None:

@@ -8,6 +8,7 @@ from groupgrad.data.plan import RoundPlan
 from groupgrad.data.rounds import LoaderOptions
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.choice import EngineOptions
+from groupgrad.engines.vllm.sampling import logprobs_mode, sampling_fields
 from groupgrad.models.forward import ForwardOptions
 from groupgrad.objectives import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
@@ -73,6 +74,17 @@ def sampling_options(config: GRPOConfig, *, eos_ids: list[int], pad_id: int) -> 
     )
 
 
+def vllm_fields(config: GRPOConfig) -> dict[str, Any]:
+    """What vLLM is told of how completions are drawn, but for what ends them. ValueError for what is not to be told."""
+    sampling = sampling_options(config, eos_ids=[], pad_id=0)
+    return sampling_fields(sampling, regex=config.vllm_structured_outputs_regex)
+
+
+def tells_comparable_logprobs(config: GRPOConfig) -> bool:
+    """Whether vLLM can tell log-probs of the distribution that is trained, given how completions are drawn."""
+    return logprobs_mode(vllm_fields(config)) is not None
+
+
 def agent_options(config: GRPOConfig) -> AgentOptions:
     """How agents call tools and environments."""
     return AgentOptions(
@@ -99,7 +111,7 @@ def engine_options(config: GRPOConfig) -> EngineOptions:
 def policy_options(config: GRPOConfig) -> PolicyOptions:
     """The objective. Sampler/trainer mismatch needs correction only with an engine of its own weights."""
     mismatch = None
-    if config.use_vllm and config.vllm_importance_sampling_correction:
+    if config.use_vllm and config.vllm_importance_sampling_correction and tells_comparable_logprobs(config):
         mismatch = MismatchOptions(
             mode=cast(MismatchMode, config.vllm_importance_sampling_mode),
             clip_min=config.vllm_importance_sampling_clip_min,

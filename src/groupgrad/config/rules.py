@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from groupgrad.config import options
+from groupgrad.config.engine_rules import ENGINE_RULES, uncorrected
 from groupgrad.config.idle import idle_settings
 from groupgrad.config.launch import env_on, zero_3_problem, zero_stage
 from groupgrad.config.values import (
@@ -22,10 +22,8 @@ from groupgrad.config.values import (
     choice_problem,
     is_count,
     is_number,
-    parse_bytes,
     range_problem,
 )
-from groupgrad.engines.vllm.sampling import STRUCTURE, logprobs_mode, sampling_fields, shaping
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -106,15 +104,6 @@ def divisors_near(total: int, wanted: int, least: int, most: int = 3) -> list[in
 
 
 # --- Rules that look at several settings ---
-
-
-def _engine_memory(c: GRPOConfig) -> str | None:
-    if c.engine_kv_memory is None or parse_bytes(c.engine_kv_memory) is not None:
-        return None
-    return (
-        f"engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' "
-        "or '512MB', or leave it unset"
-    )
 
 
 def _json_dicts(c: GRPOConfig) -> str | None:
@@ -249,66 +238,6 @@ def _entropy_bounds(c: GRPOConfig) -> str | None:
     return None
 
 
-def _mismatch_bounds(c: GRPOConfig) -> str | None:
-    low, high = c.vllm_importance_sampling_clip_min, c.vllm_importance_sampling_clip_max
-    if low is not None and high is not None:
-        if is_number(low) and is_number(high) and low >= high:
-            return (
-                f"vllm_importance_sampling_clip_min={low} is not below vllm_importance_sampling_clip_max={high}. "
-                f"Set vllm_importance_sampling_clip_min below {high}"
-            )
-    elif low is None and high is None and str(c.vllm_importance_sampling_mode).endswith("_truncate"):
-        return (
-            f"vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} cuts ratios, but both bounds are None. "
-            f"Set vllm_importance_sampling_clip_max, for example to 3.0"
-        )
-    return None
-
-
-def _vespo_sequence_correction(c: GRPOConfig) -> str | None:
-    mode = str(c.vllm_importance_sampling_mode)
-    if c.loss_type != "vespo" or not (c.use_vllm and c.vllm_importance_sampling_correction and mode[:4] == "sequ"):
-        return None
-    return (
-        f"loss_type='vespo' needs the correction of each token, but vllm_importance_sampling_mode={mode!r} gives one "
-        f"for the sequence. Set vllm_importance_sampling_mode to 'token_truncate' or 'token_mask'"
-    )
-
-
-def _vllm_sampling(c: GRPOConfig) -> str | None:
-    """vLLM tells log-probs before cuts, penalties and temperature, or after them; a regex cuts before both."""
-    if not c.use_vllm or not isinstance(c.generation_kwargs, (dict, type(None))):
-        return None
-    try:
-        fields = sampling_fields(
-            options.sampling_options(c, eos_ids=[], pad_id=0), regex=c.vllm_structured_outputs_regex
-        )
-    except (TypeError, ValueError) as error:
-        # What is wrong with a single value is said by its own rule.
-        return str(error) if "groupgrad sets for each row" in str(error) else None
-    if logprobs_mode(fields) is not None or not c.vllm_importance_sampling_correction:
-        return None
-    shaped, remedy = shaping(fields), ""
-    said = ", ".join(f"{name}={fields[name]!r}" for name in shaped)
-    if STRUCTURE not in shaped:
-        said += f" beside temperature={fields['temperature']!r}"
-        remedy = f"temperature to 1.0, take {' and '.join(shaped)} out, or set "
-    return (
-        f"{said} with use_vllm=True: vLLM tells a token's log-prob among the tokens that were left, and training "
-        f"cannot: it does not know which were. Set {remedy}vllm_importance_sampling_correction=False"
-    )
-
-
-def _rollout_ahead(c: GRPOConfig) -> str | None:
-    if not c.rollout_ahead or (c.use_vllm and c.vllm_mode == "server"):
-        return None
-    where = f"vllm_mode={c.vllm_mode!r}" if c.use_vllm else "use_vllm=False"
-    return (
-        f"rollout_ahead={c.rollout_ahead} samples while the model trains, but with {where} both would use the same "
-        f"device at once. Set use_vllm=True and vllm_mode='server', or rollout_ahead=0"
-    )
-
-
 def _stochastic_rounding(c: GRPOConfig) -> str | None:
     optim, plain = getattr(c.optim, "value", c.optim), ("adamw_torch", "adamw_torch_fused")
     others = {f"optim={optim!r}": optim not in plain, f"optim_args={c.optim_args!r}": bool(c.optim_args)}
@@ -401,7 +330,6 @@ def checkpointing_options(c: GRPOConfig) -> str | None:
 
 
 RULES: tuple[Check, ...] = (
-    _engine_memory,
     _json_dicts,
     _dtype,
     _reward_model_place,
@@ -414,10 +342,6 @@ RULES: tuple[Check, ...] = (
     _reward_weights,
     _cispo_ceiling,
     _entropy_bounds,
-    _mismatch_bounds,
-    _vespo_sequence_correction,
-    _vllm_sampling,
-    _rollout_ahead,
     _stochastic_rounding,
     zero_3_problem,
     _hub_repo,
@@ -428,6 +352,7 @@ RULES: tuple[Check, ...] = (
     _full_precision_evaluation,
     _labels,
     _sampling_order,
+    *ENGINE_RULES,
 )
 
 
@@ -472,7 +397,7 @@ def _accelerator_loading(c: GRPOConfig) -> str | None:
     return f"accelerator_config has {', '.join(changed)}, without effect: the trainer reads its data itself"
 
 
-REMARKS: tuple[Check, ...] = (_cispo_default, _ratio_level, _low_delta, _accelerator_loading)
+REMARKS: tuple[Check, ...] = (_cispo_default, _ratio_level, _low_delta, _accelerator_loading, uncorrected)
 
 
 # --- What the config calls ---
