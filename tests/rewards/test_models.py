@@ -381,6 +381,13 @@ def test_options_that_cannot_work(options, problem):
         RewardModelOptions(**options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that this machine has")
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_device_that_is_not_there_is_named(offload: bool):
+    with pytest.raises(ValueError, match=r"reward_model_device='cuda:9' cannot be used for reward model 'Llama.*: "):
+        RewardModel(make_model(), make_tokenizer(), RewardModelOptions(device="cuda:9", offload=offload))
+
+
 def test_names_of_models():
     assert model_name("org/reward-model") == "reward-model"
     assert model_name("./a/b/") == "b"

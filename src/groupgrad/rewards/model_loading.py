@@ -150,6 +150,17 @@ def longest_text(model: nn.Module) -> int | None:
     return limit
 
 
+def check_device(device: torch.device | str, name: str) -> None:
+    """ValueError if nothing can be put on `device`."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"reward_model_device='{device}' cannot be used for reward model '{name}': {str(error).splitlines()[0]}; "
+            "set it to a device that this machine has, or leave it unset"
+        ) from error
+
+
 def is_placed(model: nn.Module, options: RewardModelOptions) -> bool:
     """True if the model is to stay where it is: quantized, or spread by a device map."""
     mapped = getattr(model, "hf_device_map", None) or (options.init_kwargs or {}).get("device_map") is not None

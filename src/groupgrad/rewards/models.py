@@ -19,6 +19,7 @@ from groupgrad.rewards.functions import failure
 from groupgrad.rewards.inputs import CallInputs
 from groupgrad.rewards.model_loading import (
     RewardModelOptions,
+    check_device,
     is_placed,
     load_model,
     load_tokenizer,
@@ -58,7 +59,7 @@ class RewardModel:
 
     def __init__(self, model: str | torch.nn.Module, processing_class: Any, options: RewardModelOptions):
         self._options = options
-        self.name = model_name(model)
+        self.name, self.is_by_name = model_name(model), isinstance(model, str)
         self.model = load_model(model, options) if isinstance(model, str) else model
         self.model.eval()
         self._host = self._place()
@@ -122,6 +123,7 @@ class RewardModel:
                     "and stays where it is; set reward_model_offload=False, or load it plainly"
                 )
             return None
+        check_device(self._options.device, self.name)
         if self._options.offload:
             return HostWeights(self.model, self._options.device)
         self.model.to(self._options.device)
