@@ -19,6 +19,7 @@ from groupgrad import compat
 from groupgrad.agency import Agency
 from groupgrad.callbacks import EntropyController
 from groupgrad.config import GRPOConfig, options
+from groupgrad.config.idle import idle_reward_settings
 from groupgrad.config.launch import uses_deepspeed, zero_stage
 from groupgrad.data.plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker, check_dataset
@@ -383,6 +384,9 @@ def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any
         models=options.reward_model_options(config),
         own_names=agency.reward_names,
     )
+    by_name = any(model.is_by_name for model in rewards.models)
+    if idle := idle_reward_settings(config, models=bool(rewards.models), by_name=by_name):
+        warnings.warn(idle)
     options.scoring_options(config, len(rewards.names) - len(agency.reward_names), len(agency.reward_names))
     return rewards
 

@@ -82,6 +82,16 @@ def test_options_reach_them(make_trainer: Callable[..., Any], saved: str) -> Non
     assert all(rows * width <= 20 for rows, width in shapes) and len(shapes) > 2
 
 
+def test_options_of_reward_models_without_one_say_so(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
+    """Of a model that is loaded already only the options for loading do nothing."""
+    given: dict[str, Any] = {"reward_model_init_kwargs": {"dtype": "float16"}, "reward_model_batch_tokens": 20}
+    with pytest.warns(UserWarning, match="reward_model_batch_tokens have no effect: no reward function is"):
+        make_trainer(**given)
+    object_given = {"reward_funcs": make_scorer(len(tokenizer)), "trainer": {"reward_processing_classes": tokenizer}}
+    with pytest.warns(UserWarning, match="^reward_model_init_kwargs has no effect: no reward model is given by name"):
+        make_trainer(**object_given, **given)
+
+
 def test_two_places_are_one_too_many(saved: str) -> None:
     given = {"device_map": "cpu"}
     with pytest.raises(ConfigError, match=r"reward_model_init_kwargs has device_map='cpu'.*Set one of the two"):
