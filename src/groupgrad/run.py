@@ -112,7 +112,8 @@ class TrainingRun(Trainer):
         draws something else; a run of the same seed draws the same.
         """
         sampling = self.setup.sampling
-        if self.serving is not None:
+        # Rounds that are sampled ahead must not meet other weights: then these are the last that were sent.
+        if self.serving is not None and not (self.is_in_train and self.args.rollout_ahead):
             self.serving.refresh(self.state.global_step)
         if max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=max_new_tokens)
