@@ -53,6 +53,9 @@ class Story:
             self.lines.append(f"refresh {version}")
             self.version = version
 
+    def forget(self) -> None:
+        self.lines.append("forget")
+
     def rest(self) -> None:
         self.lines.append("rest")
 
@@ -72,6 +75,16 @@ class Story:
 
     def close(self) -> None:
         self.lines.append("close")
+
+
+class Always(dict[int, Exception]):
+    """Every round fails alike, however often it is tried."""
+
+    def __init__(self, error: Exception):
+        super().__init__({0: error})
+
+    def pop(self, key: int) -> Exception:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self[key]
 
 
 _SET = threading.Event()
@@ -166,6 +179,20 @@ def test_a_round_whose_weights_were_lost_is_sampled_anew(caplog):
     assert "round 1 is sampled anew: the server was started again" in caplog.text
     settle(made)
     assert made(request(2, 2)) == [(2, 1, 1)]
+
+
+def test_a_round_that_is_trained_next_is_sampled_anew_too_but_not_for_ever(caplog):
+    lost = WeightsLost("the server was started again")
+    story = Story(fails={0: lost})
+    assert supply(story)(request(0, 4)) == [(0, 4, 4)]
+    once = ["refresh 4", "sample train 0 with 4"]
+    assert story.lines == [*once, "forget", *once, "rest"]
+    assert "round 0 is sampled anew: the server was started again" in caplog.text
+    always = Story()
+    always.fails = Always(lost)
+    with pytest.raises(WeightsLost, match="started again"):
+        supply(always)(request(0, 4))
+    assert always.lines == [*once, "forget", *once, "forget", *once]
 
 
 def test_any_other_failure_ahead_is_raised_when_its_round_is_asked_for():

@@ -18,12 +18,20 @@ from groupgrad.types import Rollout
 logger = logging.getLogger(__name__)
 
 
+ATTEMPTS = 3
+"""Times that a round is sampled whose engine loses its weights meanwhile."""
+
+
 class Weights(Protocol):
     """The weights that an engine samples from, where they are a copy of the policy's."""
 
     def refresh(self, version: int) -> None:
         """Collective. What is sampled from now on comes from the policy as it is, at this optimizer step. Nothing may
         be sampled meanwhile."""
+        ...
+
+    def forget(self) -> None:
+        """The engine may no longer have what it was sent: the next `refresh` sends it whatever the step is."""
         ...
 
     def rest(self) -> None:
@@ -45,8 +53,8 @@ class Supply:
 
     With `ahead=k` up to k rounds that follow are sampled in a thread of their own while a round is trained, from
     weights that are at most k rounds old. New weights are sent between rounds, when nothing is sampled on any rank. A
-    round whose engine lost its weights is sampled anew, from the present ones. Whatever else a thread fails with is
-    raised when its round is asked for.
+    round whose engine lost its weights, on any rank, is sampled anew by all, from the present ones; one that loses them
+    `ATTEMPTS` times fails. Whatever else a thread fails with is raised when its round is asked for.
 
     `around` makes a context that rounds are sampled in, entered and left by all ranks together; not those ahead.
     """
@@ -99,13 +107,31 @@ class Supply:
         self.source.close()
 
     def _now(self, request: RoundRequest) -> list[Rollout]:
-        rollouts: list[Rollout] = []
-        self._refresh(request.step)
-        with self._timings.phase("sampling"), self._around(), dist.together():
-            rollouts = self.source(request)
+        attempt, is_missing, rollouts = 0, True, []
+        while is_missing:
+            attempt += 1
+            rollouts, is_missing = self._tried(request, is_last=attempt == ATTEMPTS)
         if self._weights is not None:
             self._weights.rest()
         return rollouts
+
+    def _tried(self, request: RoundRequest, *, is_last: bool) -> tuple[list[Rollout], bool]:
+        """Collective. The rollouts of a round; whether any rank has none, since the weights were lost."""
+        rollouts: list[Rollout] | None = None
+        self._refresh(request.step)
+        with self._timings.phase("sampling"), self._around(), dist.together():
+            try:
+                rollouts = self.source(request)
+            except WeightsLost as error:
+                if is_last or self._weights is None:
+                    raise
+                _warn_of(request, error)
+        if self._weights is None:
+            return rollouts or [], False
+        is_missing = any(dist.all_gather_objects(rollouts is None))
+        if is_missing:
+            self._weights.forget()
+        return rollouts or [], is_missing
 
     def _refresh(self, version: int) -> None:
         if self._weights is not None:
@@ -121,7 +147,7 @@ class Supply:
                 try:
                     rollouts = job.result()
                 except WeightsLost as error:
-                    logger.warning("round %d is sampled anew: %s", request.number, error)
+                    _warn_of(request, error)
         is_missing = any(dist.all_gather_objects(rollouts is None))
         return rollouts or [], is_missing
 
@@ -148,3 +174,7 @@ class Supply:
         assert self._weights is not None
         with self._weights.held():
             return self.source(request)
+
+
+def _warn_of(request: RoundRequest, error: WeightsLost) -> None:
+    logger.warning("round %d is sampled anew: %s", request.number, error)

@@ -20,6 +20,7 @@ from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, misfits
 from groupgrad.engines.vllm.http import Address, ServerRefused
 from groupgrad.engines.vllm.media import decode
 from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
+from groupgrad.errors import WeightsLost
 from groupgrad.types import Media
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
@@ -164,6 +165,26 @@ def test_a_server_that_was_started_again_is_given_the_weights(scripted: Scripted
     scripted.info |= {"start_id": "second", "stamp": "as loaded"}
     engine.sample(ROWS, OPTIONS)
     assert scripted.info["stamp"] == stamp == engine.stamp and len(scripted.weights) == len(model.state_dict())
+
+
+def test_a_push_sees_that_the_server_was_started_again_in_another_dtype(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 3)
+    scripted.info |= {"start_id": "second", "stamp": "as loaded", "dtype": "float32"}
+    stamp = engine.push(model, 4)
+    assert scripted.info["stamp"] == stamp and engine.info["start_id"] == "second"
+    assert {tensor.dtype for tensor in scripted.weights.values()} == {torch.float32}
+
+
+def test_a_rank_that_cannot_push_says_that_the_weights_are_lost(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine(pushes=False, timeout_s=0.5)
+    engine.connect(model)
+    scripted.info |= {"stamp": "3-here"}
+    engine.expect("3-here")
+    scripted.info |= {"start_id": "second", "stamp": "as loaded"}
+    scripted.script = [[]]
+    with pytest.raises(WeightsLost, match="lost the weights '3-here', and the rank that pushes has not given"):
+        engine.sample(ROWS, OPTIONS)
 
 
 def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model: Any) -> None:

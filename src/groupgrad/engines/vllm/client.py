@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 PUSH_ATTEMPTS = 3
 """Times that a push is tried when the server goes away in the middle of it."""
 
+GRACE_S = 30.0
+"""Longest that a rank waits for another one to begin a push to a server that was started again."""
+
 
 @dataclass(slots=True, frozen=True)
 class Expected:
@@ -196,13 +199,15 @@ class VLLMServerEngine:
         """See to it that the server is there with the current weights; `reason` is why that is in doubt.
 
         RuntimeError if another trainer has pushed to it; TimeoutError if it does not come back in time; WeightsLost if
-        it was started again while `is_held`.
+        it was started again and this rank cannot give it the weights: while `is_held`, alone where the model is spread
+        over ranks, or where another rank pushes and does not, having nothing to sample.
         """
         known = self._info.get("start_id")
         logger.warning("vLLM server %s: %s; looking for it", self.address, reason)
-        deadline = time.monotonic() + self.timeout_s
+        found: float | None = None
         while True:
             self._find(reason)
+            found = found or time.monotonic()
             if self._info["whole"] and self._info["stamp"] == self._stamp:
                 return
             unfinished = not self._info["whole"] and self._info["pushing"] == self._stamp
@@ -212,26 +217,18 @@ class VLLMServerEngine:
                     f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
                     f"{self._stamp!r}: another trainer uses the same server; give each a server of its own"
                 )
+            lost = f"the vLLM server {self.address} was started again and has lost the weights {self._stamp!r}"
             if self.is_held:
-                raise WeightsLost(
-                    f"the vLLM server {self.address} was started again and has lost the weights {self._stamp!r}, which "
-                    "the policy has left behind"
-                )
+                raise WeightsLost(f"{lost}, which the policy has left behind")
             if self._pushes and self._pushed is not None:
                 if is_sharded(self._pushed.model):
-                    raise RuntimeError(
-                        f"the vLLM server {self.address} was started again while rows were sampled and has lost the "
-                        f"weights {self._stamp!r}, and a model that is spread over ranks (ZeRO-3) can only be sent "
-                        "between rounds; resume from the last checkpoint"
-                    )
+                    raise WeightsLost(f"{lost}, and a model that is spread over ranks can only be sent between rounds")
                 logger.warning("vLLM server %s has no weights of this training; pushing %s", self.address, self._stamp)
                 self._push()
                 return
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the vLLM server {self.address} was started again, and the rank that pushes weights did not give "
-                    f"it {self._stamp!r} within {self.timeout_s:g} s"
-                )
+            waits_s = self.timeout_s if unfinished else min(self.timeout_s, GRACE_S)
+            if time.monotonic() - found > waits_s:
+                raise WeightsLost(f"{lost}, and the rank that pushes has not given it them within {waits_s:g} s")
             time.sleep(0.25)
 
     def _find(self, reason: str | None = None) -> None:
@@ -289,15 +286,16 @@ class VLLMServerEngine:
             return None
 
     def _push_weights(self, model: nn.Module, stamp: str, *, merge: bool) -> None:
-        served = torch_dtype(self._info["dtype"])
-        notes = [
-            TensorNote(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
-            for name, empty in served_weights(model, merge=merge, shapes_only=True)
-        ]
         timeout_s = self.timeout_s
-        announcement = {"stamp": stamp, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
         checksum = 0
         with weights_to_the_end(model, merge=merge) as weights:
+            self._find()  # it may have been started again since it was last looked at
+            served = torch_dtype(self._info["dtype"])
+            notes = [
+                TensorNote(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
+                for name, empty in served_weights(model, merge=merge, shapes_only=True)
+            ]
+            announcement = {"stamp": stamp, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
             # The server waits that long for rows to end; its answer needs a moment more.
             call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
             tensors = (tensor for _, tensor in weights)
@@ -326,6 +324,7 @@ class VLLMServerEngine:
     def _push_adapter(self, pushed: _Pushed) -> None:
         from safetensors.torch import save
 
+        self._find()  # it may have been started again since it was last looked at
         files = adapter_files(pushed.model)
         rank, largest = int(files.config["r"]), int(self._info["max_lora_rank"])
         if rank > largest:
