@@ -21,7 +21,7 @@ from groupgrad.engines.vllm.wire import ALIGNMENT, BUCKET_BYTES, TensorNote, tor
 
 Backend = Literal["nccl", "gloo"]
 
-POLL_S = 0.001
+POLL_S, MEETING_POLL_S = 0.001, 0.02
 _WORDS_AT_A_TIME = 1 << 21
 _FACTOR = 0x5851F42D4C957F2D
 
@@ -64,6 +64,7 @@ class WeightGroup:
         self._store = store
         self._group: Any = None
         try:
+            _meet(store, rank, size, self._timeout)
             self._group = _make(backend, store, rank, size, self._timeout)
             # NCCL connects when something is sent.
             hello = torch.full((1,), rank, dtype=torch.uint8, device=self.device)
@@ -128,6 +129,22 @@ def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
             f"port {port} of {host}, where trainer and server meet to transfer weights, {what}: {error}; set "
             "vllm_group_port to a free port that both machines reach"
         ) from None
+
+
+def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait until all ranks are about to form the group; RuntimeError if they are not in time.
+
+    Forming it alone would block in native code, in a thread that nobody can stop, and a process has died of that while
+    it went on without the group.
+    """
+    store.set(f"here/{rank}", "")
+    others = [f"here/{number}" for number in range(size)]
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(others):
+        if time.monotonic() > deadline:
+            missing = [number for number in range(size) if not store.check([f"here/{number}"])]
+            raise RuntimeError(f"ranks {missing} did not come within {timeout.total_seconds():g} s")
+        time.sleep(MEETING_POLL_S)
 
 
 def _make(backend: Backend, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
