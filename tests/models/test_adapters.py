@@ -97,6 +97,15 @@ def test_an_adapter_by_its_directory(build, batch, tmp_path: Path):
     assert trainable == {name for name, p in trained.named_parameters() if p.requires_grad}
 
 
+def test_an_adapter_whose_base_model_lies_elsewhere(build, tmp_path: Path):
+    """As after its directory was copied to another machine."""
+    build("qwen3").save_pretrained(tmp_path / "base")
+    add_adapter(load_policy(str(tmp_path / "base"), {}, **LOADING), lora()).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"adapter that was trained on .*base, but .*; .*PeftModel\.from_pretrained\("):
+        load_policy(str(tmp_path / "adapter"), {}, **LOADING)
+
+
 def test_an_adapter_that_names_no_base_model(build, tmp_path: Path):
     add_adapter(build("qwen3"), lora()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"names no base model; .*PeftModel\.from_pretrained\("):

@@ -91,10 +91,12 @@ def _base_of_adapter(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
         return None
     compat.require("peft", f"model={model_id!r} (an adapter)")
     base_id = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base_id:
+    problem = None if base_id else f"{model_id} holds an adapter that names no base model"
+    if base_id and Path(base_id).is_absolute() and not Path(base_id).is_dir():
+        problem = f"{model_id} is an adapter that was trained on {base_id}, but there is no such directory here"
+    if problem is not None:
         raise ValueError(
-            f"{model_id} holds an adapter that names no base model; pass the model as "
-            "PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
+            f"{problem}; pass the model as PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
         )
     return base_id
 
