@@ -157,6 +157,15 @@ def test_rows_that_an_answer_left_out_are_asked_for_again(scripted: Scripted, mo
     assert [asked["row"] for asked in scripted.asked[1]["rows"]] == [0]
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_rows_that_the_server_gave_up_are_asked_for_again(reason: str, scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    engine.push(model, 0)
+    scripted.script = [[row(0, [9], reason), row(1, [8], "stop")], [row(0, [9, 7])]]
+    samples = engine.sample(ROWS, OPTIONS)
+    assert [(sample.ids, sample.finish_reason) for sample in samples] == [([9, 7], "length"), ([8], "eos")]
+
+
 def test_a_server_that_was_started_again_is_given_the_weights(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     stamp = engine.push(model, 3)

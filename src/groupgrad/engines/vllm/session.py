@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
@@ -23,6 +23,9 @@ WAIT_S = 0.05
 
 FRUITLESS_ATTEMPTS = 3
 """Times that the server may fail one after another with no row ended in between."""
+
+_REASONS: dict[str | None, Literal["eos", "length"]] = {"stop": "eos", "length": "length"}
+"""Why a row ended, in our words; any other reason is not an end but that vLLM gave it up."""
 
 # Words by which vLLM says that its engine has died; its server ends soon after.
 _DEAD = ("EngineDeadError", "EngineCore")
@@ -196,10 +199,11 @@ class ServerSession:
             raise ValueError(f"vLLM did not sample row {ticket} (a prompt of {length} tokens): {line['error']}")
         if line["stamp"] != self.stamp:
             raise RuntimeError(f"row {ticket} was sampled from the weights {line['stamp']!r}, not {self.stamp!r}")
+        if line["reason"] not in _REASONS:
+            return  # as above
         call.open.discard(ticket)
         self._moved = time.monotonic()
-        reason = "eos" if line["reason"] == "stop" else "length"
-        ended[ticket] = Sample(line["ids"], reason, line["logprobs"])
+        ended[ticket] = Sample(line["ids"], _REASONS[line["reason"]], line["logprobs"])
 
     def _give_up(self, call: _Call) -> None:
         self._calls.remove(call)
