@@ -191,7 +191,8 @@ def test_what_an_environment_shows_stands_behind_the_images_of_the_row(built):
     assert first.prompt.media.images == (RED, BLUE)
     assert first.prompt is second.prompt
     assert first.media.images == (RED, BLUE, RED)
-    assert [len(request.media.images) for request in engine.asked] == [2, 2, 3]
+    # The tool may answer before the second rollout is asked for.
+    assert sorted(len(request.media.images) for request in engine.asked) == [2, 2, 3]
     makers.close()
 
 

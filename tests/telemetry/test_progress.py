@@ -238,4 +238,6 @@ def test_on_a_real_terminal_lines_go_above_the_bar_and_an_abandoned_bar_ends_its
     assert drawn.endswith("\r\n")
     last = drawn.rstrip().split("\r")[-1].strip()
     assert "2/4 [" in last
-    assert all(len(frame) <= 90 for frame in re.split(r"[\r\n]", drawn))
+    # Libraries may have something to say before the bar is there.
+    frames = re.split(r"[\r\n]", drawn[drawn.index("0/4 [") :])
+    assert all(len(frame) <= 90 for frame in frames)
