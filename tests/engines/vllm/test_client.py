@@ -6,6 +6,7 @@ import http.server
 import json
 import re
 import threading
+import time
 import urllib.parse
 import zlib
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, misfits
 from groupgrad.engines.vllm.http import Address, ServerRefused
 from groupgrad.engines.vllm.media import decode
+from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
 from groupgrad.errors import WeightsLost
 from groupgrad.types import Media
@@ -194,6 +196,19 @@ def test_a_rank_that_cannot_push_says_that_the_weights_are_lost(scripted: Script
     scripted.script = [[]]
     with pytest.raises(WeightsLost, match="lost the weights '3-here', and the rank that pushes has not given"):
         engine.sample(ROWS, OPTIONS)
+
+
+def test_nobody_waits_for_a_server_when_training_ends(scripted: Scripted, model: Any) -> None:
+    policy = ServedPolicy(scripted.engine(timeout_s=60.0), model)
+    policy.refresh(0)
+    with policy.session(OPTIONS) as session:
+        scripted.server.shutdown()
+        scripted.server.server_close()
+        started = time.monotonic()
+        threading.Timer(0.3, policy.stop).start()
+        with policy.held(), pytest.raises(RuntimeError, match="given up, since training ends"):
+            sample_all(session, ROWS)
+    assert time.monotonic() - started < 30
 
 
 def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model: Any) -> None:

@@ -108,6 +108,8 @@ class VLLMServerEngine:
         self._checked: list[dict[str, Any]] = []
         self.is_held = False
         """The policy changes while rows are sampled, so that it must not be sent meanwhile."""
+        self.is_stopped = False
+        """Nobody waits for what is sampled any more: waiting for the server fails."""
 
     @property
     def stamp(self) -> str:
@@ -233,7 +235,7 @@ class VLLMServerEngine:
 
     def _find(self, reason: str | None = None) -> None:
         try:
-            self._info = wait_until_up(self.address, timeout_s=self.timeout_s)
+            self._info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=lambda: self.is_stopped)
         except TimeoutError as error:
             raise TimeoutError(f"{error}" + (f"; it is looked for because {reason}" if reason else "")) from None
         if self._expected is not None:

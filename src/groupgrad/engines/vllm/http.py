@@ -6,12 +6,14 @@ import http.client
 import json
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 POLL_S = 0.25
 """Seconds between two looks for a server that is not up yet."""
+
+GIVEN_UP = "sampling was given up, since training ends"
 
 
 class ServerGone(ConnectionError):
@@ -105,10 +107,13 @@ class Stream:
                 socket.shutdown(sockets.SHUT_RDWR)
 
 
-def wait_until_up(address: Address, *, timeout_s: float) -> dict[str, Any]:
+def wait_until_up(
+    address: Address, *, timeout_s: float, is_given_up: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
     """What `/groupgrad/info` says, as soon as it says something.
 
-    TimeoutError after `timeout_s`, with what was seen last; ServerRefused for a server of another kind.
+    TimeoutError after `timeout_s`, with what was seen last; ServerRefused for a server of another kind; RuntimeError
+    once it `is_given_up`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -130,6 +135,8 @@ def wait_until_up(address: Address, *, timeout_s: float) -> dict[str, Any]:
                 f"no vLLM server came up at {address} within {timeout_s:g} s (last: {seen}); start one with `groupgrad "
                 "vllm-serve --model NAME`, look into its output, or set vllm_server_base_url or vllm_server_timeout"
             )
+        if is_given_up():
+            raise RuntimeError(GIVEN_UP)
         time.sleep(POLL_S)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
+from groupgrad.engines.vllm.http import GIVEN_UP
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class ServedPolicy:
     def refresh(self, version: int) -> None:
         """Collective. See to it that samples come from the policy as it is now, at this optimizer step; weights that
         are there already are not sent again. Nothing may be sampled meanwhile."""
-        self._is_stopped = False
+        if self._is_stopped:
+            self._is_stopped = self.engine.is_stopped = False
         if self._version == version:
             return
         self._version = None
@@ -76,7 +78,7 @@ class ServedPolicy:
 
     def stop(self) -> None:
         """Have what is sampled now, in another thread, fail soon."""
-        self._is_stopped = True
+        self._is_stopped = self.engine.is_stopped = True
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
@@ -108,7 +110,7 @@ class _ServedSession:
     def advance(self) -> list[tuple[int, Sample]]:
         """Sample a little; those that ended by it. RuntimeError if the policy was told to stop."""
         if self.policy._is_stopped:
-            raise RuntimeError("sampling was given up, since training ends")
+            raise RuntimeError(GIVEN_UP)
         ended = self.inner.advance()
         if self.policy._tells_logprobs:
             return ended
