@@ -152,7 +152,7 @@ class GRPOConfig(legacy.LegacyArguments):
     vllm_server_base_url: str | None = _option(None, "Server: its address; host and port are then not used.")
     vllm_server_host: str = _option("0.0.0.0", "Server: its host.")
     vllm_server_port: int = _option(8000, "Server: its port.")
-    vllm_server_timeout: float = _option(240.0, "Server: seconds for each wait: until it is up, for a push, for a token.")
+    vllm_server_timeout: float = _option(240.0, "Server: seconds for each wait: to be up, for a push, for a token.")
     vllm_group_port: int = _option(51216, "Server: port at which trainer and server meet to transfer weights.")
     vllm_gpu_memory_utilization: float = _option(0.3, "Colocate: share of the accelerator's memory for vLLM, 0 to 1.")
     vllm_max_model_length: int | None = _option(None, "Colocate: longest prompt and completion together, in tokens.")
