@@ -14,12 +14,12 @@ from vision import picture
 from groupgrad.data.collate import collate
 from groupgrad.data.vision import example_prompt
 from groupgrad.models import forward, vision
-from groupgrad.models.attention import arguments
+from groupgrad.models.attention import AttentionCall, arguments
 from groupgrad.models.forward import ForwardOptions, Layout, score_tokens
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.reference import Reference
 from groupgrad.models.startup import check_layout, random_batch
-from groupgrad.models.vision import joined, placeholder_ids, sees, sight
+from groupgrad.models.vision import TwoWayPlan, joined, placeholder_ids, sees, sight
 from groupgrad.types import Media, Rollout
 
 LAYOUTS: tuple[Layout, ...] = ("dense", "packed", "shared")
@@ -314,3 +314,30 @@ def test_the_same_picture_is_one_prompt(qwen: Seen):
     other = example_prompt(qwen.processor, images=[picture("blue")])
     assert twice[0].identity == twice[1].identity
     assert twice[0].identity != other.identity
+
+
+class _NoAttention:
+    """A plan under which every token gets zeros."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        return torch.zeros(query.shape[1], query.shape[0], value.shape[2])
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0])])
+def test_tokens_of_an_image_see_their_row_up_to_the_images_end(softcap, window, sinks):
+    """A row from place 1 on, its image at 3 to 5, two heads over one of keys; the others keep what the plan gave."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 8, 4), torch.randn(1, 8, 4), torch.randn(1, 8, 4)
+    call = AttentionCall(layer=0, scale=0.7, softcap=softcap, window=window, sinks=sinks)
+    found = TwoWayPlan(_NoAttention(), [(1, 3, 6)]).attend(query, key, value, call)
+    for head in range(2):
+        for place in range(3, 6):
+            seen = [i for i in range(1, 6) if window is None or place - i < window]
+            scores = torch.stack([0.7 * (query[head, place] @ key[0, i]) for i in seen])
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.exp() / (scores.exp().sum() + (0.0 if sinks is None else sinks[head].exp()))
+            torch.testing.assert_close(found[place, head], weights @ value[0, seen])
+    assert not found[[0, 1, 2, 6, 7]].any()

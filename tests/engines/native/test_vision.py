@@ -22,10 +22,12 @@ from groupgrad.engines.native.forward import last_logits
 from groupgrad.engines.native.graphs import Steps
 from groupgrad.engines.native.kernels import library
 from groupgrad.engines.native.kernels.step import CompiledModel
+from groupgrad.engines.native.schedule import Group
+from groupgrad.engines.native.session import _last_place
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.models import vision
 from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
-from groupgrad.types import Rollout
+from groupgrad.types import Media, Rollout
 
 LENGTH = 8
 GREEDY = SamplingOptions(max_new_tokens=LENGTH, extra={"do_sample": False})
@@ -235,3 +237,11 @@ def test_positions_that_are_no_places_are_left_to_the_model(name: str, monkeypat
     samples = NativeEngine(seen.model).sample(requests(seen), FREE)
     assert bool(left) == (name == "qwen2_vl")
     assert mismatch(seen.model, seen, samples) <= 1e-5
+
+
+@pytest.mark.parametrize(("places", "start"), [([True, True, False], 2), ([False, True, True], 0), (None, 2)])
+def test_a_stored_prompt_is_computed_from_its_last_token_unless_an_image_is_there(places, start):
+    """An image's features come from the whole image, which only the whole prompt brings."""
+    media = Media((), {}, {}, "")
+    seen = None if places is None else vision.Sight(media, 3, torch.tensor(places))
+    assert _last_place(Group([5, 6, 7], 0, sight=seen)) == start
