@@ -254,7 +254,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="model, pictures and sampling follow from it (default 0)")
     parser.add_argument("--output_dir", default="runs/vision_squares", help="where files are written")
     parser.add_argument("--warm_up_steps", type=int, default=600, help="supervised steps")
-    parser.add_argument("--grpo_steps", type=int, default=150, help="GRPO steps: 8 pictures, 16 answers each")
+    parser.add_argument("--grpo_steps", type=int, default=200, help="GRPO steps: 8 pictures, 16 answers each")
     return parser.parse_args(arguments)
 
 

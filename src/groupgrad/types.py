@@ -253,10 +253,11 @@ class Batch:
         owners = self.prompt_of_row[picked]
         kept = torch.zeros(self.prompt_offsets.shape[0] - 1, dtype=torch.bool, device=picked.device)
         kept[owners] = True
-        media = None if self.media is None else tuple(m for m, keep in zip(self.media, kept.tolist()) if keep)
+        kept_prompts, rows_picked = _whole_numbers(kept.nonzero().flatten()), _whole_numbers(picked)
+        media = None if self.media is None else tuple(self.media[prompt] for prompt in kept_prompts)
         tokens, offsets = _parts(self.offsets, picked)
         prompt_tokens, prompt_offsets = _parts(self.prompt_offsets, kept.nonzero().flatten())
-        own = None if self.row_media is None else tuple(self.row_media[row] for row in picked.tolist())
+        own = None if self.row_media is None else tuple(self.row_media[row] for row in rows_picked)
         changes: dict[str, Any] = {
             "media": None if media is None or not any(media) else media,
             "row_media": None if own is None or not any(own) else own,
@@ -310,8 +311,7 @@ class Batch:
 
     def prompts(self) -> list[tuple[int, ...]]:
         """The token ids of the Q distinct prompts."""
-        ids = cast(list[int], self.prompt_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
-        bounds = cast(list[int], self.prompt_offsets.tolist())  # pyright: ignore[reportUnknownMemberType]
+        ids, bounds = _whole_numbers(self.prompt_ids), _whole_numbers(self.prompt_offsets)
         return [tuple(ids[start:end]) for start, end in pairwise(bounds)]
 
 
@@ -343,6 +343,10 @@ def _joined_media(batches: Sequence[Batch]) -> tuple[Media | None, ...] | None:
     if all(batch.row_media is None for batch in batches):
         return None
     return tuple(item for batch in batches for item in batch.row_media or (None,) * batch.num_rows)
+
+
+def _whole_numbers(values: torch.Tensor) -> list[int]:
+    return cast(list[int], values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _parts(offsets: torch.Tensor, picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
         return None
     if _is_transformed(dataset):
         return dataset[0]
-    table = dataset.with_format("arrow")[0:1]
+    table: Any = dataset.with_format("arrow")[0:1]
     return {name: _light(table.column(name)[0]) for name in table.column_names}
 
 
@@ -82,7 +82,8 @@ def _decodes(feature: Any) -> bool:
 
 
 def _raw_column(dataset: Dataset, name: str) -> Iterator[Any]:
-    for table in dataset.select_columns(name).with_format("arrow").iter(batch_size=256):
+    tables: Any = dataset.select_columns(name).with_format("arrow")
+    for table in tables.iter(batch_size=256):
         for value in table.column(name):
             yield _light(value)
 

@@ -113,7 +113,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         return {"device": None, "nccl": None}
     return {
         "device": str(getattr(torch.cuda.get_device_properties(device), "uuid", device)),
-        "nccl": list(torch.cuda.nccl.version()),
+        "nccl": list(torch.cuda.nccl.version()),  # pyright: ignore[reportAttributeAccessIssue]
     }
 
 

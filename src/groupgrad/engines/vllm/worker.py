@@ -53,7 +53,7 @@ class _Tie:
         """Reloading takes layers one by one and knows of no ties: let the layer have its owner's weight again, and make
         of it what it makes of its weights."""
         self.layer.weight = self.owner.weight
-        method = getattr(self.layer, "quant_method", None)
+        method: Any = getattr(self.layer, "quant_method", None)
         if hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(self.layer)
 
