@@ -150,7 +150,7 @@ def build_parts(
     model = _load_model(model, config, quantization_config)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
-        model = add_adapter(model, peft_config)
+        model = add_adapter(model, peft_config, in_models_type=config.stochastic_rounding)
     check_adapter(model)
     if config.use_liger_kernel:
         put_kernels_in(model, config.liger_kernel_config)

@@ -7,6 +7,7 @@ logs and saves.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,8 @@ class TrainingRun(Trainer):
     def _serve(self, parts: assembly.Parts) -> ServedPolicy:
         """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
         served = serve_policy(self.args, self.model, parts, self.agency)
+        # What this process started of vLLM ends with the trainer, or when the process does.
+        weakref.finalize(self, served.close)
         if assembly.narrow_context(self.prompt_maker, longest_context(served)):
             datasets = self.train_dataset, self.eval_dataset
             assembly.check_datasets(*datasets, self.plan, self.prompt_maker, self.agency, self.args)

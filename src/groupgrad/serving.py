@@ -106,7 +106,11 @@ def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Sa
     )
     check_memory(model, chosen, training=training_bytes(config, model))
     engine = VLLMColocateEngine(model, tokenizer, chosen)
-    engine.check(sampling, num_tokens=sampling.max_new_tokens + 1)
+    try:
+        engine.check(sampling, num_tokens=sampling.max_new_tokens + 1)
+    except ValueError:
+        engine.close()
+        raise
     return ServedPolicy(engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling))
 
 

@@ -109,6 +109,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"use_vllm": True, "generation_kwargs": {"n": 2}}, ["generation_kwargs has 'n'", "sets for each row"]),
     ({"stochastic_rounding": True, "optim": "sgd"}, ["stochastic_rounding=True", "optim='sgd'", "adamw_torch"]),
     ({"stochastic_rounding": True, "optim_args": "a=1"}, ["stochastic_rounding=True", "optim_args='a=1'"]),
+    ({"use_vllm": True, "vllm_max_model_length": 256}, ["vllm_max_model_length=256", "max_completion_length=256"]),
     ({"rollout_ahead": 1}, ["rollout_ahead=1", "use_vllm=False", "vllm_mode='server'"]),
     ({"rollout_ahead": 1, "use_vllm": True}, ["rollout_ahead=1", "vllm_mode='colocate'"]),
     ({"vllm_lora_updates": "never"}, ["vllm_lora_updates='never'", "merge"]),

@@ -292,11 +292,12 @@ def test_rows_that_cannot_be_had_are_named(rows: list[dict[str, Any]], error: ty
 
 
 def test_a_file_that_is_cut_off_is_named_wherever_it_is_decoded(qwen, tmp_path: Path):
-    """Where a row is measured before training it is named; later, when its number is not known, the file is."""
+    """The first images are decoded before training; later, when a row's number is not known, its file is named."""
     (tmp_path / "cut.png").write_bytes(png(RED)[:60])
+    (tmp_path / "whole.png").write_bytes(png(RED))
     row = asked(image=str(tmp_path / "cut.png"))
-    with pytest.raises(ImageError, match=r"row 1 of train_dataset: .*cut\.png'\) cannot be read"):
-        check([asked(image=None), row], qwen, max_context=40)
+    with pytest.raises(ImageError, match=r"an image in 'image' of row 2 of train_dataset .*cut\.png'\) cannot be read"):
+        check([asked(image=None), asked(image=str(tmp_path / "whole.png")), row], qwen)
     with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
         maker(qwen)(row, 0)
     with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
@@ -320,7 +321,9 @@ def test_a_data_set_is_looked_at_once(qwen, monkeypatch):
     looked: list[Any] = []
     check_images = VisionPromptMaker.check_images
     monkeypatch.setattr(
-        VisionPromptMaker, "check_images", lambda self, *args: looked.append(args) or check_images(self, *args)
+        VisionPromptMaker,
+        "check_images",
+        lambda self, *args, **how: looked.append(args) or check_images(self, *args, **how),
     )
     made, rows = maker(qwen), Dataset.from_list([asked(image=RED), asked(image=None)])
     check_dataset(rows, "eval_dataset", made)

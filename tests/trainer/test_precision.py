@@ -142,9 +142,13 @@ def test_other_types_and_optimizers_are_refused(make_trainer, make_policy):
 def test_an_adapter_in_bfloat16(make_trainer, make_policy):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(make_policy().to(torch.bfloat16), config)
     with pytest.raises(ValueError, match=r"lora_A.* is float32, .* autocast_adapter_dtype=False"):
-        make_trainer(model=make_policy().to(torch.bfloat16), trainer={"peft_config": config}, stochastic_rounding=True)
+        make_trainer(model=model, stochastic_rounding=True)
     model = peft.get_peft_model(make_policy().to(torch.bfloat16), config, autocast_adapter_dtype=False)
-    trainer = make_trainer(model=model, stochastic_rounding=True, max_steps=2)
-    trainer.train()
-    assert any(float(p.abs().max()) > 0 for name, p in model.named_parameters() if "lora_B" in name)
+    for settings in ({"model": model}, {"model": make_policy().to(torch.bfloat16), "trainer": {"peft_config": config}}):
+        trainer = make_trainer(**settings, stochastic_rounding=True, max_steps=2)
+        trainer.train()
+        learned = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
+        assert {p.dtype for p in learned} == {torch.bfloat16}
+        assert any(float(p.abs().max()) > 0 for p in learned)

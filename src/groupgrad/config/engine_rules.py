@@ -76,6 +76,19 @@ def uncorrected(c: GRPOConfig) -> str | None:
     )
 
 
+def _vllm_context(c: GRPOConfig) -> str | None:
+    longest, completion = c.vllm_max_model_length, c.max_completion_length
+    if not c.use_vllm or c.vllm_mode != "colocate" or not (is_number(longest) and is_number(completion)):
+        return None
+    if int(longest or 0) > int(completion or 0):
+        return None
+    return (
+        f"vllm_max_model_length={longest} holds prompt and completion together, and completions alone may have "
+        f"max_completion_length={completion} tokens. Set vllm_max_model_length above that, or lower "
+        f"max_completion_length"
+    )
+
+
 def _rollout_ahead(c: GRPOConfig) -> str | None:
     if not c.rollout_ahead or (c.use_vllm and c.vllm_mode == "server"):
         return None
@@ -91,5 +104,6 @@ ENGINE_RULES: tuple[Callable[[GRPOConfig], str | None], ...] = (
     _mismatch_bounds,
     _vespo_sequence_correction,
     _vllm_rows,
+    _vllm_context,
     _rollout_ahead,
 )

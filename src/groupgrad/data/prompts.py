@@ -16,6 +16,9 @@ from groupgrad.types import Media, Messages, Prompt
 # A chat template may add this many tokens to the text of a conversation before a prompt is measured exactly.
 TEMPLATE_ALLOWANCE = 1024
 
+DECODED_FIRST = 256
+"""Images of a data set that are read to the end before training; of the others only the beginning of the file."""
+
 
 @dataclass(slots=True, frozen=True)
 class Encoded:
@@ -76,9 +79,11 @@ class PromptMaker:
         ids = rendered["input_ids"]
         return list(ids[0] if ids and isinstance(ids[0], list) else ids)
 
-    def check_images(self, row: dict[str, Any], place: Place | None = None) -> list[tuple[int, int]]:
-        """The (height, width) of a row's images, which are not decoded; ValueError for images that no prompt can be
-        made with. `place` names the row in messages."""
+    def check_images(
+        self, row: dict[str, Any], place: Place | None = None, *, decode: bool = False
+    ) -> list[tuple[int, int]]:
+        """The (height, width) of a row's images; ValueError for images that no prompt can be made with. `place` names
+        the row in messages. With `decode` they are read to the end."""
         column, images = column_images(row)
         if not images and not isinstance(row["prompt"], str):
             column, images = "prompt", list(image_blocks(row["prompt"]))
@@ -149,8 +154,8 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may
 
     TypeError for something that is no data set; ValueError for a missing `prompt` column, empty or malformed prompts,
     images that cannot be had or do not fit their messages, and prompts longer than the model's context (counted, one
-    shown). Images are looked at without decoding them, but for the first. Of a stream only the first row is looked at.
-    With `may_lack_prompts` the column may be missing.
+    shown). The first images are decoded, of the others only the file's beginning is read. Of a stream only the first
+    row is looked at. With `may_lack_prompts` the column may be missing.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
@@ -177,13 +182,14 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may
 
 def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker) -> None:
     too_long: list[tuple[int, Any]] = []
-    is_tried = False
+    is_tried, num_decoded = False, 0
     for number, row in enumerate(prompt_rows(dataset)):
         prompt = row["prompt"]
         problem = _malformed(prompt, prompt_maker)
         if problem:
             raise ValueError(f"row {number} of {argument}: {problem}")
-        sizes = prompt_maker.check_images(row, Place("image", number, argument))
+        sizes = prompt_maker.check_images(row, Place("image", number, argument), decode=num_decoded < DECODED_FIRST)
+        num_decoded += len(sizes)
         longest = prompt_maker.max_context
         if longest is not None and _may_exceed(prompt, longest - prompt_maker.num_image_tokens(sizes)):
             with _named(number, argument):

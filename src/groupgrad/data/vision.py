@@ -81,9 +81,14 @@ class VisionPromptMaker(PromptMaker):
             raise ValueError(self.too_long_message(messages, len(encoded.ids)))
         return Prompt(ids=encoded.ids, row={**row, "prompt": messages}, group=group, media=encoded.media)
 
-    def check_images(self, row: dict[str, Any], place: Place | None = None) -> list[tuple[int, int]]:
-        """The (height, width) of a row's images, which are not decoded. ImageError or VisionError for images that are
-        missing, cannot be read or do not fit the messages, and for a text that has placeholders of its own."""
+    def check_images(
+        self, row: dict[str, Any], place: Place | None = None, *, decode: bool = False
+    ) -> list[tuple[int, int]]:
+        """The (height, width) of a row's images, which are only decoded with `decode`.
+
+        ImageError or VisionError for images that are missing, cannot be read or do not fit the messages, and for a text
+        that has placeholders of its own.
+        """
         try:
             messages = with_images(row, place, opened=False)
         except VisionError as error:
@@ -93,7 +98,11 @@ class VisionPromptMaker(PromptMaker):
             return []
         self._check_text(messages, place)
         name = column_images(row)[0] or "prompt"
-        return [size_of(image, _place_of(name, i, place)) for i, image in enumerate(pictures(messages))]
+        sizes = []
+        for i, image in enumerate(pictures(messages)):
+            at = _place_of(name, i, place)
+            sizes.append(size_of(open_image(image, at) if decode else image, at))
+        return sizes
 
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Placeholders of images of these (height, width), if the processor says; else 0."""

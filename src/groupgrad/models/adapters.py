@@ -25,8 +25,10 @@ def active_adapters(model: Any) -> list[str]:
     return [active] if isinstance(active, str) else list(active)
 
 
-def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
+def add_adapter(model: nn.Module, peft_config: Any, *, in_models_type: bool = False) -> nn.Module:
     """`model` wrapped by a new adapter, as `peft_config` describes it; the configuration itself is not changed.
+
+    The adapter's weights are float32 where the model's are half precision, or of the model's own type if so asked.
 
     ImportError without peft, TypeError if `peft_config` is something else, ValueError if the model has an adapter or
     the configuration does not fit it. Names in `target_modules` that are not in the model, among others that are, are
@@ -48,7 +50,8 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     _check_config(model, peft_config)
     try:
         # peft writes into the configuration what it finds out about this model.
-        return get_peft_model(model, copy.deepcopy(peft_config))  # pyright: ignore[reportArgumentType, reportReturnType]
+        config: Any = copy.deepcopy(peft_config)
+        return get_peft_model(model, config, autocast_adapter_dtype=not in_models_type)  # pyright: ignore
     except (ValueError, NotImplementedError) as error:
         advice = (
             f" Its linear layers are called {', '.join(_linear_names(model))}; name some of them in target_modules, or "

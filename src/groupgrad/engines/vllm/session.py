@@ -39,6 +39,7 @@ class _Call:
     """Tickets of rows that have not ended."""
     stream: Stream | None = None
     num_tokens: int = 0
+    is_given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -165,6 +166,9 @@ class ServerSession:
         """In a thread of its own: tell of each line, then of the end."""
         try:
             call.stream = Stream(self.address, "generate", body, timeout_s=self.timeout_s)
+            if call.is_given_up:  # before there was anything to close
+                call.stream.close()
+                return
             for line in call.stream:
                 self._events.put(_Event(call, line))
             self._events.put(_Event(call))
@@ -207,6 +211,7 @@ class ServerSession:
 
     def _give_up(self, call: _Call) -> None:
         self._calls.remove(call)
+        call.is_given_up = True
         self._waiting.extend(sorted(call.open))
         if call.stream is not None:
             call.stream.close()
