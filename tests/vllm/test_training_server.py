@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -136,7 +135,7 @@ def start(model: Path, run: Path, settings: dict[str, Any], stop_at: int = 0) ->
             str(HERE.with_name("trainer_worker.py")),
             *map(str, (model, run, json.dumps(settings), stop_at)),
         ],
-        env={**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONFAULTHANDLER": "1"},
+        env={**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
@@ -167,17 +166,6 @@ def test_a_trainer_that_was_killed_in_a_push_goes_on_with_the_running_server(
     assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2, 3, 4, 5]
 
 
-def interrupted(process: Any) -> bytes:
-    """What a process said that ends by Ctrl-C, pressed again after ten seconds: Python drops an interrupt that comes
-    while it tidies up. One that goes on after three tells where its threads are."""
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=10.0)[1]
-    process.send_signal(signal.SIGABRT)
-    pytest.fail(process.communicate(timeout=10.0)[1].decode()[-4000:])
-
-
 def test_an_interrupt_ends_a_run_whose_rounds_ahead_hang(
     train: Any, served: Served, policy_dir: Path, tmp_path: Path
 ) -> None:
@@ -190,7 +178,10 @@ def test_an_interrupt_ends_a_run_whose_rounds_ahead_hang(
         (tmp_path / "go").touch()
         time.sleep(2.0)
         assert process.poll() is None
-        said = interrupted(process)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30.0)
+        assert time.monotonic() - began < 15.0
         assert b"KeyboardInterrupt" in said and process.returncode != 0
     finally:
         process.kill()

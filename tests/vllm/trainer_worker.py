@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -54,4 +55,6 @@ def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what runs in its background with interrupts ignored, and Python leaves it at that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))
