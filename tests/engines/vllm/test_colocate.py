@@ -244,6 +244,16 @@ def test_a_row_whose_weights_changed_meanwhile_is_refused(
         engine.sample([ROW], OPTIONS)
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_row_that_vllm_gave_up_is_not_one_that_reached_its_length(
+    reason: str, vllm: StandIn, engine: VLLMColocateEngine, model: Any
+) -> None:
+    engine.push(model, 0)
+    vllm.change = lambda output: setattr(output["outputs"][0], "finish_reason", reason)
+    with pytest.raises(RuntimeError, match=rf"vLLM gave up row 0 \(a prompt of 2 tokens\) .*'{reason}'"):
+        engine.sample([ROW], OPTIONS)
+
+
 def test_a_row_of_another_adapter_is_refused(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
     stamp = engine.push_adapter(adapted(model), 0)
     vllm.change = lambda output: output.update(lora_request=None)

@@ -24,7 +24,14 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.vllm.adapters import lora_rank, lora_request, write_adapter
 from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
 from groupgrad.engines.vllm.ranks import JointSession, check_tensor_parallel
-from groupgrad.engines.vllm.sampling import is_plain, row_fields, sampled_logprobs, sampling_fields, sampling_params
+from groupgrad.engines.vllm.sampling import (
+    REASONS,
+    is_plain,
+    row_fields,
+    sampled_logprobs,
+    sampling_fields,
+    sampling_params,
+)
 from groupgrad.engines.vllm.start import ColocateOptions, classes_kept, save_config, start
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, notes_as_lists, torch_dtype
 from groupgrad.models.forward import unwrap
@@ -267,7 +274,8 @@ class ColocateSession:
     def advance(self) -> list[tuple[int, Sample]]:
         """Sample about a token for each request under way; those that ended by it, in ticket order.
 
-        ValueError for a row whose prompt vLLM changed; RuntimeError if the weights are not those of this session.
+        ValueError for a row whose prompt vLLM changed; RuntimeError for one that it gave up, and if the weights are not
+        those of this session.
         """
         ended: list[tuple[int, Sample]] = []
         if not self._tickets:
@@ -282,8 +290,13 @@ class ColocateSession:
                 self._check(ticket, request, output)
                 part = output.outputs[0]
                 ids = list(part.token_ids)
-                reason = "eos" if part.finish_reason == "stop" else "length"
-                ended.append((ticket, Sample(ids, reason, sampled_logprobs(ids, part.logprobs))))
+                if part.finish_reason not in REASONS:
+                    length = len(request.prompt_ids)
+                    raise RuntimeError(
+                        f"vLLM gave up row {ticket} (a prompt of {length} tokens) after {len(ids)} tokens, for the "
+                        f"reason {part.finish_reason!r}; its own output says more"
+                    )
+                ended.append((ticket, Sample(ids, REASONS[part.finish_reason], sampled_logprobs(ids, part.logprobs))))
         return sorted(ended, key=lambda pair: pair[0])
 
     def _check(self, ticket: int, request: Request, output: Any) -> None:

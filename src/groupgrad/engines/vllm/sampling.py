@@ -11,13 +11,16 @@ takes tokens out before it looks at logits at all. `logprobs_mode` says which of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from groupgrad.engines.base import Request, SamplingOptions
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LOGPROBS_MODE = PROCESSED
 """What a server tells unless it is started otherwise."""
+
+REASONS: dict[str | None, Literal["eos", "length"]] = {"stop": "eos", "length": "length"}
+"""Why a row ended, in our words; any other reason is not an end but that vLLM gave it up."""
 
 # A row's prompt, seed, budget and what is told of it are groupgrad's to say.
 _RESERVED = frozenset(

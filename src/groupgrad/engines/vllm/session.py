@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
 from groupgrad.engines.vllm.media import encode
-from groupgrad.engines.vllm.sampling import row_fields
+from groupgrad.engines.vllm.sampling import REASONS, row_fields
 from groupgrad.types import Media
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,6 @@ WAIT_S = 0.05
 
 FRUITLESS_ATTEMPTS = 3
 """Times that the server may fail one after another with no row ended in between."""
-
-_REASONS: dict[str | None, Literal["eos", "length"]] = {"stop": "eos", "length": "length"}
-"""Why a row ended, in our words; any other reason is not an end but that vLLM gave it up."""
 
 # Words by which vLLM says that its engine has died; its server ends soon after.
 _DEAD = ("EngineDeadError", "EngineCore")
@@ -203,11 +200,11 @@ class ServerSession:
             raise ValueError(f"vLLM did not sample row {ticket} (a prompt of {length} tokens): {line['error']}")
         if line["stamp"] != self.stamp:
             raise RuntimeError(f"row {ticket} was sampled from the weights {line['stamp']!r}, not {self.stamp!r}")
-        if line["reason"] not in _REASONS:
+        if line["reason"] not in REASONS:
             return  # as above
         call.open.discard(ticket)
         self._moved = time.monotonic()
-        ended[ticket] = Sample(line["ids"], _REASONS[line["reason"]], line["logprobs"])
+        ended[ticket] = Sample(line["ids"], REASONS[line["reason"]], line["logprobs"])
 
     def _give_up(self, call: _Call) -> None:
         self._calls.remove(call)
