@@ -18,7 +18,7 @@ import torch
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, misfits
-from groupgrad.engines.vllm.http import Address, ServerRefused
+from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call
 from groupgrad.engines.vllm.media import decode
 from groupgrad.engines.vllm.served import ServedPolicy
 from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
@@ -310,3 +310,34 @@ def test_addresses(arguments: dict[str, Any], text: str) -> None:
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="vllm_server_base_url is 'node-5:8000', which is no address"):
         Address.of("node-5:8000")
+
+
+@pytest.mark.parametrize("url", ["http://node-5:eight", "http://node-5:99999"])
+def test_an_address_whose_port_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=rf"vllm_server_base_url is '{url}', which is no address"):
+        Address.of(url)
+
+
+@pytest.mark.parametrize(("waits_s", "error"), [(0.0, ServerGone), (2.0, ServerSilent)])
+def test_a_refusal_that_breaks_off_is_a_server_that_went_away(waits_s: float, error: type[Exception]) -> None:
+    """It tells of more bytes than come, and then ends or hangs."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"starting")
+            self.wfile.flush()
+            time.sleep(waits_s)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(error):
+            call(Address.of(port=server.server_port), "info", timeout_s=0.5)
+    finally:
+        server.shutdown()

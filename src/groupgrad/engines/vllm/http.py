@@ -47,12 +47,16 @@ class Address:
         if base_url is None:
             return cls("127.0.0.1" if host == "0.0.0.0" else host, port)
         parts = urllib.parse.urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            name, told = parts.hostname, parts.port
+        except ValueError:  # a port that is none
+            name = told = None
+        if parts.scheme not in ("http", "https") or not name:
             raise ValueError(
                 f"vllm_server_base_url is {base_url!r}, which is no address; write it like 'http://localhost:8000'"
             )
         secure = parts.scheme == "https"
-        return cls(parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/"))
+        return cls(name, told or (443 if secure else 80), secure, parts.path.rstrip("/"))
 
     def __str__(self) -> str:
         return f"http{'s' if self.secure else ''}://{self.host}:{self.port}{self.path}"
@@ -155,7 +159,7 @@ def _send(
 
         response = _told(address, name, timeout_s, exchange)
         if response.status != 200:
-            raise ServerRefused(response.status, _reason(response.read()))
+            raise ServerRefused(response.status, _reason(_told(address, name, timeout_s, response.read)))
     except BaseException:
         connection.close()
         raise
