@@ -415,7 +415,7 @@ def build_setup(
     pad_id = int(parts.tokenizer.pad_token_id)
     policy_options = options.policy_options(config)
     forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
-    forward_options = replace(paths.layout.options(forward_options), example=paths.example)
+    forward_options = paths.layout.options(forward_options)
     frozen_scorer = FrozenScorer(parts.model, parts.reference, forward_options, config.device)
     sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
     rollouts = agency.source(config, paths.engine.engine, prompt_maker, sampling, trainer)

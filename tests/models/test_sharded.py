@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sights import make_seen
 from torch import nn
 
 from groupgrad.models.forward import ForwardOptions, score_tokens, score_without_gradient
@@ -151,3 +152,5 @@ def test_what_does_not_go_with_it_is_said(model):
     kept: Any = SimpleNamespace(keeps_parameters=True)
     with pytest.raises(ValueError, match=r"ZeRO-3: a reference that is this adapter.*beta=0.0"):
         check_spread(model, kept)
+    with pytest.raises(ValueError, match=r"Gemma3.* under DeepSpeed ZeRO-3: models that take images"):
+        check_spread(make_seen("gemma3").model, None)

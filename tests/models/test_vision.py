@@ -13,7 +13,7 @@ from vision import picture
 
 from groupgrad.data.collate import collate
 from groupgrad.data.vision import example_prompt
-from groupgrad.models import forward, vision
+from groupgrad.models import vision
 from groupgrad.models.attention import AttentionCall, arguments
 from groupgrad.models.forward import ForwardOptions, Layout, score_tokens
 from groupgrad.models.frozen import FrozenScorer
@@ -245,30 +245,6 @@ def test_a_processor_that_does_not_fit_is_an_error_before_training(qwen: Seen):
     example = example_prompt(make_seen("llava_next").processor)
     with pytest.raises(ValueError, match=r"Qwen2VLForConditionalGeneration fails at a prompt with one small image"):
         check_layout(qwen.model, ForwardOptions(), example=example)
-
-
-# ------------------------------------------------------------------------------------ parameters spread over ranks
-
-
-@pytest.mark.parametrize("seen", ["qwen3_vl", "gemma3", "idefics3"], indirect=True)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [((1, [20, 21]), (1, [22, 23, 24])), ()], ids=["without images", "without rows"])
-def test_spread_parameters_are_all_passed_through(seen: Seen, layout: Layout, rows: Any, monkeypatch):
-    """A rank whose rows have no image goes through the vision tower as the others do, and changes nothing by it."""
-    monkeypatch.setattr(forward, "is_sharded", lambda model: True)
-    options = ForwardOptions(layout=layout, example=example_prompt(seen.processor))
-    batch = make_batch(seen, rows)
-    scores = score_tokens(seen.model, batch, options)
-    assert scores.logprobs.shape == (batch.num_tokens,)
-    found = gradients(seen.model, scores.logprobs.sum())
-    with_images = make_batch(seen, ((0, [20]),))
-    assert found.keys() == gradients(seen.model, score_tokens(seen.model, with_images, options).logprobs.sum()).keys()
-    if rows:
-        expected = plain_logprobs(seen.model, seen, rows)
-        torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
-        true = gradients(seen.model, expected.sum())
-        assert_same_gradients({name: found[name] for name in true}, true)
-        assert all(not bool(found[name].any()) for name in found.keys() - true.keys())
 
 
 # ------------------------------------------------------------------------------------ the parts

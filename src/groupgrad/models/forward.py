@@ -24,8 +24,8 @@ from groupgrad.models.layout import FlatLayout, flat_layout
 from groupgrad.models.recipe import head_layer, head_recipe
 from groupgrad.models.sharded import is_sharded, runnable
 from groupgrad.models.shortage import scored_in_parts
-from groupgrad.models.vision import Laid, Sight, View, beside_example, flat_view, row_view, sight
-from groupgrad.types import Batch, Prompt, TokenScores
+from groupgrad.models.vision import Laid, Sight, View, flat_view, row_view, sight
+from groupgrad.types import Batch, TokenScores
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
 ENTROPY_TOKENS = 512
@@ -50,9 +50,6 @@ class ForwardOptions:
     changes nothing of it."""
     layout: Layout | None = None
     """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
-    example: Prompt | None = None
-    """A prompt with images, for a model that sees and whose parameters are spread over ranks: what it sees with is
-    gathered by all ranks or none, so those without an image of their own have this one beside their rows."""
     tiled_head: bool = True
     """Never keep the logits of all tokens, where it is known what the model makes of its head's output."""
 
@@ -80,8 +77,6 @@ def score_tokens(
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _nothing_to_score(model, batch, options)
-    if options.example is not None and not (batch.media or batch.row_media) and is_sharded(model):
-        return _scores_beside_example(model, batch, options, options.example, foreseen)
     asked = None if bool(batch.trained.all()) else _loss_tokens(batch)
     scores = _score_places(model, batch, options, foreseen, asked)
     if asked is None:
@@ -109,20 +104,6 @@ def _nothing_to_score(model: nn.Module, batch: Batch, options: ForwardOptions) -
     )
     scores = score_tokens(model, made_up, options)
     return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
-
-
-def _scores_beside_example(
-    model: nn.Module, batch: Batch, options: ForwardOptions, example: Prompt, foreseen: Foreseen | None
-) -> TokenScores:
-    """The scores of the batch's tokens, by a pass that goes through what the model sees with too, as does a backward
-    pass, whose gradients there are zero."""
-    if foreseen is not None:
-        more = foreseen.logprobs.new_full((1,), float("nan"))
-        foreseen = Foreseen(
-            torch.cat([foreseen.logprobs, more]), torch.cat([foreseen.gradient, torch.zeros_like(more)])
-        )
-    scores = score_tokens(model, beside_example(batch, example), options, foreseen)
-    return replace(scores, logprobs=scores.logprobs[:-1] + 0.0 * scores.logprobs[-1], entropy=scores.entropy[:-1])
 
 
 def _spread(values: torch.Tensor, places: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from groupgrad.models.attention import AttentionCall, AttentionPlan, arguments, pretrained
-from groupgrad.types import Batch, Media, Prompt
+from groupgrad.types import Media
 
 _TWO_WAY_FAMILIES = ("gemma3",)
 """Model types (by how they begin) whose decoder lets the tokens of an image see each other in both directions."""
@@ -279,27 +279,6 @@ def _view(model: nn.Module, ids: torch.Tensor, laid: Sequence[Laid]) -> View:
         return View(ids, ids, None, inputs, None)
     plain = next(i for i in range(len(special) + 1) if i not in special.tolist())
     return View(torch.where(hidden, plain, ids), ids, hidden, inputs, None)
-
-
-def beside_example(batch: Batch, example: Prompt) -> Batch:
-    """The batch with one more row at its end: a token behind the example prompt and its images."""
-    device, end = batch.offsets.device, batch.num_rows
-
-    def longer(values: torch.Tensor, more: Sequence[Any]) -> torch.Tensor:
-        return torch.cat([values, torch.tensor(more, dtype=values.dtype, device=device)])
-
-    return replace(
-        batch,
-        completion_ids=longer(batch.completion_ids, example.ids[-1:]),
-        row_of_token=longer(batch.row_of_token, [end]),
-        offsets=longer(batch.offsets, [batch.num_tokens + 1]),
-        prompt_ids=longer(batch.prompt_ids, example.ids),
-        prompt_offsets=longer(batch.prompt_offsets, [len(batch.prompt_ids) + len(example.ids)]),
-        prompt_of_row=longer(batch.prompt_of_row, [batch.num_prompts]),
-        trained=longer(batch.trained, [True]),
-        advantages=longer(batch.advantages, [0.0]),
-        media=(*(None,) * batch.num_prompts, example.media),
-    )
 
 
 def joined(media: Sequence[Media]) -> dict[str, torch.Tensor]:
