@@ -13,6 +13,9 @@ from groupgrad.data.images import COLUMNS, ImageError
 _COPIED_BYTES = 65_536
 """Larger images are not copied out of the data set to look at their size."""
 
+_BROKEN = (OSError, SyntaxError, ValueError)
+"""What Pillow raises for a broken file."""
+
 
 def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
     """The first row, its images undecoded where that can be had; None if there is no row."""
@@ -51,12 +54,12 @@ def read_row(dataset: Dataset, index: int) -> dict[str, Any]:
     """One row as the data set gives it. ImageError with row and column if an image in it cannot be decoded."""
     try:
         return dataset[index]
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a broken file
+    except _BROKEN as error:
         for name, feature in (dataset.features or {}).items():
             if _decodes(feature) and not _is_transformed(dataset):
                 try:
                     dataset.select_columns(name)[index]
-                except Exception:
+                except _BROKEN:
                     raise ImageError(
                         f"row {index} of the data set has an image in '{name}' that cannot be decoded "
                         f"({type(error).__name__}: {error}); remove the row or replace the image"
