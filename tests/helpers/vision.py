@@ -253,6 +253,14 @@ def _qwen_ids(processor: Any) -> dict[str, int]:
 
 
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+_QWEN_SIGHT = {
+    "depth": 2,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+}
 
 
 def _qwen2_vl(processor: Any) -> Any:
@@ -263,32 +271,14 @@ def _qwen2_vl(processor: Any) -> Any:
 
 
 def _qwen2_5_vl(processor: Any) -> Any:
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "out_hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "patch_size": 4,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }
+    vision = {**_QWEN_SIGHT, "window_size": 16, "fullatt_block_indexes": [1]}
     text = _text(processor, rope_parameters=dict(_MROPE))
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(processor))
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def _qwen3_vl(processor: Any) -> Any:
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "out_hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "patch_size": 4,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
+    vision = {**_QWEN_SIGHT, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     rope = {**_MROPE, "mrope_interleaved": True}
     text = _text(processor, head_dim=8, rope_parameters=rope)
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **_qwen_ids(processor))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from two_ranks import run_on_two
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 CASES = [
@@ -38,16 +36,7 @@ CASES = [
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes left their results."""
     out = tmp_path_factory.mktemp("two")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_on_two(SCRIPT, out, timeout_s=240)
     return out
 
 

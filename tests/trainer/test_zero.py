@@ -7,15 +7,13 @@ They need DeepSpeed, which is no part of the development environment: `pip insta
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from two_ranks import run_on_two
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -44,16 +42,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both kinds of runs left their results."""
     out = tmp_path_factory.mktemp("zero")
     for kind in ("plain", "zero"):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        done = subprocess.run(
-            [*launcher, str(SCRIPT), str(out), kind],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=580,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+        run_on_two(SCRIPT, out, kind, timeout_s=580)
     return out
 
 
