@@ -69,6 +69,29 @@ def test_log_probs_are_told_as_training_scores_them(drawn: dict[str, float], mod
     assert start(**drawn).logprobs_mode == mode
 
 
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"optim": "adamw_torch"}, 2),
+        ({"optim": "adamw_torch_fused"}, 2),
+        # These keep less, or keep it elsewhere; what is not known is not counted.
+        ({"optim": "sgd"}, 0),
+        ({"optim": "adafactor"}, 0),
+        ({"optim": "adamw_torch_8bit"}, 0),
+        ({"optim": "paged_adamw_32bit"}, 0),
+    ],
+)
+def test_training_is_counted_with_what_its_optimizer_keeps(
+    changes: dict[str, Any], numbers: int, make_model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, **changes)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert serving.training_bytes(config, model).optimizer == numbers * weights
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert serving.training_bytes(config, model).optimizer == 0, "ZeRO spreads it over ranks"
+
+
 def test_vllm_computes_in_the_types_of_training(start: Any) -> None:
     assert start().dtype == "float32"
     assert start(bf16=True).dtype == "bfloat16"

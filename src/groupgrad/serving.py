@@ -13,6 +13,7 @@ from groupgrad import compat, dist
 from groupgrad.agency import Agency
 from groupgrad.assembly import Parts
 from groupgrad.config import GRPOConfig, options
+from groupgrad.config.launch import uses_deepspeed
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
@@ -133,7 +134,15 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
     reference = 0
     if config.beta != 0 and not is_adapted(unwrap(model)):
         reference = sum(parameter.nbytes for parameter in model.parameters())
-    return TrainingBytes.of(model, activations=int(tokens * per_token), further=reference)
+    states = _optimizer_states(config)
+    return TrainingBytes.of(model, activations=int(tokens * per_token), further=reference, states=states)
+
+
+def _optimizer_states(config: GRPOConfig) -> int:
+    """Numbers that the optimizer keeps beside each weight that is trained; 0 where they may be fewer, smaller, or
+    spread over ranks."""
+    optimizer = getattr(config.optim, "value", config.optim)
+    return 2 if optimizer in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config) else 0
 
 
 def computing_dtype(config: GRPOConfig, model: nn.Module) -> str:
