@@ -48,7 +48,6 @@ class ServedPolicy:
             return
         self._version = None
         stamp = ""
-
         with dist.together():
             push = self.engine.push_adapter if self._sends_adapter else self.engine.push
             stamp = push(self._model, version)
