@@ -5,35 +5,19 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from materials import NEVER, import_demo_task, make_model, make_words, set_ending
 from transformers import Qwen3ForCausalLM
-from workloads import ModelShape
+from workloads import BASE, WIDE_VOCABULARY, ModelShape
 
 ROOT = Path(__file__).resolve().parent / ".models"
 
-OVERLAP_SHAPE = ModelShape(
-    vocab_size=512,
-    hidden_size=256,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    intermediate_size=768,
-)
-LARGE_SHAPE = ModelShape(
-    vocab_size=32_000,
-    hidden_size=512,
-    num_layers=11,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    intermediate_size=1536,
-    tied=True,
-)
+OVERLAP_SHAPE = replace(WIDE_VOCABULARY, vocab_size=512, tied=False)
+LARGE_SHAPE = replace(BASE, vocab_size=32_000, num_layers=11, tied=True)
 
 
 def demo_base(seed: int, *, warm_up_steps: int = 800) -> Path:

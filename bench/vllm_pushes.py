@@ -9,6 +9,7 @@ on this machine, and to vLLM in this process. A process holds one vLLM, so each 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -42,6 +43,10 @@ class Timed:
 
     def __init__(self, inner: Transport):
         self.inner = inner
+        self.forget()
+
+    def forget(self) -> None:
+        """From here on times are counted."""
         self.packing = self.sending = 0.0
 
     def pack(self, notes: list[TensorNote], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Any]:
@@ -66,13 +71,17 @@ class Timed:
         self.inner.close()
 
 
-def repeated(push: Callable[[int], Any], repetitions: int) -> list[float]:
-    """Seconds of each push, after one that is not counted."""
+def repeated(
+    push: Callable[[int], Any], repetitions: int, *, warmed_up: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Seconds of each push, after one that is not counted; `warmed_up` is called after that one."""
     seconds = []
     for version in range(repetitions + 1):
         started = time.perf_counter()
         push(version)
         seconds.append(time.perf_counter() - started)
+        if not version:
+            warmed_up()
     return seconds[1:]
 
 
@@ -100,6 +109,17 @@ def adapter_bytes(model: Any) -> int:
     return sum(tensor.nbytes for tensor in adapter_files(model).tensors.values())
 
 
+def of_adapter(place: str, engine: Any, model: Any, repetitions: int, *, way: str = "") -> list[dict[str, Any]]:
+    """Rows of an adapter on the model: sent alone, and merged, by that `way`."""
+    num_bytes, adapted = sizes(model), with_adapter(model)
+    alone = repeated(functools.partial(engine.push_adapter, adapted), repetitions)
+    merged = repeated(functools.partial(engine.push, adapted), repetitions)
+    return [
+        row(f"{place}, adapter alone", adapter_bytes(adapted), alone),
+        row(f"{place}, adapter merged{way}", num_bytes, merged),
+    ]
+
+
 def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
     """Rows of a server on this machine."""
     options = ("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", "8")
@@ -118,19 +138,13 @@ def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
         for name, transport in ways.items():
             timed = Timed(transport)
             engine = VLLMServerEngine(address, transport=timed)
-            engine.push(model, 0)
-            timed.packing = timed.sending = 0.0
-            seconds = repeated(lambda version, engine=engine: engine.push(model, version), repetitions)
-            # The push that is not counted is in these sums.
-            parts = {"packing": timed.packing / (repetitions + 1), "sending": timed.sending / (repetitions + 1)}
+            push: Callable[[int], Any] = functools.partial(engine.push, model)
+            seconds = repeated(push, repetitions, warmed_up=timed.forget)
+            parts = {"packing": timed.packing / repetitions, "sending": timed.sending / repetitions}
             rows.append(row(name, num_bytes, seconds, **parts))
             engine.close()
-        adapted = with_adapter(model)
-        engine = VLLMServerEngine(address)
-        alone = repeated(lambda version: engine.push_adapter(adapted, version), repetitions)
-        rows.append(row("server, adapter alone", adapter_bytes(adapted), alone))
-        merged = repeated(lambda version: engine.push(adapted, version), repetitions)
-        rows.append(row("server, adapter merged, shared memory", num_bytes, merged))
+        engine = VLLMServerEngine(address, transport=SharedMemoryTransport())
+        rows += of_adapter("server", engine, model, repetitions, way=", shared memory")
         engine.close()
     return rows
 
@@ -144,13 +158,8 @@ def in_process(folder: Path, repetitions: int) -> list[dict[str, Any]]:
     options = ColocateOptions(max_num_seqs=8, max_model_len=MAX_CONTEXT, dtype="float32", max_lora_rank=RANK)
     engine = VLLMColocateEngine(model, AutoTokenizer.from_pretrained(folder), options)
     num_bytes = sizes(model)
-    whole = repeated(lambda version: engine.push(model, version), repetitions)
-    rows = [row("colocate, by reference", num_bytes, whole)]
-    adapted = with_adapter(model)
-    alone = repeated(lambda version: engine.push_adapter(adapted, version), repetitions)
-    rows.append(row("colocate, adapter alone", adapter_bytes(adapted), alone))
-    merged = repeated(lambda version: engine.push(adapted, version), repetitions)
-    rows.append(row("colocate, adapter merged", num_bytes, merged))
+    whole = repeated(functools.partial(engine.push, model), repetitions)
+    rows = [row("colocate, by reference", num_bytes, whole), *of_adapter("colocate", engine, model, repetitions)]
     engine.close()
     return rows
 
