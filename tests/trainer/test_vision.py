@@ -14,6 +14,7 @@ from datasets import Dataset
 from PIL import Image
 from transformers import GenerationConfig
 
+from groupgrad.data import vision as vision_data
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.data.vision import VisionPromptMaker
 
@@ -79,6 +80,26 @@ def test_the_images_matter(make_seeing):
     assert first == again
     assert first[0] != other[0]
     assert first[1] != other[1]
+
+
+def test_images_are_decoded_and_processed_once_for_a_group_and_round(make_seeing, monkeypatch):
+    """Two rounds of four groups, three of which have images, four in all; each round serves four steps."""
+    processed: list[int] = []
+    decoded: list[Any] = []
+    encode, opened = VisionPromptMaker.encode, vision_data.open_image
+
+    def counted_encode(self: Any, text: str, images: Any = (), **how: Any) -> Any:
+        processed.append(len(images))
+        return encode(self, text, images, **how)
+
+    trainer = make_seeing(
+        beta=0.1, num_iterations=2, steps_per_generation=2, per_device_train_batch_size=8, max_steps=8
+    )
+    monkeypatch.setattr(VisionPromptMaker, "encode", counted_encode)
+    monkeypatch.setattr(vision_data, "open_image", lambda *args: decoded.append(args) or opened(*args))
+    trainer.train()
+    assert sorted(count for count in processed if count) == [1, 1, 1, 1, 2, 2]
+    assert len(decoded) == 8
 
 
 def test_reward_functions_see_the_images(make_seeing):
