@@ -83,7 +83,7 @@ def test_the_images_matter(make_seeing):
 
 
 def test_images_are_decoded_and_processed_once_for_a_group_and_round(make_seeing, monkeypatch):
-    """Two rounds of four groups, three of which have images, four in all; each round serves four steps."""
+    """Two rounds of four groups, three of which have images, four in all; each round serves two steps."""
     processed: list[int] = []
     decoded: list[Any] = []
     encode, opened = VisionPromptMaker.encode, vision_data.open_image
@@ -92,9 +92,7 @@ def test_images_are_decoded_and_processed_once_for_a_group_and_round(make_seeing
         processed.append(len(images))
         return encode(self, text, images, **how)
 
-    trainer = make_seeing(
-        beta=0.1, num_iterations=2, steps_per_generation=2, per_device_train_batch_size=8, max_steps=8
-    )
+    trainer = make_seeing(steps_per_generation=2, per_device_train_batch_size=8, max_steps=4, max_completion_length=3)
     monkeypatch.setattr(VisionPromptMaker, "encode", counted_encode)
     monkeypatch.setattr(vision_data, "open_image", lambda *args: decoded.append(args) or opened(*args))
     trainer.train()
