@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from groupgrad.engines.vllm import rows as rows_module
 from groupgrad.engines.vllm.media import encode
-from groupgrad.engines.vllm.rows import RowStream
+from groupgrad.engines.vllm.rows import RowStream, TokenCount
 
 
 class Engine:
@@ -47,7 +48,7 @@ def told(engine: Engine, **body: Any) -> dict[int, dict[str, Any]]:
     counts: list[int] = []
 
     async def run() -> list[bytes]:
-        rows = RowStream(engine, {"stamp": "0-a", "sampling": {}, **body}, None, counts.append)
+        rows = RowStream(engine, {"stamp": "0-a", "sampling": {}, **body}, None, counts.append, TokenCount())
         return [line async for line in rows.lines()]
 
     lines = [json.loads(line) for line in asyncio.run(run())]
@@ -62,6 +63,30 @@ def row(number: int, prompt: int) -> dict[str, Any]:
 def test_a_row_ends_with_its_ids_and_log_probs() -> None:
     lines = told(Engine(), prompts=[[5, 6]], rows=[row(3, 0)])
     assert lines == {3: {"row": 3, "stamp": "0-a", "reason": "length", "ids": [4], "logprobs": [-0.5]}}
+
+
+def test_whoever_waits_is_told_of_tokens_that_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's rows may wait for all of another's; that is no server that hangs."""
+    monkeypatch.setattr(rows_module, "HEARTBEAT_S", 0.01)
+    tokens, body = TokenCount(), {"stamp": "0-a", "sampling": {}, "prompts": [[5]], "rows": [row(0, 0)]}
+
+    class Busy(Engine):
+        async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+            await free.wait()
+            async for output in super().generate(*args, **options):
+                yield output
+
+    async def run() -> list[int]:
+        waiting = RowStream(Busy(), body, None, lambda change: None, tokens).lines()
+        before = json.loads(await anext(waiting))["tokens"]
+        _ = [line async for line in RowStream(Engine(), body, None, lambda change: None, tokens).lines()]
+        after = json.loads(await anext(waiting))["tokens"]
+        free.set()
+        assert [line async for line in waiting]
+        return [before, after, tokens.value]
+
+    free = asyncio.Event()
+    assert asyncio.run(run()) == [0, 1, 2]
 
 
 def test_each_prompt_has_its_own_images() -> None:

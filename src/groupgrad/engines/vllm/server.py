@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad import compat
-from groupgrad.engines.vllm.rows import RowStream
+from groupgrad.engines.vllm.rows import RowStream, TokenCount
 from groupgrad.engines.vllm.sampling import sampling_params
 from groupgrad.engines.vllm.wire import model_sizes
 from groupgrad.engines.vllm.worker import EXTENSION, REFUSED
@@ -80,6 +80,7 @@ class Routes:
     def __init__(self, app: Any):
         self._app = app
         self._weights = Weights()
+        self._tokens = TokenCount()
         self._start_id = uuid.uuid4().hex
         self._adapters = tempfile.TemporaryDirectory(prefix="groupgrad-adapters-")
 
@@ -168,7 +169,7 @@ class Routes:
         """No other call comes between the look at the stamp and the rows' start: a push that begins waits for them."""
         self._expect(body["stamp"])
         try:
-            return RowStream(engine, body, self._weights.adapter, self._count)
+            return RowStream(engine, body, self._weights.adapter, self._count, self._tokens)
         except (TypeError, ValueError) as error:
             raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
 

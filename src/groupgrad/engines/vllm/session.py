@@ -36,6 +36,7 @@ class _Call:
     """Tickets of rows that have not ended."""
     stream: Stream | None = None
     num_tokens: int = 0
+    """That the server has sampled for anybody, as it said last."""
     is_given_up: bool = False
 
 
