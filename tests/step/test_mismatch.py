@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.metrics import maximum
-from groupgrad.step.mismatch import MismatchWatch, computing_types, has_dropout, tolerance
+from groupgrad.metrics import maximum, mean_of
+from groupgrad.step.mismatch import DropWatch, MismatchWatch, computing_types, has_dropout, tolerance
 
 
 def test_it_warns_once_and_again_after_tenfold_growth(caplog):
@@ -47,3 +47,19 @@ def test_dropout_is_found_wherever_it_is(make_model):
     assert has_dropout(make_model(attention_dropout=0.1))
     assert has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     assert not has_dropout(nn.Sequential(nn.Dropout(0.0)))
+
+
+def test_more_than_a_quarter_dropped_is_said_once_and_again_above_half(caplog):
+    watch, warned = DropWatch(), []
+    for step, (tokens, rows) in enumerate([(25, 25), (26, 0), (40, 50), (0, 51), (100, 100)]):
+        caplog.clear()
+        for share in (0, 2):  # two micro-batches, of which the mean counts
+            watch.observe(mean_of(tokens * share / 100, 1), mean_of(rows * share / 100, 1))
+        watch.end_step(step)
+        if caplog.records:
+            warned.append(step)
+            assert f"step {step}: " in caplog.text
+            assert f"drops {rows} % of the completions and {tokens} % of the tokens" in caplog.text
+            assert "Raise vllm_importance_sampling_clip_max" in caplog.text
+    assert warned == [1, 3]
+    watch.end_step(9)  # nothing was measured
