@@ -114,6 +114,16 @@ def test_a_file_that_is_cut_off_is_found_when_it_is_decoded():
         open_image(data, Place("images", 3, "train_dataset", 2))
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP"])
+def test_a_file_that_is_cut_off_is_found_behind_a_picture_that_is_not_read_yet(kind: str, tmp_path: Path):
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    data = file_bytes(Image.fromarray(noise), kind)
+    (tmp_path / "cut").write_bytes(data[: len(data) // 2])
+    message = r"of row 3 of train_dataset \(the file '.*cut'\) cannot be read: OSError"
+    with Image.open(tmp_path / "cut") as image, pytest.raises(ImageError, match=message):
+        open_image(image, PLACE)
+
+
 def test_pictures_are_told_apart_by_every_pixel_and_their_shape():
     other = picture()
     other.putpixel((3, 1), (255, 0, 1))

@@ -105,12 +105,12 @@ def open_image(value: Any, place: Place) -> Any:
     """The image in memory, upright, in RGB. ImageError for one that cannot be had, with its place."""
     from PIL import Image, ImageOps
 
-    if isinstance(value, Image.Image) and value.mode == "RGB" and not value.getexif():
-        # The same object stays one: rows of a group share it. A picture that is read when it is used is read now.
-        _attempt(value.load, place)
-        return value
     image = value if isinstance(value, Image.Image) else _opened(value, place)
     place = replace(place, file=_file_of(value))
+    # A picture that is read when it is used is read now; what Pillow says of one may depend on it.
+    _attempt(image.load, place)
+    if image is value and image.mode == "RGB" and not image.getexif():
+        return image  # The same object stays one: rows of a group share it.
     return _attempt(lambda: ImageOps.exif_transpose(image).convert("RGB"), place)
 
 
