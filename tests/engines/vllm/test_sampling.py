@@ -64,6 +64,9 @@ def test_log_probs_are_plain_without_cuts_and_penalties(changes: dict[str, Any],
         ({"temperature": 0.3}, "processed_logprobs"),
         ({"top_p": 0.9}, "raw_logprobs"),
         ({"extra": {"min_tokens": 3}}, "raw_logprobs"),
+        ({"extra": {"min_tokens": 0}}, "processed_logprobs"),
+        # Ends thinking by tokens that it puts in.
+        ({"extra": {"thinking_token_budget": 0}}, "raw_logprobs"),
         ({"top_p": 0.9, "temperature": 0.7}, None),
     ],
 )

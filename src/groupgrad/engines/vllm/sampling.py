@@ -76,7 +76,9 @@ def row_fields(request: Request) -> dict[str, int]:
 def shaping(fields: Mapping[str, Any]) -> list[str]:
     """The fields that make the tokens' distribution another one than the temperature softmax."""
     found = [name for name, neutral in _NEUTRAL.items() if fields[name] != neutral and not _is_off(name, fields[name])]
-    return found + [name for name in _SHAPING if fields.get(name)]
+    found += [name for name in _SHAPING if fields.get(name)]
+    # It puts tokens in to end thinking; 0 is a budget too.
+    return found + [name for name in ("thinking_token_budget",) if fields.get(name) is not None]
 
 
 def _is_off(name: str, value: Any) -> bool:
