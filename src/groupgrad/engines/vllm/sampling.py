@@ -29,6 +29,8 @@ _RESERVED = frozenset(
 
 STRUCTURE = "structured_outputs"
 """The field for a regex, a grammar or a choice."""
+THINKING = "thinking_token_budget"
+"""The field for a number of tokens, 0 among them, after which others are put in that end thinking."""
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _SHAPING = (
     "presence_penalty",
@@ -77,8 +79,9 @@ def shaping(fields: Mapping[str, Any]) -> list[str]:
     """The fields that make the tokens' distribution another one than the temperature softmax."""
     found = [name for name, neutral in _NEUTRAL.items() if fields[name] != neutral and not _is_off(name, fields[name])]
     found += [name for name in _SHAPING if fields.get(name)]
-    # It puts tokens in to end thinking; 0 is a budget too.
-    return found + [name for name in ("thinking_token_budget",) if fields.get(name) is not None]
+    if fields.get(THINKING) is not None:
+        found.append(THINKING)
+    return found
 
 
 def _is_off(name: str, value: Any) -> bool:
