@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -102,13 +104,9 @@ class Stream:
 
     def close(self) -> None:
         """Stop listening, from any thread: the server gives up what it was doing."""
-        socket = self._connection.sock
-        if socket is not None:
-            import contextlib
-            import socket as sockets
-
+        if self._connection.sock is not None:
             with contextlib.suppress(OSError):
-                socket.shutdown(sockets.SHUT_RDWR)
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def wait_until_up(
