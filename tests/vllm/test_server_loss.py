@@ -169,6 +169,7 @@ def other_server() -> Iterator[http.server.ThreadingHTTPServer]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
+    server.server_close()
 
 
 def test_a_port_that_something_else_uses_is_named(other_server: Any, policy: Any) -> None:

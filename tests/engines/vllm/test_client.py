@@ -104,6 +104,7 @@ def scripted(model: Any) -> Iterator[Scripted]:
     scripted = Scripted(model)
     yield scripted
     scripted.server.shutdown()
+    scripted.server.server_close()
 
 
 def row(number: int, ids: list[int], reason: str = "length") -> dict[str, Any]:
@@ -341,3 +342,4 @@ def test_a_refusal_that_breaks_off_is_a_server_that_went_away(waits_s: float, er
             call(Address.of(port=server.server_port), "info", timeout_s=0.5)
     finally:
         server.shutdown()
+        server.server_close()
