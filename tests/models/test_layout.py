@@ -152,8 +152,9 @@ def test_every_architecture_gives_the_dense_numbers(any_model, monkeypatch, tile
     expected = score_tokens(any_model, batch, DENSE)
     for layout in ("shared", "packed"):
         scores = score_tokens(any_model, batch, ForwardOptions(layout=layout))
-        torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=1e-4, atol=2e-5)
-        torch.testing.assert_close(scores.entropy, expected.entropy, rtol=1e-4, atol=2e-5)
+        # In qwen3-tied the dense layout is 8.1e-6 from float64, the shared one 4.8e-6.
+        torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=0, atol=2e-5)
+        torch.testing.assert_close(scores.entropy, expected.entropy, rtol=0, atol=2e-5)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
