@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,33 +13,21 @@ from transformers.utils import get_json_schema
 
 from groupgrad.data.chat import ChatFormat
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 @pytest.fixture(scope="module")
-def shared_part():
+def shared_part(from_examples):
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import tiny_agent
-
-        yield tiny_agent
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    return from_examples("tiny_agent")
 
 
 @pytest.fixture(scope="module")
-def calculator(shared_part):
-    import agent_calculator
-
-    return agent_calculator
+def calculator(shared_part, from_examples):
+    return from_examples("agent_calculator")
 
 
 @pytest.fixture(scope="module")
-def hunting(shared_part):
-    import agent_environment
-
-    return agent_environment
+def hunting(shared_part, from_examples):
+    return from_examples("agent_environment")
 
 
 @pytest.fixture(scope="module")

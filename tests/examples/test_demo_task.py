@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+
+@pytest.fixture(scope="module")
+def task(from_examples):
+    return from_examples("tiny_task")
 
 
 @pytest.fixture(scope="module")
-def task():
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import tiny_task
-
-        yield tiny_task
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
-@pytest.fixture(scope="module")
-def demo(task):
+def demo(from_examples):
     pytest.importorskip("matplotlib")
-    import demo
-
-    return demo
+    return from_examples("demo")
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
 from transformers import AutoProcessor, Gemma3ForConditionalGeneration
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 @pytest.fixture(scope="module")
-def example():
+def example(from_examples):
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import vision_squares
-
-        yield vision_squares
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    return from_examples("vision_squares")
 
 
 def test_a_picture_shows_what_its_answer_says(example) -> None:
