@@ -177,6 +177,13 @@ def test_renamed_fields_warn_and_work(settings, field, value):
         assert getattr(make(**settings), field) == value
 
 
+def test_both_names_of_a_field_must_agree():
+    with pytest.raises(ConfigError, match=r"vllm_importance_sampling_cap=2.0 is the earlier name of .*_clip_max=5.0"):
+        make(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=5.0)
+    with pytest.warns(FutureWarning, match="has a new name"):
+        make(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=2.0)
+
+
 def test_paged_generation_is_the_same_missing_part():
     with (
         pytest.warns(FutureWarning),

@@ -267,7 +267,10 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, seen, tmp_path, m
         ({"vllm_mode": "server"}, r"vllm_mode='server' \(use_vllm is False\)"),
         ({"use_vllm": True, "top_p": 0.9, "temperature": 0.7}, "top_p=0.9 beside temperature=0.7 .* is not corrected"),
         ({"use_vllm": True, "temperature": 0.7, "generation_kwargs": {"min_tokens": 2}}, "without min_tokens, it is"),
-        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "{'regex': 'a[+]'} .* is not corrected for$"),
+        (
+            {"use_vllm": True, "vllm_structured_outputs_regex": "a+"},
+            "^vllm_structured_outputs_regex='a[+]' .* corrected for$",
+        ),
         ({"use_vllm": True, "vllm_server_port": 8001}, "'colocate', so there is no server"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "groupgrad vllm-serve"),
         ({"use_vllm": True, "rollout_engine": "native"}, "use_vllm is True"),

@@ -66,7 +66,9 @@ def uncorrected(c: GRPOConfig) -> str | None:
         return None
     fields = options.vllm_fields(c)
     shaped, remedy = shaping(fields), ""
-    said = ", ".join(f"{name}={fields[name]!r}" for name in shaped)
+    regex = c.vllm_structured_outputs_regex
+    told = {STRUCTURE: f"vllm_structured_outputs_regex={regex!r}"} if regex is not None else {}
+    said = ", ".join(told.get(name, f"{name}={fields[name]!r}") for name in shaped)
     if STRUCTURE not in shaped:
         said += f" beside temperature={fields['temperature']!r}"
         remedy = f"; with temperature=1.0, or without {' and '.join(shaped)}, it is"

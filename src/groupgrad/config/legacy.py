@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
+from groupgrad.errors import ConfigError
+
 
 @dataclass(slots=True, frozen=True)
 class Legacy:
@@ -157,7 +159,8 @@ def take_over(config: Any) -> None:
     """Give every legacy value of `config` to the field that has its meaning now, and put the legacy field back to its
     default.
 
-    Emits one FutureWarning for all fields without effect, and one for each renamed GRPO field.
+    Emits one FutureWarning for all fields without effect, and one for each renamed GRPO field. ConfigError if both
+    names of a field are set, to different values.
     """
     inert = []
     for name in ADDED:
@@ -166,6 +169,8 @@ def take_over(config: Any) -> None:
             setattr(config, name, row.default)
             continue
         if row.into is not None:
+            if row.renamed:
+                _refuse_two_values(config, name, value, row.into)
             setattr(config, row.into, value)
         elif row.act is not None:
             row.act(config, value)
@@ -177,6 +182,15 @@ def take_over(config: Any) -> None:
         setattr(config, name, LEGACY[name].default)
     if inert:
         _say(f"these settings have no effect and can go: {'; '.join(inert)}")
+
+
+def _refuse_two_values(config: Any, old: str, value: Any, new: str) -> None:
+    chosen = getattr(config, new)
+    default = next(field.default for field in dataclasses.fields(config) if field.name == new)
+    if chosen not in (default, value):
+        raise ConfigError(
+            [f"{old}={value!r} is the earlier name of {new}={chosen!r}: set one of the two, to one value"]
+        )
 
 
 def _say(text: str) -> None:
