@@ -16,6 +16,7 @@ from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
 )
+from transformers.integrations import deepspeed as hf_deepspeed
 
 from groupgrad.errors import RewardError
 from groupgrad.rewards import RewardRunner
@@ -120,6 +121,25 @@ def test_a_folder_is_loaded_with_one_label_and_options_of_its_own(make_rollouts,
     rollouts = make_rollouts(["is blue", "or"], [{"prompt": "sky "}] * 2)
     expected = [by_hand(model, [WORDS.index(w) for w in f"sky {text}".split()]) for text in ("is blue", "or")]
     assert runner.score(rollouts).rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_reward_model_is_whole_on_every_rank_also_under_zero_3(saved):
+    """Each scores its own rows, in as many passes as these take: none can wait for others' parts of the weights."""
+
+    class Spread:
+        config: Any = None
+
+        def is_zero3(self) -> bool:
+            return True
+
+    spread = Spread()  # transformers holds no more than a weak reference
+    hf_deepspeed.set_hf_deepspeed_config(spread)
+    try:
+        (scorer,) = RewardRunner(saved).models
+        assert hf_deepspeed.is_deepspeed_zero3_enabled()
+    finally:
+        hf_deepspeed.unset_hf_deepspeed_config()
+    assert [p.shape for p in scorer.model.parameters()] == [p.shape for p in make_model().parameters()]
 
 
 def test_without_options_a_folder_is_loaded_as_it_was_saved(tmp_path):

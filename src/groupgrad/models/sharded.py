@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers.integrations import deepspeed as hf_deepspeed
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -83,6 +84,20 @@ def runnable(model: nn.Module) -> Iterator[None]:
         for handle in handles:
             handle.remove()
         _partition(list(brought.values()))
+
+
+@contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Inside, models that are loaded are whole on every rank; under ZeRO-3 transformers would spread each of them."""
+    if not hf_deepspeed.is_deepspeed_zero3_enabled():
+        yield
+        return
+    config = hf_deepspeed._hf_deepspeed_config_weak_ref()  # pyright: ignore[reportOptionalCall]
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed.set_hf_deepspeed_config(config)
 
 
 class Shards:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.models.sharded import loaded_whole
+
 logger = logging.getLogger(__name__)
 
 HUB_KEYS = ("cache_dir", "local_files_only", "proxies", "token")
@@ -84,7 +86,8 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
     # Without this the library's error says only that sizes differ, and nothing of labels.
     kwargs["ignore_mismatched_sizes"] = True
-    model, report = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
+    with loaded_whole():
+        model, report = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
     mismatched = [entry[0] if isinstance(entry, (tuple, list)) else entry for entry in report["mismatched_keys"]]
     if mismatched:
         raise ValueError(
