@@ -212,6 +212,16 @@ def test_nobody_waits_for_a_server_when_training_ends(scripted: Scripted, model:
     assert time.monotonic() - started < 30
 
 
+def test_nobody_waits_for_the_rank_that_pushes_when_training_ends(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine(pushes=False, timeout_s=5.0)
+    engine.connect(model)
+    engine.expect("3-here")
+    scripted.info |= {"start_id": "second"}
+    threading.Timer(0.3, setattr, (engine, "is_stopped", True)).start()
+    with pytest.raises(RuntimeError, match="given up, since training ends"):
+        engine.recover("rows are missing")
+
+
 def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     stamp = engine.push(model, 3)

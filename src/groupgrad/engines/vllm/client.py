@@ -17,7 +17,16 @@ from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.vllm.group import GroupBroken
-from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call, wait_until_up
+from groupgrad.engines.vllm.http import (
+    GIVEN_UP,
+    POLL_S,
+    Address,
+    ServerGone,
+    ServerRefused,
+    ServerSilent,
+    call,
+    wait_until_up,
+)
 from groupgrad.engines.vllm.sampling import PROCESSED, is_plain, sampling_fields
 from groupgrad.engines.vllm.session import ServerSession
 from groupgrad.engines.vllm.transport import GROUP_PORT, GlooTransport, Transport, choose_transport
@@ -231,7 +240,9 @@ class VLLMServerEngine:
             waits_s = self.timeout_s if unfinished else min(self.timeout_s, GRACE_S)
             if time.monotonic() - found > waits_s:
                 raise WeightsLost(f"{lost}, and the rank that pushes has not given it them within {waits_s:g} s")
-            time.sleep(0.25)
+            if self.is_stopped:
+                raise RuntimeError(GIVEN_UP)
+            time.sleep(POLL_S)
 
     def _find(self, reason: str | None = None) -> None:
         try:
