@@ -304,7 +304,7 @@ def test_a_file_that_is_cut_off_is_named_wherever_it_is_decoded(qwen, tmp_path: 
         maker(qwen)(asked(image={"path": row["image"], "bytes": None}), 0)
 
 
-def test_every_row_is_looked_at_and_only_the_first_is_decoded(qwen, monkeypatch):
+def test_every_row_is_looked_at_and_only_the_first_is_processed(qwen, monkeypatch):
     opened: list[Any] = []
     made = VisionPromptMaker.__call__
 
