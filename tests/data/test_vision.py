@@ -350,6 +350,19 @@ def test_prompts_whose_images_leave_no_room_are_counted(qwen):
         check(rows, qwen, max_context=50)
 
 
+def test_tokens_of_images_are_known_by_their_sizes(processor):
+    """Placeholders alone, or with the tokens around them; a processor that does not say gives 0."""
+    made = maker(processor)
+    with_both, without = made(asked(images=[RED, BLUE]), 0).ids, made(asked(), 0).ids
+    found = made.num_image_tokens([(RED.height, RED.width), (BLUE.height, BLUE.width)])
+    if type(processor).__name__ == "SmolVLMProcessor":
+        assert found == 0
+        return
+    number = getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id
+    assert 0 < with_both.count(number) <= found <= len(with_both) - len(without)
+    assert made.num_image_tokens([]) == 0
+
+
 def test_images_before_a_model_that_reads_text_alone(tokenizer):
     for rows in ([asked(image=RED)], [asked(image=None), asked(image=RED)], [{"prompt": vision.question("a")}]):
         dataset = Dataset.from_list(rows)
