@@ -5,12 +5,18 @@ from __future__ import annotations
 import atexit
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from groupgrad import dist
+
+SHAPES: dict[str, tuple[int, ...]] = {"large": (40, 9), "wide": (6, 50), "small": (7,), "one": (), "bare": (3,)}
+BUCKETS = (1, 100, 300, 10**6)
+"""Bytes: every gradient alone, some together, all together."""
 
 
 def main(rank: int, folder: Path) -> None:
@@ -36,12 +42,54 @@ def main(rank: int, folder: Path) -> None:
     }
     at_exit.append(atexit._ncallbacks())  # pyright: ignore[reportAttributeAccessIssue]
     found["at_exit"] = [count - at_exit[0] for count in at_exit]
+    found["different"] = failure_of(lambda: dist.copy_from_main(nn.Linear(2, 3 + rank)))
+    found["uneven"] = failure_of(lambda: dist.average_gradients(list(nn.Linear(2, 3).parameters())[rank:]))
+    found["freeze"] = failure_of(lambda: dist.copy_from_main(nn.Linear(2, 3).requires_grad_(rank == 0)))
+    found["copied"] = copied(rank)
+    torch.save({size: averaged(rank, size) for size in BUCKETS}, folder / f"{rank}.pt")
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
+def averaged(rank: int, bucket_bytes: int) -> dict[str, list[Any]]:
+    """For each parameter its gradient before and after."""
+    stream = torch.Generator().manual_seed(rank)
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    parameters["double"] = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    parameters["half"] = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    parameters["mine"] = nn.Parameter(torch.zeros(4))
+    for name, parameter in parameters.items():
+        gradient = torch.randn(parameter.shape, generator=stream, dtype=torch.float64).to(parameter.dtype)
+        if name == "wide":  # a gradient that lies otherwise than its parameter
+            parameter.grad = gradient.t().contiguous().t()
+        elif name != "bare" and (name != "mine" or rank == 1):
+            parameter.grad = gradient
+    before = {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+    dist.average_gradients(parameters.values(), bucket_bytes=bucket_bytes)
+    return {name: [before[name], parameter.grad] for name, parameter in parameters.items()}
+
+
+def copied(rank: int) -> list[Any]:
+    """What the module of each rank holds, and computes with besides, when it is rank 0's."""
+    module: Any = nn.Linear(2, 3)
+    module.register_buffer("flag", torch.tensor(rank == 0))
+    module.register_buffer("table", torch.full((2, 2), 1.5 - rank, dtype=torch.bfloat16).t())
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(6.0).view(3, 2) + 10 * rank)
+        module.weight.data = module.weight.data.t().contiguous().t()
+        module.bias.fill_(rank)
+    dist.copy_from_main(module, buffers=False)
+    kept = [module.flag.item(), module.table.tolist()]
+    dist.copy_from_main(module)
+    return [module.weight.tolist(), module.bias.tolist(), module.flag.item(), module.table.tolist(), kept]
+
+
 def failure(error: BaseException | None) -> list[str] | None:
+    return failure_of(lambda: dist.raise_together(error))
+
+
+def failure_of(action: Callable[[], None]) -> list[str] | None:
     try:
-        dist.raise_together(error)
+        action()
     except Exception as caught:
         return [type(caught).__name__, str(caught)]
     return None

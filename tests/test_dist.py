@@ -23,6 +23,11 @@ def test_alone_every_collective_is_the_identity():
     dist.raise_together(None)
     with pytest.raises(KeyError, match="mine"):
         dist.raise_together(KeyError("mine"))
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.grad = torch.full((1, 1), 3.0)
+    dist.average_gradients(layer.parameters())
+    assert layer.weight.grad.item() == 3.0
+    assert layer.bias.grad is None
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [{**each, "averaged": torch.load(folder / f"{rank}.pt")} for rank, each in enumerate(found)]
 
 
 def both(ranks: list[dict[str, Any]], key: str) -> Any:
@@ -70,6 +76,47 @@ def test_one_rank_fails_and_none_is_left_waiting(ranks):
     assert [rank["both"][0] for rank in ranks] == ["KeyError", "KeyError"]
     assert both(ranks, "no_failure") is None
     assert both(ranks, "still_in_step") == [2.0]
+
+
+@pytest.mark.parametrize("bucket", [1, 100, 300, 10**6])
+def test_gradients_become_the_mean_of_all_ranks(ranks, bucket):
+    """To the last digit: the mean of two in float64, rounded once. A rank without a gradient counts as 0."""
+    first, second = (rank["averaged"][bucket] for rank in ranks)
+    assert list(first) == ["large", "wide", "small", "one", "bare", "double", "half", "mine"]
+    for name, (before, after) in first.items():
+        other_before, other_after = second[name]
+        if name == "bare":
+            assert after is None
+            assert other_after is None
+            continue
+        zero = torch.zeros_like(other_before)
+        mean = ((zero if before is None else before).double() + other_before.double()) / 2
+        assert after.dtype == other_before.dtype
+        assert torch.equal(after, mean.to(after.dtype)), name
+        assert torch.equal(other_after, after), name
+        assert float(after.double().abs().max()) > 0.01
+
+
+def test_every_rank_has_rank_0s_model(ranks):
+    weight, bias, flag, half, kept = both_but_last(ranks, "copied")
+    assert (weight, bias, flag) == ([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], [0.0] * 3, True)
+    assert half == [[1.5, 1.5], [1.5, 1.5]]
+    assert kept == [[True, half], [False, [[0.5, 0.5], [0.5, 0.5]]]]  # without buffers
+
+
+def both_but_last(ranks: list[dict[str, Any]], key: str) -> list[Any]:
+    """What all ranks agree on, and then what each has of its own."""
+    assert ranks[0][key][:-1] == ranks[1][key][:-1]
+    return [*ranks[0][key][:-1], [rank[key][-1] for rank in ranks]]
+
+
+def test_ranks_with_different_models_are_told(ranks):
+    for rank, other in ((0, 1), (1, 0)):
+        kind, text = ranks[rank]["different"]
+        assert kind == "RuntimeError"
+        assert f"ranks {rank} and {other} have different models: bias is ({3 + rank},)" in text
+        assert "bias is (3,) torch.float32 frozen here" in ranks[1]["freeze"][1]
+        assert "the ranks train different parameters: 2, 1 of them" in ranks[rank]["uneven"][1]
 
 
 def test_who_met_others_over_gloo_rests_once_before_the_end(ranks):

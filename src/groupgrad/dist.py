@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
+from torch import nn
 
 T = TypeVar("T")
+
+BUCKET_BYTES = 25 * 2**20
+"""Size of the pieces in which gradients are averaged."""
 
 GLOO_REST_S = 0.25
 """How long a process that met others over gloo rests before its interpreter shuts down."""
@@ -67,6 +71,93 @@ def all_sum(values: list[float]) -> list[float]:
     if not is_active():
         return [float(value) for value in values]
     return [float(sum(column)) for column in zip(*all_gather_objects([float(value) for value in values]))]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Collective. Each gradient becomes its mean over ranks, in its own type; who has none of a parameter counts as 0.
+
+    A parameter without a gradient on every rank stays without. The ranks' `parameters` are the same in the same order
+    (RuntimeError if their numbers differ). Small gradients travel together, `bucket_bytes` at a time, large ones from
+    where they lie, so that there is never a copy of all of them. Sums are over gradients that are divided already,
+    which keeps float16 from overflowing.
+    """
+    if not is_active():
+        return
+    parameters = list(parameters)
+    present = all_gather_objects(bytes(parameter.grad is not None for parameter in parameters))
+    if len({len(mine) for mine in present}) > 1:
+        counts = ", ".join(str(len(mine)) for mine in present)
+        raise RuntimeError(f"the ranks train different parameters: {counts} of them; freeze the same on all")
+    gradients: list[torch.Tensor] = []
+    for parameter, *ranks in zip(parameters, *present):
+        if any(ranks):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients, bucket_bytes):
+        _average(bucket)
+
+
+def _buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, of one type and device and at most `size` bytes at a time; a larger one comes alone."""
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if kind in filling and filled[kind] + tensor.nbytes > size:
+            yield filling.pop(kind)
+        if kind not in filling:
+            filling[kind], filled[kind] = [], 0
+        filling[kind].append(tensor)
+        filled[kind] += tensor.nbytes
+    yield from filling.values()
+
+
+def _average(bucket: Sequence[torch.Tensor]) -> None:
+    """Collective. The tensors, of one type and device, become their mean over ranks."""
+    alone = len(bucket) == 1 and bucket[0].is_contiguous()
+    flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
+    flat /= world_size()
+    torch_dist.all_reduce(flat)
+    if not alone:
+        for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+            tensor.copy_(mean.view_as(tensor))
+
+
+@torch.no_grad()
+def copy_from_main(module: nn.Module, *, buffers: bool = True) -> None:
+    """Collective. The parameters of `module`, and its buffers, are rank 0's from here on.
+
+    RuntimeError, on all ranks, if names, shapes, types or what is frozen differ. Quantized weights that are tensors of
+    a kind of their own stay what each rank has loaded.
+    """
+    if not is_active():
+        return
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if buffers:
+        tensors |= dict(module.named_buffers())
+    mine = {name: f"{tuple(t.shape)} {t.dtype}{' frozen' * (not t.requires_grad)}" for name, t in tensors.items()}
+    for other, theirs in enumerate(all_gather_objects(mine)):
+        if theirs != mine:
+            name = min(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
+            raise RuntimeError(
+                f"ranks {rank()} and {other} have different models: {name} is {mine.get(name, 'not there')} here and "
+                f"{theirs.get(name, 'not there')} there; give the same model to all"
+            )
+    for tensor in tensors.values():
+        if type(tensor.data) is torch.Tensor:
+            overwrite_with_main(tensor.data)
+
+
+def overwrite_with_main(tensor: torch.Tensor) -> None:
+    """Collective. The numbers of `tensor` are rank 0's from here on; on all ranks it has one shape and type."""
+    if is_active():
+        # As bytes, since not every way between ranks knows every type.
+        sent = tensor.reshape(-1).view(torch.uint8)
+        torch_dist.broadcast(sent, src=0)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
 
 
 @contextmanager
