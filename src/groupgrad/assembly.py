@@ -39,7 +39,7 @@ from groupgrad.models.memory import CheckpointingByNeed
 from groupgrad.models.reference import Reference, check_spread
 from groupgrad.models.sharded import runnable, whole
 from groupgrad.models.startup import LayoutReport, check_layout
-from groupgrad.models.vision import sees, trains_sight
+from groupgrad.models.vision import sees
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.environments import KIND_COLUMN
@@ -155,7 +155,6 @@ def build_parts(
     if config.use_liger_kernel:
         put_kernels_in(model, config.liger_kernel_config)
     load.check_trainable(model)
-    _expect_rows_without_images(config, model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
     if not eos_ids:
@@ -464,23 +463,6 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
         if value:
             warnings.warn(f"{name} has no effect: the model is already loaded, it is used as it is")
     return model
-
-
-def _expect_rows_without_images(config: GRPOConfig, model: Any) -> None:
-    """Let ranks without an image in their rows train beside others, who would wait for their vision tower's gradients.
-
-    ValueError if the way of gradient checkpointing does not allow it.
-    """
-    if config.ddp_find_unused_parameters is not None or not trains_sight(model):
-        return
-    reentrant = options.mapping(config.gradient_checkpointing_kwargs).get("use_reentrant")
-    if config.world_size > 1 and config.gradient_checkpointing and reentrant:
-        raise ValueError(
-            "gradient_checkpointing_kwargs={'use_reentrant': True} cannot be used where several processes train a "
-            "vision tower: those without an image in a micro-batch have no gradients for it. Set 'use_reentrant' to "
-            "False, or freeze the vision tower"
-        )
-    config.ddp_find_unused_parameters = True
 
 
 def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,11 @@ from groupgrad.models.checkpoint import load_renamed
 from groupgrad.models.forward import unwrap
 from groupgrad.models.liger import kernels_in_force
 from groupgrad.models.reference import Reference
+from groupgrad.models.sharded import is_sharded
 from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.serving import longest_context, serve_policy
+from groupgrad.step.joining import Joining
 from groupgrad.step.rounding import StochasticAdamW
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.progress import ProgressCallback
@@ -61,6 +64,8 @@ class TrainingRun(Trainer):
     setup: Setup
     plan: RoundPlan
     agency: Agency
+    _joining: Joining | None = None
+    """How the ranks train together; None alone, and where DeepSpeed sees to it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
     """Completions that rollout functions have asked for in this optimizer step."""
 
@@ -149,6 +154,22 @@ class TrainingRun(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
             unplug(self.model)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
+        if training and dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model):
+            args, megabytes = self.args, self.args.ddp_bucket_cap_mb
+            size = dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20
+            buffers = args.ddp_broadcast_buffers is not False
+            # What is prepared for evaluation is placed, compiled and given its precision, but not wrapped.
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            self._joining = Joining(self.model, bucket_bytes=size, buffers=buffers)
+            self._joining.begin()
+        return super()._wrap_model(model, training, dataloader)
+
+    def _joined(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Collective at the end of the step's last micro-batch, which is trained inside, and when one fails."""
+        return nullcontext() if self._joining is None else self._joining.micro_batch(is_last=is_last)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""

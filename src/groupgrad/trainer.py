@@ -221,7 +221,8 @@ class GRPOTrainer(TrainingRun):
         return [MicroStep(ticks, index) for index in range(len(ticks))], None
 
     def training_step(self, model: nn.Module, inputs: MicroStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
-        """Forward and backward of one micro-batch; the first of a step samples what the step needs."""
+        """Forward and backward of one micro-batch; the first of a step samples what the step needs, the last one joins
+        what the ranks found."""
         started = time.perf_counter()
         with self.timings.phase("training"):
             if inputs.index == 0:
@@ -230,7 +231,8 @@ class GRPOTrainer(TrainingRun):
                 self._micro_batches = self._make_step(inputs.ticks)
                 self.memory.begin_step()
             batch = self._micro_batches[inputs.index]
-            trained = self.memory.train(batch, lambda part: self._forward_and_backward(model, part))
+            with self._joined(is_last=inputs.index == len(inputs.ticks) - 1):
+                trained = self.memory.train(batch, lambda part: self._forward_and_backward(model, part))
         self.metric_store.add(trained.metrics)
         self.entropy_controller.observe(trained.metrics["entropy"])
         self.sampled.note(trained.metrics)
@@ -301,7 +303,7 @@ class GRPOTrainer(TrainingRun):
             raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
         self.memory.gradients_are_whole = True
         forward, policy, exact = self.setup.forward_options, self.setup.policy_options, self.sampled.freshness.exact
-        # Rows without a gradient go past the wrapper of several ranks, since each has its own number of such passes.
+        # Rows without a gradient go past DeepSpeed's wrapper, since each rank has its own number of such passes.
         scores = needed_scores(
             inputs,
             policy=lambda rows: score_tokens(model, rows, forward, foresee(rows, policy, exact=exact)),

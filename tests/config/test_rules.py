@@ -226,6 +226,22 @@ def test_processes_count_in_the_arithmetic(monkeypatch):
         GRPOConfig(use_cpu=True, per_device_train_batch_size=2, generation_batch_size=28, num_generations=2)
 
 
+@pytest.mark.parametrize("optim", ["adalomo", "lomo"])
+def test_processes_join_gradients_before_weights_change(monkeypatch, optim):
+    GRPOConfig(use_cpu=True, optim=optim)
+    monkeypatch.setattr(rules, "world_size", lambda config: 2)
+    with pytest.raises(ConfigError, match=f"optim='{optim}' changes weights .*2 processes.* Set optim='adamw_torch'"):
+        GRPOConfig(use_cpu=True, optim=optim)
+
+
+def test_how_processes_join_is_deepspeeds_matter_under_it():
+    config = GRPOConfig(use_cpu=True, ddp_bucket_cap_mb=7, ddp_broadcast_buffers=False)
+    assert rules.remarks(config) == []
+    config.deepspeed = ZERO_3
+    (text,) = rules.remarks(config)
+    assert "ddp_bucket_cap_mb=7, ddp_broadcast_buffers=False (DeepSpeed joins the gradients)" in text
+
+
 def test_evaluation_arithmetic_is_only_checked_when_the_run_evaluates():
     GRPOConfig(use_cpu=True, per_device_eval_batch_size=3)
     GRPOConfig(use_cpu=True, per_device_eval_batch_size=3, num_generations_eval=1, eval_strategy="steps")

@@ -78,7 +78,8 @@ EVALUATES = f"{RUNS}::test_when_it_evaluates"
 BEST = "tests/trainer/test_resume.py::test_the_best_model_is_loaded_at_the_end"
 TOKENS = f"{RUNS}::test_tokens_seen"
 TRACKER = Trainer("integrations.integration_utils", f"{HERE}::test_what_a_tracker_is_told")
-RANKS = Trainer("trainer", f"{HERE}::test_what_data_parallelism_is_made_with")
+ACCELERATOR = Trainer("trainer", f"{HERE}::test_what_the_accelerator_is_made_with")
+JOINS = Changes("tests/trainer/test_processes_memory.py::test_ranks_join_as_they_are_told")
 PROCESSES = Trainer("training_args", f"{HERE}::test_what_processes_are_joined_with")
 LOADER = Changes(f"{HERE}::test_how_rounds_are_loaded")
 RECOMPUTES = Trainer("trainer", f"{RUNS}::test_activation_checkpointing")
@@ -182,7 +183,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "data_seed": Changes(f"{OPTIONS}::test_data_seed_orders_the_prompts_and_seed_samples"),
     "full_determinism": Trainer("trainer", f"{RUNS}::test_full_determinism"),
     "use_cpu": Trainer("training_args", f"{HERE}::test_what_processes_are_joined_with"),
-    "accelerator_config": RANKS,
+    "accelerator_config": ACCELERATOR,
     "parallelism_config": Raises(ParallelismConfig(cp_size=2)),
     "dataloader_drop_last": LOADER,
     "dataloader_num_workers": LOADER,
@@ -196,10 +197,10 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "train_sampling_strategy": Raises("group_by_length"),
     "length_column_name": Warns("size"),
     # several processes
-    "ddp_find_unused_parameters": RANKS,
-    "ddp_bucket_cap_mb": RANKS,
-    "ddp_broadcast_buffers": RANKS,
-    "ddp_static_graph": RANKS,
+    "ddp_find_unused_parameters": Warns(False),
+    "ddp_bucket_cap_mb": JOINS,
+    "ddp_broadcast_buffers": JOINS,
+    "ddp_static_graph": Warns(True),
     "ddp_backend": PROCESSES,
     "ddp_timeout": PROCESSES,
     "fsdp": Raises("full_shard"),
@@ -359,16 +360,10 @@ def test_what_processes_are_joined_with(monkeypatch):
     assert joined[1] == {"backend": "gloo", "timeout": timedelta(seconds=60)}
 
 
-def test_what_data_parallelism_is_made_with(make_trainer):
-    settings = {
-        "ddp_find_unused_parameters": True,
-        "ddp_bucket_cap_mb": 7,
-        "ddp_broadcast_buffers": False,
-        "ddp_static_graph": True,
-    }
+def test_what_the_accelerator_is_made_with(make_trainer):
     accumulation = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
-    accelerator = make_trainer({**settings, **accumulation}).accelerator
-    assert {name: getattr(accelerator.ddp_handler, name.removeprefix("ddp_")) for name in settings} == settings
+    with pytest.warns(UserWarning, match="sync_each_batch=True, without effect: processes join their gradients once"):
+        accelerator = make_trainer(accumulation).accelerator
     assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True
 
 

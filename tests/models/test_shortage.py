@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import traceback
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from groupgrad.models import shortage
+from groupgrad.models import forward, shortage
 from groupgrad.models.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.models.frozen import FrozenScorer
 from groupgrad.models.reference import Reference
@@ -123,9 +125,47 @@ def test_one_row_that_does_not_fit_is_an_error(cramped, batch):
     assert passes == [21, 6, 18, 8]
 
 
-def test_other_errors_and_those_of_several_processes_pass(cramped, batch, monkeypatch):
+def test_a_model_that_ranks_go_through_together_is_not_asked_for_parts(cramped, batch, monkeypatch):
     model, passes = cramped(12)
-    monkeypatch.setattr(shortage.dist, "is_active", lambda: True)
+    monkeypatch.setattr(forward, "is_sharded", lambda model: True)
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         score_without_gradient(model, batch, ForwardOptions())
     assert passes == [21]
+
+
+def test_other_errors_pass(batch):
+    passes = []
+
+    def score(part: Batch) -> Any:
+        passes.append(part.num_rows)
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        shortage.scored_in_parts(batch, score)
+    assert passes == [5]
+
+
+class _Large:
+    """Stands for a tensor."""
+
+
+def test_an_error_that_is_still_to_be_raised_holds_nothing_of_what_failed():
+    held: list[Any] = []
+
+    def attempt() -> None:
+        large = _Large()
+        held.append(weakref.ref(large))
+        raise MemoryError("of a device")
+
+    def give_up() -> None:
+        try:
+            attempt()
+        except MemoryError as error:
+            raise RuntimeError("one row alone") from error
+
+    with pytest.raises(RuntimeError, match="one row alone") as caught:
+        give_up()
+    assert held[0]() is not None
+    shortage.let_go(caught.value)
+    assert held[0]() is None
+    assert "raise MemoryError" in "".join(traceback.format_exception(caught.value))

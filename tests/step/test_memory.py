@@ -151,8 +151,8 @@ def test_one_row_that_does_not_fit_is_an_error(make_machine):
 def test_where_cutting_is_not_safe_it_is_an_error(make_machine):
     machine, batches = make_machine(PolicyOptions())
     machine.max_forward = 5
-    machine.guard = MemoryGuard(machine.policy.zero_grad, obstacle="several processes share this step")
-    with pytest.raises(RuntimeError, match="several processes share this step; lower per_device_train_batch_size"):
+    machine.guard = MemoryGuard(machine.policy.zero_grad, obstacle="DeepSpeed keeps the gradients")
+    with pytest.raises(RuntimeError, match="DeepSpeed keeps the gradients; lower per_device_train_batch_size"):
         machine.step(batches)
     assert len(machine.attempts) == 1
 
@@ -184,7 +184,7 @@ class _Arguments:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"world_size": 2}, "several processes"),
+        ({"world_size": 2}, None),
         ({"deepspeed": {"zero_optimization": {}}}, "DeepSpeed keeps"),
         ({"optim": "adalomo"}, "optim='adalomo' changes weights"),
         ({"optim": "galore_adamw_layerwise"}, "changes weights"),
@@ -224,6 +224,6 @@ def test_parts_between_groups_are_of_like_cost_and_hold_each_prompt_once(make_ma
 
 def test_a_run_whose_batches_must_stay_whole_is_not_made_comfortable(make_machine):
     machine, batches = make_machine(PolicyOptions(), skip=False)
-    machine.guard = MemoryGuard(machine.policy.zero_grad, comfortable_tokens=1, obstacle="several processes")
+    machine.guard = MemoryGuard(machine.policy.zero_grad, comfortable_tokens=1, obstacle="DeepSpeed")
     machine.step(batches)
     assert len(machine.attempts) == len(batches)

@@ -133,9 +133,9 @@ def test_local_losses_keep_the_plans_rows(policy, sample, loss_type, aux_loss):
     assert [b.row_index.tolist() for b in shared] == [b.row_index.tolist() for b in batches]
 
 
-@pytest.mark.parametrize(("world_size", "everywhere"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("world_size", "everywhere"), [(1, False), (1, True), (2, False), (2, True)])
 def test_a_step_without_signal_keeps_its_shortest_row_alive(policy, sample, world_size, everywhere):
-    """On several ranks each micro-batch keeps one, since all ranks go through the model together."""
+    """Each micro-batch keeps one where backward passes are counted."""
     batches = prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False)
     dead = [
         replace(b, advantages=torch.zeros_like(b.advantages), totals=replace(b.totals, world_size=world_size))
@@ -143,10 +143,9 @@ def test_a_step_without_signal_keeps_its_shortest_row_alive(policy, sample, worl
     ]
     terms = {"entropy_coef": 0.0, "aux_loss": False, "backward_everywhere": everywhere}
     shared = share_out(dead, PolicyOptions(), FRESH, **terms)
-    each = everywhere or world_size > 1
     live = [int((b.passes == FORWARD_AND_BACKWARD).sum()) for b in shared]
-    assert live == ([1, 1, 1] if each else [1, 0, 0])
-    for batch in shared[: 3 if each else 1]:
+    assert live == ([1, 1, 1] if everywhere else [1, 0, 0])
+    for batch in shared[: 3 if everywhere else 1]:
         lengths = batch.offsets.diff()
         kept = lengths[batch.passes == FORWARD_AND_BACKWARD]
         prompts = batch.prompt_offsets.diff()[batch.prompt_of_row]

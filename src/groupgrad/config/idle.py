@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from groupgrad.config.launch import zero_stage
+from groupgrad.config.launch import uses_deepspeed, zero_stage
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -152,6 +152,12 @@ IDLE: tuple[Idle, ...] = (
     Idle(("length_column_name",), lambda c: True, "nothing is grouped by length"),
     Idle(("average_tokens_across_devices",), lambda c: True, "the loss always counts over all processes"),
     Idle(("dataloader_in_order",), lambda c: True, "generation rounds are always read in order"),
+    Idle(
+        ("ddp_find_unused_parameters", "ddp_static_graph"),
+        lambda c: True,
+        "processes join their gradients when those of a step are complete, whichever parameters have one",
+    ),
+    Idle(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), uses_deepspeed, "DeepSpeed joins the gradients"),
     Idle(
         ("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
         lambda c: c.dataloader_num_workers == 0,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupgrad.config.engine_rules import ENGINE_RULES, uncorrected
 from groupgrad.config.idle import idle_settings
-from groupgrad.config.launch import env_on, zero_3_problem, zero_stage
+from groupgrad.config.launch import env_on, uses_deepspeed, zero_3_problem, zero_stage
 from groupgrad.config.values import (
     CHOICES,
     DTYPES,
@@ -252,6 +252,16 @@ def _stochastic_rounding(c: GRPOConfig) -> str | None:
     )
 
 
+def _update_in_backward(c: GRPOConfig) -> str | None:
+    optim = str(getattr(c.optim, "value", c.optim))
+    if world_size(c) == 1 or uses_deepspeed(c) or not ("lomo" in optim or "layerwise" in optim):
+        return None
+    return (
+        f"optim={optim!r} changes weights while gradients are made, before those of the {world_size(c)} processes are "
+        "joined, so that each would train a model of its own. Set optim='adamw_torch', or train in one process"
+    )
+
+
 def _hub_repo(c: GRPOConfig) -> str | None:
     if c.log_completions_hub_repo is None or c.log_completions:
         return None
@@ -343,6 +353,7 @@ RULES: tuple[Check, ...] = (
     _cispo_ceiling,
     _entropy_bounds,
     _stochastic_rounding,
+    _update_in_backward,
     zero_3_problem,
     _hub_repo,
     _auto_batch,
@@ -397,7 +408,21 @@ def _accelerator_loading(c: GRPOConfig) -> str | None:
     return f"accelerator_config has {', '.join(changed)}, without effect: the trainer reads its data itself"
 
 
-REMARKS: tuple[Check, ...] = (_cispo_default, _ratio_level, _low_delta, _accelerator_loading, uncorrected)
+def _accelerator_syncs(c: GRPOConfig) -> str | None:
+    given = getattr(c.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    if not given.get("sync_each_batch", False):
+        return None
+    return "accelerator_config has sync_each_batch=True, without effect: processes join their gradients once a step"
+
+
+REMARKS: tuple[Check, ...] = (
+    _cispo_default,
+    _ratio_level,
+    _low_delta,
+    _accelerator_loading,
+    _accelerator_syncs,
+    uncorrected,
+)
 
 
 # --- What the config calls ---

@@ -149,12 +149,13 @@ def score_without_gradient(
 ) -> TokenScores:
     """`score_tokens` in evaluation mode (no dropout) and without gradients; the model's modes are restored.
 
-    A batch that does not fit into memory is scored in parts. `aux_loss` keeps what the options say of the auxiliary
-    loss, which is measured on whole batches alone.
+    A batch that does not fit into memory is scored in parts, unless ranks go through the model together because its
+    parameters are spread over them. `aux_loss` keeps what the options say of the auxiliary loss, which is measured on
+    whole batches alone.
     """
     asked = replace(options, entropy_gradient=False, aux_loss=aux_loss and options.aux_loss)
     with evaluation_mode(model), runnable(model):
-        if asked.aux_loss:
+        if asked.aux_loss or is_sharded(model):
             return score_tokens(model, batch, asked)
         return scored_in_parts(batch, lambda part: score_tokens(model, part, asked))
 

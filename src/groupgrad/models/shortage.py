@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import traceback
 from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from groupgrad import dist
 from groupgrad.types import Batch, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or _MESSAGES.search(str(error).lower()) is not None
 
 
+def let_go(error: BaseException) -> None:
+    """Free what an error that is still to be raised holds: the variables of the functions that it came through."""
+    part: BaseException | None = error
+    while part is not None:
+        traceback.clear_frames(part.__traceback__)
+        part = part.__cause__ or part.__context__
+    collect_what_failed()
+
+
 def collect_what_failed() -> None:
     """Free what a pass that ran out of memory has left. Its error must be gone: the traceback holds its tensors."""
     gc.collect()
@@ -40,13 +49,13 @@ def collect_what_failed() -> None:
 def scored_in_parts(batch: Batch, score: Callable[[Batch], TokenScores]) -> TokenScores:
     """What `score` says of the batch; where memory runs out, of half of its rows at a time, and so on.
 
-    For passes without a gradient and without an auxiliary loss. RuntimeError if one row alone does not fit. With
-    several processes the error passes, as they may have to go through the model together.
+    For passes without a gradient and without an auxiliary loss, through a model that no other rank has to go through at
+    the same time. RuntimeError if one row alone does not fit.
     """
     try:
         return score(batch)
     except (RuntimeError, MemoryError) as error:
-        if dist.is_active() or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         if batch.num_rows < 2:
             raise RuntimeError(

@@ -156,16 +156,6 @@ def placeholder_ids(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted({int(value) for value in found if value is not None}))
 
 
-def trains_sight(model: nn.Module) -> bool:
-    """True if something is trained that rows without images do not pass through."""
-    inner = pretrained(model)
-    if inner is None or not sees(model):
-        return False
-    others = [inner.get_decoder(), inner.get_output_embeddings()]
-    spoken = {id(p) for part in others if part is not None for p in part.parameters()}
-    return any(p.requires_grad and id(p) not in spoken for p in inner.parameters())
-
-
 def sight(model: nn.Module, ids: torch.Tensor, media: Media) -> Sight:
     """How `model` sees a prompt of the token ids `ids` (P_i,)."""
     ids = ids.cpu()

@@ -177,8 +177,6 @@ def memory_guard(model: nn.Module, args: Any, *, aux_loss: bool) -> MemoryGuard:
 def obstacle_to_cutting(args: Any) -> str | None:
     """Why a run with these training arguments cannot train a micro-batch in parts, in words; None if it can."""
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if args.world_size > 1:
-        return "several processes go through the model together, so that one cannot cut its micro-batch alone"
     if args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is not None:
         return "DeepSpeed keeps the gradients to itself, so that they cannot be made again"
     if "lomo" in optimizer or "layerwise" in optimizer:

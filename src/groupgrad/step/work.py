@@ -25,10 +25,10 @@ def share_out(
 ) -> list[Batch]:
     """The step's rows on this rank in as many micro-batches as before, of like cost, each row with the passes it needs.
 
-    Loss, gradient and metrics are those of `batches`. With several ranks, which go through the model together, and with
-    `backward_everywhere` each micro-batch has at least one row with a gradient; otherwise at least one has, so that the
-    optimizer decays its momenta and weights also in a step without any signal. A loss that is defined by the
-    micro-batches that its rows come in (`bnpo`, load balancing) keeps the rows where they are.
+    Loss, gradient and metrics are those of `batches`. With `backward_everywhere` each micro-batch has at least one row
+    with a gradient; otherwise at least one has, so that the optimizer decays its momenta and weights also in a step
+    without any signal. A loss that is defined by the micro-batches that its rows come in (`bnpo`, load balancing) keeps
+    the rows where they are.
 
     With `one_pass` a micro-batch is at most one pass through the model: rows that need a forward pass get a backward
     pass too. Ranks that hold parts of one model make equally many passes so.
@@ -48,7 +48,7 @@ def share_out(
         bounds = accumulate((batch.num_rows for batch in noted), initial=0)
         plan = [range(start, end) for start, end in pairwise(bounds)]
         noted = [whole.select(rows) for rows in pack(row_costs(whole), plan)]
-    if backward_everywhere or any(batch.totals.world_size > 1 for batch in noted):
+    if backward_everywhere:
         return [_with_a_live_row(batch) for batch in noted]
     if not any(has_gradient(batch) for batch in noted):
         first = next((i for i, batch in enumerate(noted) if batch.num_rows), None)

@@ -1,0 +1,233 @@
+"""What `test_processes_memory.py` makes two processes do (`torch.distributed.run ... shortage_ranks.py OUT`): runs in
+which memory runs out on one rank or both, and runs that must be equal to them.
+
+Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+from groupgrad import dist
+from groupgrad.models import forward
+
+RANK = int(os.environ.get("RANK", "0"))
+SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
+FULL_1 = {**SETTINGS, "micro_batches": 1}
+FULL_2 = {**SETTINGS, "micro_batches": 2}
+LORA_1 = {**FULL_1, "peft": True, "beta": 0.1}
+LORA_2 = {**FULL_2, "peft": True, "beta": 0.1}
+# In every other step weights have moved since rows were sampled, and those without a signal are only measured.
+FLAT = {**FULL_2, **ranks.CASES["flat_groups"]}
+SAVED = {**FULL_2, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+
+
+scoring: list[bool] = []
+"""Not empty in passes that score a batch; sampling goes through the model too."""
+score = forward._score_places
+
+
+def score_watched(*arguments: Any, **options: Any) -> Any:
+    scoring.append(True)
+    try:
+        return score(*arguments, **options)
+    finally:
+        scoring.pop()
+
+
+forward._score_places = score_watched
+
+
+@dataclass
+class Shortage:
+    """Memory runs out in passes of more than `most` tokens on the ranks `on`, from the one numbered `first` on, at most
+    `times` times."""
+
+    where: str
+    """`forward`, in the `middle` of the backward pass, or without a gradient at all (`scoring`)."""
+    on: tuple[int, ...]
+    most: int = 0
+    first: int = 0
+    times: int = 10**6
+    fails: bool = False
+    """The pass now made."""
+    passes: int = 0
+    failures: int = 0
+    half_made: int = 0
+    """Failures that found gradients of this pass."""
+
+    def put_into(self, model: nn.Module) -> None:
+        """Let passes of the model fail."""
+        layer = next(m for name, m in model.named_modules() if name.endswith("layers.0"))
+        last = next(m for name, m in model.named_modules() if name.endswith("layers.1"))
+        trained = [p for p in last.parameters() if p.requires_grad]
+        before: list[torch.Tensor | None] = []
+
+        def begin(_module: nn.Module, _arguments: Any, options: dict[str, Any]) -> None:
+            self.fails = False
+            if torch.is_grad_enabled() == (self.where == "scoring") or not scoring or RANK not in self.on:
+                return
+            before[:] = [None if p.grad is None else p.grad.clone() for p in trained]
+            self.passes += 1
+            too_large = options["input_ids"].numel() > self.most and self.passes > self.first
+            self.fails = too_large and self.failures < self.times
+            if self.fails and self.where != "middle":
+                self.fail()
+
+        def in_the_middle(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            if self.where == "middle" and self.fails:
+                hidden = output if isinstance(output, torch.Tensor) else output[0]
+                hidden.register_hook(lambda gradient: self.fail(trained, before))
+
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        layer.register_forward_hook(in_the_middle)
+
+    def fail(self, trained: list[nn.Parameter] | None = None, before: list[Any] | None = None) -> None:
+        self.failures += 1
+        for parameter, old in zip(trained or (), before or ()):
+            if parameter.grad is not None and (old is None or not torch.equal(parameter.grad, old)):
+                self.half_made += 1
+                break
+        raise MemoryError("there is no more")
+
+
+CASES: dict[str, tuple[dict[str, Any], Shortage | None]] = {
+    "full": (FULL_2, None),
+    "lora": (LORA_2, None),
+    "flat": (FLAT, None),
+    "saved": ({**FULL_2, "max_steps": 3}, None),
+    "full, forward on one": (FULL_1, Shortage("forward", (1,), most=14)),
+    "full, middle on both once": (FULL_1, Shortage("middle", (0, 1), first=1, times=1)),
+    "full, forward on both once": (FULL_2, Shortage("forward", (0, 1), first=3, times=1)),
+    "saved, middle on one": (SAVED, Shortage("middle", (1,), most=10)),
+    "lora, forward on both": (LORA_1, Shortage("forward", (0, 1), most=14)),
+    "lora, middle on one once": (LORA_1, Shortage("middle", (0,), first=1, times=1)),
+    "lora, middle on both": (LORA_2, Shortage("middle", (0, 1), most=10)),
+    "lora, forward on one once": (LORA_2, Shortage("forward", (1,), first=2, times=1)),
+    "lora, scoring on one": (LORA_2, Shortage("scoring", (1,), most=10)),
+    "flat, scoring on one": (FLAT, Shortage("scoring", (0,), most=8)),
+}
+
+
+def folder(name: str) -> str:
+    """Where a case's trainer writes; none of the cases of `ranks.py` has such a name."""
+    return "short_" + name.replace(", ", "_").replace(" ", "_")
+
+
+def run(name: str, out: Path) -> dict[str, Any]:
+    """One case to its end."""
+    settings, shortage = CASES[name]
+    trainer = ranks.build(folder(name), out, **settings)
+    shortage = shortage or Shortage("forward", ())
+    shortage.put_into(trainer.model)
+    trainer.train()
+    return {**outcome(trainer), "failures": shortage.failures, "half_made": shortage.half_made}
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    log = ranks.HELP.without_times(trainer.state.log_history)
+    return {"weights": ranks.HELP.weights(trainer.model), "log": log, "limit": trainer.memory.state_dict()["limit"]}
+
+
+def resume(out: Path) -> dict[str, Any]:
+    """Go on with the run that was saved, with what it learned of memory."""
+    shortage = Shortage("middle", (1,), most=10)
+    trainer = ranks.build(folder("saved, middle on one"), out, **SAVED)
+    shortage.put_into(trainer.model)
+    trainer.train(str(out / "run" / folder("saved, middle on one") / "checkpoint-2"))
+    return {**outcome(trainer), "failures": shortage.failures}
+
+
+def hopeless(where: str, out: Path) -> dict[str, Any]:
+    """Not even one row fits on the last rank, in the second step; what each rank sees of it, and when."""
+    trainer = ranks.build("hopeless", out, **FULL_2)
+    Shortage(where, (1,), first=2).put_into(trainer.model)
+    started = time.perf_counter()
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - started}
+    return {"error": None, "seconds": 0.0}
+
+
+def joined(out: Path) -> dict[str, Any]:
+    """The gradients that this rank had when it met the others, and those that all left with. Rank 1 starts with other
+    weights, and training follows an evaluation."""
+    found: dict[str, Any] = {"before": [], "after": []}
+    average = dist.average_gradients
+
+    def watched(parameters: Any, **options: Any) -> None:
+        parameters = list(parameters)
+        found["options"] = options
+        found["before"].append([None if p.grad is None else p.grad.clone() for p in parameters])
+        average(parameters, **options)
+        found["after"].append([None if p.grad is None else p.grad.clone() for p in parameters])
+
+    model = ranks.first_model()
+    model.register_buffer("own", torch.tensor(float(RANK)), persistent=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * RANK
+    settings = {**FULL_2, "eval": "sets", "eval_strategy": "no"}
+    trainer = ranks.build("joined", out, model=model, ddp_bucket_cap_mb=1, ddp_broadcast_buffers=False, **settings)
+    trainer.evaluate()
+    dist.average_gradients = watched
+    try:
+        trainer.train()
+    finally:
+        dist.average_gradients = average
+    return {**found, **outcome(trainer), "own": float(model.own)}
+
+
+class Normed(nn.Module):
+    """Remembers the mean of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=1.0)
+        self.register_buffer("table", torch.full((2,), float(RANK)))
+
+
+def statistics(buffers: bool) -> list[list[float]]:
+    """Running means and a table after each rank's step on numbers of its own."""
+    from groupgrad.step.joining import Joining
+
+    model: Any = Normed()
+    joining = Joining(model, buffers=buffers)
+    joining.begin()
+    for last in (False, True):
+        with joining.micro_batch(is_last=last):
+            model.norm(torch.full((3, 2), 1.0 + RANK)).sum().backward()
+    return [model.norm.running_mean.tolist(), model.table.tolist()]
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported need not be looked through after each failure
+
+    def save(name: str, result: Any) -> None:
+        torch.save(result, out / f"{name}_{RANK}.pt")
+
+    for name in CASES:
+        save(name, run(name, out))
+    save("resumed", resume(out))
+    save("joined", joined(out))
+    save("statistics", [statistics(buffers) for buffers in (True, False)])
+    for where in ("forward", "middle"):
+        save(f"hopeless_{where}", hopeless(where, out))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,112 @@
+"""Processes that each hold the whole model make as many passes as their memory needs, and join what they found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("shortage_ranks.py")
+CASES = {
+    "full, forward on one": (1,),
+    "full, middle on both once": (0, 1),
+    "full, forward on both once": (0, 1),
+    "saved, middle on one": (1,),
+    "lora, forward on both": (0, 1),
+    "lora, middle on one once": (0,),
+    "lora, middle on both": (0, 1),
+    "lora, forward on one once": (1,),
+    "lora, scoring on one": (1,),
+    "flat, scoring on one": (0,),
+}
+"""The ranks whose memory runs out."""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes left their results."""
+    out = tmp_path_factory.mktemp("two")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return out
+
+
+def results(out: Path, case: str) -> list[Any]:
+    return [torch.load(out / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_runs_out_of_memory_changes_no_number(out, tools, case):
+    """Final weights to 1e-6 relative and equal on both ranks, every logged number to 1e-5; the others do not notice."""
+    (undisturbed, _), found = results(out, case.split(",")[0]), results(out, case)
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    assert tools.relative(found[0]["weights"], undisturbed["weights"]) < 1e-6
+    assert len(found[0]["log"]) == len(undisturbed["log"])
+    for entry, expected in zip(found[0]["log"][:-1], undisturbed["log"][:-1]):
+        assert entry == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    for rank, result in enumerate(found):
+        assert (result["failures"] > 0) == (rank in CASES[case])
+        assert result["failures"] == 1 or "once" not in case or rank not in CASES[case]
+        assert (result["half_made"] > 0) == ("middle" in case and rank in CASES[case])
+        learned = rank in CASES[case] and case != "lora, scoring on one"  # where nothing is trained, nothing is learned
+        assert (result["limit"] is not None) == learned
+
+
+def test_what_a_rank_learned_of_its_memory_is_in_its_checkpoint(out):
+    folder = out / "run" / "short_saved_middle_on_one" / "checkpoint-2"
+    states = [torch.load(folder / f"groupgrad_state_{rank}.pt")["memory"]["limit"] for rank in range(2)]
+    straight, resumed = results(out, "saved, middle on one"), results(out, "resumed")
+    assert states == [None, straight[1]["limit"]]
+    assert states[1] > 0
+    for before, after in zip(straight, resumed):
+        assert torch.equal(before["weights"], after["weights"])
+        assert (after["failures"], after["limit"]) == (0, before["limit"])
+
+
+@pytest.mark.parametrize("where", ["forward", "middle"])
+def test_a_row_that_does_not_fit_on_one_rank_ends_both(out, where):
+    first, second = results(out, f"hopeless_{where}")
+    assert second["error"].startswith("RuntimeError: one row alone (1 completions,")
+    assert first["error"].startswith("RuntimeError: stopped because rank 1 failed with RuntimeError: one row alone")
+    assert max(first["seconds"], second["seconds"]) < 60  # not the half hour of ddp_timeout
+
+
+def test_gradients_are_those_of_float64_means(out, tools):
+    """From rank 0's weights on, in every step, whether or not an evaluation came first."""
+    (first, second), (undisturbed, _) = results(out, "joined"), results(out, "full")
+    assert len(first["before"]) == len(second["before"]) == 2
+    for step in range(2):
+        lists = (first["before"], second["before"], first["after"], second["after"])
+        for one, two, joined, other in zip(*(gradients[step] for gradients in lists)):
+            mean = ((one.double() + two.double()) / 2).float()
+            assert torch.equal(joined, mean)
+            assert torch.equal(joined, other)
+        assert any(not torch.equal(one, two) for one, two in zip(first["before"][step], second["before"][step]))
+    assert torch.equal(first["weights"], second["weights"])
+    assert tools.relative(first["weights"], undisturbed["weights"]) < 1e-6
+
+
+def test_ranks_join_as_they_are_told(out):
+    """`ddp_bucket_cap_mb` bounds the pieces that travel, and `ddp_broadcast_buffers` leaves each rank its buffers."""
+    found = results(out, "joined")
+    assert [result["options"] for result in found] == [{"bucket_bytes": 2**20}] * 2
+    assert [result["own"] for result in found] == [0.0, 1.0]
+
+
+def test_running_statistics_are_rank_0s_unless_each_rank_keeps_its_buffers(out):
+    (shared, kept), (other_shared, other_kept) = results(out, "statistics")
+    assert shared == other_shared == kept == [[1.0, 1.0], [0.0, 0.0]]
+    assert other_kept == [[2.0, 2.0], [1.0, 1.0]]
