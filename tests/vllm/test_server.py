@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import urllib.error
 import urllib.request
@@ -252,6 +253,14 @@ def test_options_that_vllm_does_not_know_are_refused_at_once(server: Served, pol
     options = SamplingOptions(max_new_tokens=4, extra={"temperatur": 1.0})
     with pytest.raises(ValueError, match="'temperatur'"):
         server.engine().connect(policy, options=options)
+
+
+@pytest.mark.parametrize("regex", ["[0-9", "a{3,2}", r"\bword"])
+def test_a_regex_that_cannot_be_held_to_is_refused_at_once(regex: str, server: Served, policy: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)Grammar error.*vllm_structured_outputs_regex=" + re.escape(repr(regex))):
+        server.engine(regex=regex).connect(policy, options=OPTIONS)
+    # Python's own expressions know no such class; vLLM's do.
+    server.engine(regex=r"\p{Lu}+").connect(policy, options=OPTIONS)
 
 
 def test_a_row_that_does_not_fit_is_named(engine: VLLMServerEngine, policy: Any) -> None:

@@ -107,6 +107,15 @@ def scripted(model: Any) -> Iterator[Scripted]:
     scripted.server.server_close()
 
 
+def test_a_regex_that_the_server_refuses_is_named_before_any_row(scripted: Scripted, model: Any) -> None:
+    story = "vLLM 0.32.0 refuses the sampling options: unclosed character class"
+    scripted.check = lambda data, query: (400, {"error": story})  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"unclosed character class; .*vllm_structured_outputs_regex='\[a'"):
+        scripted.engine(regex="[a").connect(model, options=OPTIONS)
+    with pytest.raises(ValueError, match=r"see generation_kwargs$"):
+        scripted.engine().connect(model, options=OPTIONS)
+
+
 def row(number: int, ids: list[int], reason: str = "length") -> dict[str, Any]:
     return {"row": number, "ids": ids, "logprobs": [-1.0] * len(ids), "reason": reason}
 

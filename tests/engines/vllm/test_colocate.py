@@ -31,6 +31,9 @@ class StandIn:
         self.llm_engine = self
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
         self.model_config = SimpleNamespace(max_model_len=64, hf_config=SimpleNamespace(image_token_id=9))
+        self.input_processor = SimpleNamespace(
+            model_config=self.model_config, speculative_config=None, structured_outputs_config="auto", tokenizer="a b"
+        )
         self.log: list[str] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.adapters: dict[int, dict[str, torch.Tensor]] = {}
@@ -93,13 +96,26 @@ class StandIn:
         return outputs
 
 
+class Refused(Exception):
+    """In place of vLLM's own, which is no ValueError."""
+
+
+class Params(SimpleNamespace):
+    """In place of vLLM's `SamplingParams`, which looks into a regex when a row is submitted."""
+
+    def verify(self, model: Any, speculative: Any, structured: Any, tokenizer: Any) -> None:
+        assert (model.max_model_len, speculative, structured, tokenizer) == (64, None, "auto", "a b")
+        if hasattr(self, "structured_outputs") and self.structured_outputs.regex == "[a":
+            raise Refused("unclosed character class")
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """In place of vLLM, whose records are plain ones here."""
     stand_in = StandIn()
     modules = {name: ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.lora", "vllm.lora.request")}
     for module in ("vllm", "vllm.sampling_params"):
-        modules[module].SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+        modules[module].SamplingParams = Params  # type: ignore[attr-defined]
     modules["vllm.sampling_params"].StructuredOutputsParams = SimpleNamespace  # type: ignore[attr-defined]
     modules["vllm.sampling_params"].RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")  # type: ignore[attr-defined]
     modules["vllm.lora.request"].LoRARequest = lambda name, number, path: SimpleNamespace(  # type: ignore[attr-defined]
@@ -175,6 +191,13 @@ def test_an_adapter_goes_alone_and_the_weights_below_it_once(
     assert not vllm.adapters
     engine.push_adapter(policy, 3)
     assert vllm.log.count("pushed") == 3
+
+
+def test_a_regex_that_vllm_refuses_is_named_before_any_row(vllm: StandIn, model: Any, tokenizer: Any) -> None:
+    VLLMColocateEngine(model, tokenizer, replace(SETTINGS, regex="[a]")).check(OPTIONS)
+    engine = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, regex="[a"))
+    with pytest.raises(ValueError, match=r"unclosed character class; .*vllm_structured_outputs_regex='\[a'"):
+        engine.check(OPTIONS)
 
 
 def test_without_room_for_adapters_they_are_refused(vllm: StandIn, model: Any, tokenizer: Any) -> None:

@@ -27,7 +27,7 @@ from groupgrad.engines.vllm.http import (
     call,
     wait_until_up,
 )
-from groupgrad.engines.vllm.sampling import PROCESSED, is_plain, sampling_fields
+from groupgrad.engines.vllm.sampling import PROCESSED, is_plain, refusal, sampling_fields
 from groupgrad.engines.vllm.session import ServerSession
 from groupgrad.engines.vllm.transport import GROUP_PORT, GlooTransport, Transport, choose_transport
 from groupgrad.engines.vllm.wire import (
@@ -156,7 +156,7 @@ class VLLMServerEngine:
         try:
             call(self.address, "check", {"sampling": fields}, timeout_s=self.timeout_s)
         except ServerRefused as refused:
-            raise ValueError(f"{refused}; the fields are {fields}: see generation_kwargs and the regex") from None
+            raise refusal(refused, fields, self._regex) from None
         self._checked.append(fields)
 
     def plain_logprobs(self, options: SamplingOptions) -> bool:

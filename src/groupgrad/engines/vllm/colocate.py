@@ -26,11 +26,14 @@ from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
 from groupgrad.engines.vllm.ranks import JointSession, check_tensor_parallel
 from groupgrad.engines.vllm.sampling import (
     REASONS,
+    in_plain_errors,
     is_plain,
+    refusal,
     row_fields,
     sampled_logprobs,
     sampling_fields,
     sampling_params,
+    verify,
 )
 from groupgrad.engines.vllm.start import ColocateOptions, classes_kept, save_config, start
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, notes_as_lists, torch_dtype
@@ -179,9 +182,9 @@ class VLLMColocateEngine:
             )
         fields = sampling_fields(options, regex=self._options.regex)
         try:
-            sampling_params(fields, {"seed": 0, "max_tokens": 1})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"vLLM refuses the sampling options {fields}: {error}; see generation_kwargs") from None
+            verify(sampling_params(fields, {"seed": 0, "max_tokens": 1}), self._engine)
+        except ValueError as error:
+            raise refusal(f"vLLM refuses the sampling options: {error}", fields, self._options.regex) from None
 
     def plain_logprobs(self, options: SamplingOptions) -> bool:
         """True if the log-probs of samples are those of the temperature softmax, as training scores tokens; False if
@@ -267,7 +270,8 @@ class ColocateSession:
         params = sampling_params(self._fields, row_fields(request), output_kind=told)
         images = () if request.media is None else request.media.images
         prompt = vllm_prompt(request.prompt_ids, images, self._engine)
-        self._engine.add_request(name, prompt, params, lora_request=self._adapter)
+        with in_plain_errors():
+            self._engine.add_request(name, prompt, params, lora_request=self._adapter)
         self._tickets[name] = ticket, request
         return ticket
 

@@ -30,7 +30,7 @@ class RowStream:
     `prompt` (place in `prompts`), `seed` and `max_tokens`. With images it has `images`, PNG in base64, and
     `images_of`: for each prompt their places in `images`. `count` is told of each row that begins (1) and ends (-1).
     `tokens` is the server's, of all calls: a row may have to wait for another rank's.
-    TypeError or ValueError if vLLM refuses the options.
+    ValueError if vLLM refuses the options.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ takes tokens out before it looks at logits at all. `logprobs_mode` says which of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -104,17 +105,41 @@ def is_plain(fields: Mapping[str, Any], mode: str = PROCESSED) -> bool:
 def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **told: Any) -> Any:
     """vLLM's `SamplingParams` of a row; `told` are fields about how the answer is told.
 
-    TypeError or ValueError, in vLLM's words, for fields that it does not know or that cannot work.
+    ValueError, in vLLM's words, for fields that it does not know or that cannot work.
     """
     from vllm.sampling_params import StructuredOutputsParams
 
     from vllm import SamplingParams
 
     chosen = dict(fields)
-    if isinstance(chosen.get(STRUCTURE), Mapping):
-        chosen[STRUCTURE] = StructuredOutputsParams(**chosen[STRUCTURE])
-    # Text is only needed where strings end a completion.
-    return SamplingParams(**chosen, **row, logprobs=0, detokenize=bool(chosen.get("stop")), **told)
+    with in_plain_errors():
+        if isinstance(chosen.get(STRUCTURE), Mapping):
+            chosen[STRUCTURE] = StructuredOutputsParams(**chosen[STRUCTURE])
+        # Text is only needed where strings end a completion.
+        return SamplingParams(**chosen, **row, logprobs=0, detokenize=bool(chosen.get("stop")), **told)
+
+
+def verify(params: Any, engine: Any) -> None:
+    """What vLLM does with each row that is submitted: ValueError, in its words, for params that this engine cannot
+    sample by, such as those with an invalid regex."""
+    known = engine.input_processor
+    with in_plain_errors():
+        params.verify(known.model_config, known.speculative_config, known.structured_outputs_config, known.tokenizer)
+
+
+@contextmanager
+def in_plain_errors() -> Iterator[None]:
+    """What vLLM refuses inside is a ValueError: its own kinds of errors are none."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(str(error)) from error
+
+
+def refusal(reason: object, fields: Mapping[str, Any], regex: str | None) -> ValueError:
+    """The error for options that vLLM refuses, with the settings that they come from."""
+    settings = "generation_kwargs" + ("" if regex is None else f" and vllm_structured_outputs_regex={regex!r}")
+    return ValueError(f"{reason}; the fields are {dict(fields)}: see {settings}")
 
 
 def sampled_logprobs(ids: Iterable[int], entries: Any) -> list[float]:

@@ -31,7 +31,7 @@ from typing import Any
 
 from groupgrad import compat
 from groupgrad.engines.vllm.rows import RowStream, TokenCount
-from groupgrad.engines.vllm.sampling import sampling_params
+from groupgrad.engines.vllm.sampling import sampling_params, verify
 from groupgrad.engines.vllm.wire import model_sizes
 from groupgrad.engines.vllm.worker import EXTENSION, REFUSED
 
@@ -160,8 +160,9 @@ class Routes:
 
     async def _check(self, engine: Any, request: Any) -> dict[str, Any]:
         try:
-            sampling_params((await request.json())["sampling"], {"seed": 0, "max_tokens": 1})
-        except (TypeError, ValueError) as error:
+            params = sampling_params((await request.json())["sampling"], {"seed": 0, "max_tokens": 1})
+            await asyncio.to_thread(verify, params, engine)  # a regex may take a while
+        except ValueError as error:
             raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
         return {}
 
@@ -170,7 +171,7 @@ class Routes:
         self._expect(body["stamp"])
         try:
             return RowStream(engine, body, self._weights.adapter, self._count, self._tokens)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
 
     def _count(self, change: int) -> None:
