@@ -184,6 +184,57 @@ def test_every_flag_of_the_adapter():
 def test_flags_of_an_adapter_that_is_not_asked_for():
     with pytest.warns(UserWarning, match="no effect: lora_r=8, use_dora=True without use_peft; set use_peft"):
         assert train.peft_config(ModelArguments(lora_r=8, use_dora=True)) is None
+    with pytest.warns(UserWarning, match="no effect: peft_method='ia3', ia3_modules_to_save=.'norm'. without use_peft"):
+        assert train.peft_config(ModelArguments(peft_method="ia3", ia3_modules_to_save=["norm"])) is None
+
+
+def test_ia3():
+    peft = pytest.importorskip("peft")
+    made = train.peft_config(ModelArguments(use_peft=True, peft_method="ia3"))
+    assert isinstance(made, peft.IA3Config)
+    assert (made.task_type, made.target_modules, made.feedforward_modules) == ("CAUSAL_LM", None, None)
+    made = train.peft_config(
+        ModelArguments(
+            use_peft=True,
+            peft_method="ia3",
+            ia3_target_modules=["k_proj,", "down_proj"],
+            ia3_feedforward_modules=["down_proj"],
+            ia3_modules_to_save=["norm"],
+        )
+    )
+    assert (made.target_modules, made.feedforward_modules) == ({"k_proj", "down_proj"}, {"down_proj"})
+    assert made.modules_to_save == ["norm"]
+    every = ModelArguments(use_peft=True, peft_method="ia3", ia3_target_modules=["all-linear"])
+    assert train.peft_config(every).target_modules == "all-linear"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"peft_method": "IA3"}, "peft_method='IA3' is not known; set it to one of lora, ia3"),
+        (
+            {"peft_method": "ia3", "lora_r": 8, "use_rslora": True},
+            "peft_method='ia3' has no use for lora_r=8, use_rslora=True; leave that out, or set peft_method to 'lora'",
+        ),
+        ({"ia3_target_modules": ["k_proj"]}, r"peft_method='lora' has no use for ia3_target_modules=\['k_proj'\]; "),
+        (
+            {"peft_method": "ia3", "ia3_feedforward_modules": ["down_proj"]},
+            "ia3_feedforward_modules names down_proj, which ia3_target_modules does not; name them in both",
+        ),
+        (
+            {
+                "peft_method": "ia3",
+                "ia3_target_modules": ["k_proj", "up_proj"],
+                "ia3_feedforward_modules": ["up_proj", "down_proj,"],
+            },
+            "ia3_feedforward_modules names down_proj, which ia3_target_modules does not",
+        ),
+    ],
+)
+def test_flags_of_another_adapter(settings, text):
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match=text):
+        train.peft_config(ModelArguments(use_peft=True, **settings))
 
 
 def test_quantized_weights():
@@ -240,6 +291,15 @@ def test_adapter_and_quantization_in_a_file(tmp_path):
     )
     assert model.lora_modules_to_save == ["lm_head", "norm"]
     assert (model.load_in_4bit, model.bnb_4bit_quant_type, model.use_bnb_nested_quant) == (True, "fp4", True)
+
+
+def test_ia3_on_the_command_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "use_cpu: true\nuse_peft: true\npeft_method: ia3\nia3_target_modules: [k_proj]\n"
+    )
+    model = parse(["--config", str(tmp_path / "run.yaml"), "--ia3_modules_to_save", "norm", "lm_head"]).model
+    assert (model.use_peft, model.peft_method, model.ia3_target_modules) == (True, "ia3", ["k_proj"])
+    assert (model.ia3_feedforward_modules, model.ia3_modules_to_save) == (None, ["norm", "lm_head"])
 
 
 def test_the_gsm8k_example_builds_a_run(tmp_path):

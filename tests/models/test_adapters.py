@@ -68,6 +68,18 @@ def test_ranks_that_move_are_refused(build):
         add_adapter(build("qwen3"), peft.AdaLoraConfig(target_modules=["q_proj"], total_step=5))
 
 
+def test_feedforward_modules_that_are_not_there_are_refused(build):
+    """peft takes no notice of them."""
+    config = peft.IA3Config(target_modules="all-linear", feedforward_modules=["down_proj", "fc2"])
+    with pytest.raises(ValueError, match="feedforward_modules names fc2, and this Qwen3ForCausalLM has no such module"):
+        add_adapter(build("qwen3"), config)
+
+
+def test_feedforward_modules_of_an_architecture_that_peft_does_not_know(build):
+    with pytest.raises(ValueError, match=r"specify `feedforward_modules` .*; name those of target_modules whose input"):
+        add_adapter(build("qwen3-moe"), peft.IA3Config(target_modules=["k_proj"]))
+
+
 def test_names_among_others_that_are_not_there_are_a_warning(build):
     with pytest.warns(UserWarning, match="target_modules names Wqkv, .* on the others alone"):
         model = add_adapter(build("qwen3"), lora(target_modules=["q_proj", "Wqkv"]))

@@ -61,7 +61,8 @@ class ModelArguments:
     )
 
     # --- Adapter ---
-    use_peft: bool = _option(False, "Train a LoRA adapter instead of all weights.")
+    use_peft: bool = _option(False, "Train an adapter instead of all weights.")
+    peft_method: str = _option("lora", "Kind of adapter: lora or ia3.")
     lora_r: int = _option(16, "LoRA: rank.")
     lora_alpha: int = _option(32, "LoRA: scale, divided by the rank.")
     lora_dropout: float = _option(0.05, "LoRA: dropout probability.")
@@ -79,6 +80,15 @@ class ModelArguments:
     )
     use_rslora: bool = _option(False, "LoRA: scale by the square root of the rank.")
     use_dora: bool = _option(False, "LoRA: train magnitude and direction apart (DoRA).")
+    ia3_target_modules: list[str] | None = _option(
+        None, "IA3: modules to adapt, or all-linear; unset: usual ones of the architecture."
+    )
+    ia3_feedforward_modules: list[str] | None = _option(
+        None,
+        "IA3: those of ia3_target_modules whose input is scaled instead of their output; unset: usual ones of the "
+        "architecture.",
+    )
+    ia3_modules_to_save: list[str] | None = _option(None, "IA3: modules trained in full and saved with the adapter.")
     load_in_8bit: bool = _option(False, "Load the weights in 8 bits (bitsandbytes); an adapter is trained over them.")
     load_in_4bit: bool = _option(False, "Load the weights in 4 bits (bitsandbytes); an adapter is trained over them.")
     bnb_4bit_quant_type: str = _option("nf4", "4 bits: kind of numbers, nf4 or fp4.")

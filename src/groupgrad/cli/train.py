@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from groupgrad.cli.parsing import Parsed
     from groupgrad.config import GRPOConfig
 
-_ADAPTER_FLAGS = (
-    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
-    *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
-)
+_ADAPTER_FLAGS = {
+    "lora": (
+        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+        *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
+    ),
+    "ia3": ("ia3_target_modules", "ia3_feedforward_modules", "ia3_modules_to_save"),
+}
+"""Kind of adapter -> the flags that are for it alone."""
 _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 _FOUR_BITS, _STORAGE = ("nf4", "fp4"), ("uint8", "float16", "float32", "bfloat16")
 
@@ -147,14 +151,29 @@ def model_name(model: ModelArguments, config: GRPOConfig) -> str:
 
 
 def peft_config(model: ModelArguments) -> Any:
-    """The LoRA configuration that the flags describe, or None without `use_peft`."""
+    """The adapter's configuration that the flags describe, or None without `use_peft`. ValueError for an unknown kind
+    of adapter, and for flags of another kind than the one asked for."""
     if not model.use_peft:
-        _warn_of_idle(model, _ADAPTER_FLAGS, "without use_peft; set use_peft to train an adapter")
+        flags = ("peft_method", *(name for names in _ADAPTER_FLAGS.values() for name in names))
+        _warn_of_idle(model, flags, "without use_peft; set use_peft to train an adapter")
         return None
+    method = model.peft_method
+    if method not in _ADAPTER_FLAGS:
+        raise ValueError(f"peft_method={method!r} is not known; set it to one of {', '.join(_ADAPTER_FLAGS)}")
+    for other, flags in _ADAPTER_FLAGS.items():
+        if other != method and (given := _changed(model, flags)):
+            raise ValueError(
+                f"peft_method={method!r} has no use for {', '.join(given)}; leave that out, or set peft_method to "
+                f"{other!r}"
+            )
     compat.require("peft", "use_peft")
+    return _lora_config(model) if method == "lora" else _ia3_config(model)
+
+
+def _lora_config(model: ModelArguments) -> Any:
     from peft import LoraConfig
 
-    targets, parameters = _names(model.lora_target_modules), _names(model.lora_target_parameters)
+    parameters = _names(model.lora_target_parameters)
     if parameters and not hasattr(LoraConfig, "target_parameters"):
         raise ImportError("lora_target_parameters needs peft 0.17 or later: pip install -U peft")
     newer: Any = {"target_parameters": parameters} if parameters else {}
@@ -163,7 +182,7 @@ def peft_config(model: ModelArguments) -> Any:
         r=model.lora_r,
         lora_alpha=model.lora_alpha,
         lora_dropout=model.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets or None,
+        target_modules=_targets(model.lora_target_modules),
         modules_to_save=_names(model.lora_modules_to_save) or None,
         use_rslora=model.use_rslora,
         use_dora=model.use_dora,
@@ -171,16 +190,43 @@ def peft_config(model: ModelArguments) -> Any:
     )
 
 
+def _ia3_config(model: ModelArguments) -> Any:
+    from peft import IA3Config
+
+    targets, feedforward = _targets(model.ia3_target_modules), _names(model.ia3_feedforward_modules)
+    # peft takes no notice of those that it does not adapt.
+    alone = [] if targets == "all-linear" else [name for name in feedforward if name not in (targets or [])]
+    if alone:
+        raise ValueError(
+            f"ia3_feedforward_modules names {', '.join(alone)}, which ia3_target_modules does not; name them in both"
+        )
+    return IA3Config(
+        task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
+        target_modules=targets,
+        feedforward_modules=feedforward or None,
+        modules_to_save=_names(model.ia3_modules_to_save) or None,
+    )
+
+
+def _targets(given: list[str] | None) -> list[str] | str | None:
+    names = _names(given)
+    return "all-linear" if names == ["all-linear"] else names or None
+
+
 def _names(given: list[str] | None) -> list[str]:
     """A shell passes the list "a", "b" of the documents with its commas."""
     return [name.strip(",") for name in given or []]
 
 
+def _changed(model: ModelArguments, flags: tuple[str, ...]) -> list[str]:
+    """Those of the flags that have another value than their default, with it."""
+    default = type(model)()
+    return [f"{name}={getattr(model, name)!r}" for name in flags if getattr(model, name) != getattr(default, name)]
+
+
 def _warn_of_idle(model: ModelArguments, flags: tuple[str, ...], why: str) -> None:
     """One warning that names those of the flags that are set and change nothing."""
-    default = type(model)()
-    idle = [f"{name}={getattr(model, name)!r}" for name in flags if getattr(model, name) != getattr(default, name)]
-    if idle:
+    if idle := _changed(model, flags):
         warnings.warn(f"no effect: {', '.join(idle)} {why}")
 
 

@@ -57,8 +57,11 @@ def add_adapter(model: nn.Module, peft_config: Any, *, in_models_type: bool = Fa
             f" Its linear layers are called {', '.join(_linear_names(model))}; name some of them in target_modules, or "
             "set it to 'all-linear'"
         )
+        if "feedforward_modules" in str(error):
+            advice = "; name those of target_modules whose input it is to scale, or set it to [] for none"
+        is_known = "target" in str(error) or "feedforward_modules" in str(error)
         raise ValueError(
-            f"peft_config does not fit this {type(model).__name__}: {error}{advice if 'target' in str(error) else ''}"
+            f"peft_config does not fit this {type(model).__name__}: {error}{advice if is_known else ''}"
         ) from error
 
 
@@ -167,12 +170,12 @@ def _check_config(model: nn.Module, config: Any) -> None:
             "model; use LoraConfig (use_rslora=True, or rank_pattern for ranks by layer)"
         )
     modules = [name for name, _ in model.named_modules() if name]
-    missing = _missing(getattr(config, "modules_to_save", None), modules)
-    if missing:
-        raise ValueError(
-            f"modules_to_save names {', '.join(missing)}, and this {type(model).__name__} has no such module; it has "
-            f"{', '.join(_module_names(modules))}"
-        )
+    for field in ("modules_to_save", "feedforward_modules"):
+        if missing := _missing(getattr(config, field, None), modules):
+            raise ValueError(
+                f"{field} names {', '.join(missing)}, and this {type(model).__name__} has no such module; it has "
+                f"{', '.join(_module_names(modules))}"
+            )
     if is_quantized(model):
         _check_saved_modules(model, config)
     parameters = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
