@@ -46,7 +46,7 @@ class Scripted:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._answer(200, scripted.info)
+                self._answer(*scripted.look())
 
             def do_POST(self) -> None:
                 url = urllib.parse.urlsplit(self.path)
@@ -69,6 +69,9 @@ class Scripted:
     def engine(self, **options: Any) -> VLLMServerEngine:
         address = Address.of(port=self.server.server_port)
         return VLLMServerEngine(address, **{"timeout_s": 2.0, "bucket_bytes": 5_000, **options})
+
+    def look(self) -> tuple[int, Any]:
+        return 200, self.info
 
     def check(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         return 200, {}
@@ -255,9 +258,37 @@ def test_a_server_that_fails_again_and_again_is_given_up(scripted: Scripted, mod
     engine.push(model, 0)
     scripted.script = [[] for _ in range(9)]
     with pytest.raises(
-        ConnectionError, match=r"failed 4 times with 2 rows to sample .*its answer ended before all rows"
+        ConnectionError,
+        match=r"failed 4 times .*its answer ended before all rows had; rows that have not ended: 0 \(prompt of 2 tok",
     ):
         engine.sample(ROWS, OPTIONS)
+
+
+def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, model: Any) -> None:
+    """It ends one row, and from then on takes calls and answers none, not even that for what it is."""
+    engine = scripted.engine(timeout_s=0.5)
+    engine.push(model, 0)
+    ended = threading.Event()
+
+    def hang(*call: Any) -> tuple[int, Any]:
+        ended.wait(30.0)
+        return 200, {}
+
+    scripted.script = [[row(0, [9])]]
+    first = scripted.generate
+
+    def generate(*call: Any) -> tuple[int, Any]:
+        if scripted.script:
+            return first(*call)
+        scripted.look = hang  # type: ignore[method-assign]
+        return hang()
+
+    scripted.generate = generate  # type: ignore[method-assign]
+    try:
+        with pytest.raises(TimeoutError, match=r"no vLLM server .*/generate within 0.5 s; rows .*: 1 \(prompt of 2 "):
+            engine.sample(ROWS, OPTIONS)
+    finally:
+        ended.set()
 
 
 def test_rows_of_other_weights_are_refused(scripted: Scripted, model: Any) -> None:

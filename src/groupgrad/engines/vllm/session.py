@@ -221,15 +221,19 @@ class ServerSession:
         if self._failures > FRUITLESS_ATTEMPTS:
             raise ConnectionError(
                 f"the vLLM server {self.address} failed {self._failures} times with {num_rows} rows to sample and none "
-                f"sampled in between; last: {failure}. Its own output says why"
+                f"sampled in between; last: {failure}; {self._named()}. Its own output says why"
             )
-        self.recover(f"sampling {num_rows} rows failed: {failure}")
+        self.recover(f"sampling {num_rows} rows failed: {failure}; {self._named()}")
         self._moved = time.monotonic()
 
     def _stalled(self) -> str:
+        return (
+            f"the vLLM server {self.address} sampled no token for {self.timeout_s:g} s; {self._named()}. It answers, "
+            "so its workers hang: look into its output, or raise vllm_server_timeout"
+        )
+
+    def _named(self) -> str:
+        """Which rows have not ended, in words."""
         rows = [f"{ticket} (prompt of {len(r.prompt_ids)} tokens)" for ticket, r in sorted(self._requests.items())]
         named = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
-        return (
-            f"the vLLM server {self.address} sampled no token for {self.timeout_s:g} s; rows that have not ended: "
-            f"{named}. It answers, so its workers hang: look into its output, or raise vllm_server_timeout"
-        )
+        return f"rows that have not ended: {named}"
