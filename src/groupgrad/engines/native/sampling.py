@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupgrad.engines.base import Request
+from groupgrad.engines.native.kernels import library
+from groupgrad.engines.native.kernels.choose import Choice, choose
 from groupgrad.engines.native.options import Choosing
 
 TILE = 1 << 19
@@ -48,6 +50,8 @@ class Sampler:
         self._warpers = _warpers(choosing)
         self._scratch: dict[str, torch.Tensor] = {}
         self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
+        is_plain = device.type == "cpu" and not choosing.greedy and not choosing.is_cut
+        self._kernels = library() if is_plain else None
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """The rows of requests that begin; everything before their first token counts as their prompts."""
@@ -88,17 +92,24 @@ class Sampler:
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n,) tokens that follow, from logits (n, V), for the requests `rows` (n,) that have `counts` (n,) tokens."""
         draws = self._draws[rows, counts]
+        chosen = choose(self._kernels, logits, self._choosing.temperature, draws) if self._kernels else None
+        if chosen is None:
+            chosen = self._choose_in_tiles(logits, draws, rows, counts)
+        self.logprobs[rows, counts] = chosen.logprobs
+        self.entropies[rows, counts] = chosen.entropies
+        if self._seen is not None:
+            self._seen[rows, chosen.tokens] = True
+        return chosen.tokens
+
+    def _choose_in_tiles(
+        self, logits: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
+    ) -> Choice:
         height = logits.shape[0] if logits.device.type != "cpu" else max(1, TILE // logits.shape[1])
         parts = [
             self._choose_tile(logits[at], draws[at], rows[at], counts[at])
             for at in (slice(i, i + height) for i in range(0, logits.shape[0], height))
         ]
-        tokens, logprobs, entropies = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
-        self.logprobs[rows, counts] = logprobs
-        self.entropies[rows, counts] = entropies
-        if self._seen is not None:
-            self._seen[rows, tokens] = True
-        return tokens
+        return Choice(*(parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))))
 
     def _choose_tile(
         self, logits: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor

@@ -1,4 +1,4 @@
-"""Compiles `decode.cpp` with the user's C++ compiler and keeps the result for the next run.
+"""Compiles the kernels with the user's C++ compiler and keeps the result for the next run.
 
 It has to share OpenMP's threads with torch: of two pools of threads on few cores each spins while the other works. So
 it is linked with the runtime that torch has loaded.
@@ -27,10 +27,12 @@ SWITCH = "GROUPGRAD_NATIVE_KERNELS"
 """Environment variable; 0 turns compiled kernels off."""
 
 TIMEOUT_S = 120.0
-"""For one run of the compiler, which takes two seconds."""
+"""For one run of the compiler, which takes a few seconds."""
 
-_SOURCE = Path(__file__).with_name("decode.cpp")
-_HEADER = Path(__file__).with_name("products.h")
+_SOURCES, _HEADERS = (
+    [Path(__file__).with_name(name) for name in names]
+    for names in (("choose.cpp", "decode.cpp"), ("products.h", "vectors.h"))
+)
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TARGETS = ("-march=native", "-mcpu=native")
 """What compilers call the machine that they run on; clang on ARM once knew the second only."""
@@ -116,8 +118,7 @@ def _key(compiler: str, runtime: str) -> str:
         lines = []
     cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
     parts = [
-        _SOURCE.read_text(),
-        _HEADER.read_text(),
+        *(file.read_text() for file in _SOURCES + _HEADERS),
         *_FLAGS,
         *_TARGETS,
         compiler,
@@ -172,15 +173,16 @@ def _keep(built: Path, name: str) -> ctypes.CDLL | None:
 
 
 def _compile(compiler: str, runtime: str, folder: Path) -> Path:
-    module, built = folder / "decode.o", folder / "decode.so"
+    modules, built = [folder / f"{source.stem}.o" for source in _SOURCES], folder / "kernels.so"
     for target in _TARGETS:
         try:
-            _run([compiler, *_FLAGS, target, "-c", str(_SOURCE), "-o", str(module)])
+            for source, module in zip(_SOURCES, modules):
+                _run([compiler, *_FLAGS, target, "-c", str(source), "-o", str(module)])
             break
         except RuntimeError:
             if target == _TARGETS[-1]:
                 raise
-    _run([compiler, "-shared", str(module), runtime, "-o", str(built)])
+    _run([compiler, "-shared", *map(str, modules), runtime, "-o", str(built)])
     return built
 
 
@@ -197,6 +199,7 @@ def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.groupgrad_chunk_rows.argtypes, found.groupgrad_chunk_rows.restype = [number], number
     found.groupgrad_decode.argtypes = [pointer] * 5 + [ctypes.c_int]
+    found.groupgrad_choose.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 4 + [ctypes.c_int]
     found.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     inputs, weight, bias, output = (torch.linspace(-1, 1, n) for n in (9 * 37, 29 * 37, 29, 9 * 29))
     pointers = [x.data_ptr() for x in (inputs, weight, bias, output)]

@@ -50,9 +50,9 @@ namespace {
 constexpr long QUERIES = 16;     // that read a prompt's keys together, unless one row has more heads
 constexpr long SMALL = 1 << 21;  // multiplications that are done before other threads would have begun
 
-// All threads: output (rows, stride) at column `column` = input times the layer's weight, plus its bias.
-void linear(const Packed &input, const Linear &layer, long outputs, float *tile, float *output, long stride) {
-    product(input, layer.weight, outputs, tile, [&](long row, long n, long count, const float *values, long step) {
+// All threads: output (rows, stride) = input times the layer's weight, plus its bias.
+void linear(Turn &turn, const Packed &input, const Linear &layer, float *tile, float *output, long stride) {
+    product(turn, input, layer.weight, tile, [&](long row, long n, long count, const float *values, long step) {
         float *to = output + row * stride + n;
         if (layer.bias)
             for (long i = 0; i < count; i++) to[i] = values[i * step] + layer.bias[n + i];
@@ -61,10 +61,10 @@ void linear(const Packed &input, const Linear &layer, long outputs, float *tile,
     });
 }
 
-// All threads: output += input times the layer's weight, plus its bias.
-void add_linear(const Packed &input, const Linear &layer, long outputs, float *tile, float *output) {
-    product(input, layer.weight, outputs, tile, [&](long row, long n, long count, const float *values, long step) {
-        float *to = output + row * outputs + n;
+// All threads: output (rows, stride) += input times the layer's weight, plus its bias.
+void add_linear(Turn &turn, const Packed &input, const Linear &layer, float *tile, float *output, long stride) {
+    product(turn, input, layer.weight, tile, [&](long row, long n, long count, const float *values, long step) {
+        float *to = output + row * stride + n;
         for (long i = 0; i < count; i++) to[i] += values[i * step] + (layer.bias ? layer.bias[n + i] : 0.0f);
     });
 }
@@ -109,11 +109,12 @@ void gate_values(const float *gates, float *values, long count) {
 
 // scores[q * stride + p] for `count` keys p and the queries q of a packed block.
 void score(const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride) {
+    Soon soon;
     for (long start = 0; start < count; start += MAX_PANEL) {
         const long some = std::min(MAX_PANEL, count - start);
         for (long index = 0; index < queries.num_blocks(); index++) {
             const long first = queries.first(index), rows = queries.first(index + 1) - first;
-            multiply(rows, queries.block(index), keys + start * queries.width, some, queries.width, tile);
+            multiply(rows, queries.block(index), keys + start * queries.width, some, queries.width, tile, soon);
             for (long m = 0; m < rows; m++)
                 for (long p = 0; p < some; p++) scores[(first + m) * stride + start + p] = tile[p * rows + m];
         }
@@ -281,34 +282,33 @@ struct Step {
         }
     }
 
-    void attend_all(const Layer &layer, const Scratch &scratch) const {
+    void attend_all(Turn &turn, const Layer &layer, const Scratch &scratch) const {
         const long width = model.head_width, across = projected_width();
         const long queries = model.heads * width, keys = model.kv_heads * width;
         pack_normalised(hidden, layer.attention_norm, model.epsilon, input, scratch.line);
-        linear(input, layer.query, queries, scratch.tile, projected, across);
-        linear(input, layer.key, keys, scratch.tile, projected + queries, across);
-        linear(input, layer.value, keys, scratch.tile, projected + queries + keys, across);
+        linear(turn, input, layer.query, scratch.tile, projected, across);
+        linear(turn, input, layer.key, scratch.tile, projected + queries, across);
+        linear(turn, input, layer.value, scratch.tile, projected + queries + keys, across);
 #pragma omp barrier
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < rows.num_chunks * model.kv_heads; task++) {
             const int64_t *chunk = rows.chunks + task / model.kv_heads;
             attend(layer, rows.order + chunk[0], chunk[1] - chunk[0], task % model.kv_heads, scratch);
         }
-        add_linear(heads, layer.output, model.hidden, scratch.tile, hidden);
+        add_linear(turn, heads, layer.output, scratch.tile, hidden, model.hidden);
 #pragma omp barrier
     }
 
     // inner = silu(gate) * up. Both products go panel by panel, so that only their result is stored.
-    void gate(const Layer &layer, const Scratch &scratch) const {
-        const long size = panel_size(model.inner, model.hidden), blocks = input.num_blocks(), width = model.hidden;
+    void gate(Turn &turn, const Layer &layer, const Scratch &scratch) const {
+        const long width = model.hidden;
         float *gates = scratch.line, *values = scratch.line + MAX_PANEL;
-#pragma omp for schedule(dynamic)
-        for (long start = 0; start < model.inner; start += size) {
-            const long count = std::min(size, model.inner - start);
-            for (long index = 0; index < blocks; index++) {
+        turn.go(input, [&](long start, long count, Soon &soon) {
+            for (long index = 0; index < input.num_blocks(); index++) {
                 const long first = input.first(index), some = input.first(index + 1) - first;
-                multiply(some, input.block(index), layer.gate.weight + start * width, count, width, scratch.tile);
-                multiply(some, input.block(index), layer.up.weight + start * width, count, width, scratch.other);
+                const float *block = input.block(index);
+                multiply(some, block, layer.gate.weight + start * width, count, width, scratch.tile, soon);
+                multiply(some, block, layer.up.weight + start * width, count, width, scratch.other, soon);
                 for (long m = 0; m < some; m++) {
                     for (long i = 0; i < count; i++) {
                         gates[i] = scratch.tile[i * some + m] + (layer.gate.bias ? layer.gate.bias[start + i] : 0.0f);
@@ -318,25 +318,45 @@ struct Step {
                     inner.put(first + m, start, values, count);
                 }
             }
+        });
+#pragma omp barrier
+    }
+
+    static long num_products(const Model &model) { return model.num_layers * 6 + 1; }
+
+    // The products of a step in the order in which `run` makes them.
+    static void plan_products(const Model &model, Plan &plan, int threads) {
+        const long queries = model.heads * model.head_width, keys = model.kv_heads * model.head_width;
+        const long hidden = model.hidden;
+        for (long index = 0; index < model.num_layers; index++) {
+            const Layer &layer = model.layers[index];
+            plan.add(layer.query.weight, nullptr, queries, hidden, threads);
+            plan.add(layer.key.weight, nullptr, keys, hidden, threads);
+            plan.add(layer.value.weight, nullptr, keys, hidden, threads);
+            plan.add(layer.output.weight, nullptr, hidden, queries, threads);
+            plan.add(layer.gate.weight, layer.up.weight, model.inner, hidden, threads);
+            plan.add(layer.down.weight, nullptr, hidden, model.inner, threads);
         }
+        plan.add(model.head.weight, nullptr, model.vocabulary, hidden, threads);
     }
 
     // All threads run this together.
-    void run(const Scratch &scratch, float *logits) const {
+    void run(Plan &plan, const Scratch &scratch, float *logits) const {
         const long width = model.hidden;
+        Turn turn(plan);
 #pragma omp for
         for (long row = 0; row < rows.count; row++)
             std::memcpy(hidden + row * width, model.embedding + tokens[row] * width, width * sizeof(float));
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
-            attend_all(layer, scratch);
+            attend_all(turn, layer, scratch);
             pack_normalised(hidden, layer.gated_norm, model.epsilon, input, scratch.line);
-            gate(layer, scratch);
-            add_linear(inner, layer.down, width, scratch.tile, hidden);
+            gate(turn, layer, scratch);
+            add_linear(turn, inner, layer.down, scratch.tile, hidden, width);
 #pragma omp barrier
         }
         pack_normalised(hidden, model.norm, model.epsilon, input, scratch.line);
-        linear(input, model.head, model.vocabulary, scratch.tile, logits, model.vocabulary);
+        linear(turn, input, model.head, scratch.tile, logits, model.vocabulary);
     }
 };
 
@@ -365,7 +385,8 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
     const long across = heads + 2 * model->kv_heads * model->head_width, each = Scratch::size(*model, *rows);
     const long input = n * padded(model->hidden), inner = n * padded(model->inner), mixed = n * padded(heads);
     const Memory memory(input * 2 + mixed + inner + n * across + threads * each);
-    if (!memory.start) return 1;
+    const std::unique_ptr<Product[]> products(new (std::nothrow) Product[Step::num_products(*model)]);
+    if (!memory.start || !products) return 1;
     float *packed = memory.start, *hidden = packed + input + mixed + inner, *projected = hidden + input;
     const Step step{*model,    *rows,
                     tokens,    positions,
@@ -374,14 +395,12 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
                     {packed + input, n, heads},
                     {packed + input + mixed, n, model->inner}};
     float *scratch = projected + n * across;
-    const auto work = [&] { step.run(Scratch(scratch + omp_get_thread_num() * each, *model), logits); };
     const long weights = model->num_layers * (model->hidden * (across + heads + 3 * model->inner));
-    if (n * (weights + model->hidden * model->vocabulary) < SMALL) {
-        work();
-        return 0;
-    }
-#pragma omp parallel num_threads(threads)
-    work();
+    if (n * (weights + model->hidden * model->vocabulary) < SMALL) threads = 1;
+    Plan plan(products.get());
+    Step::plan_products(*model, plan, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    step.run(plan, Scratch(scratch + omp_get_thread_num() * each, *model), logits);
     return 0;
 }
 
@@ -392,17 +411,17 @@ int groupgrad_linear(const float *input, const float *weight, const float *bias,
     if (!memory.start) return 1;
     const Packed packed{memory.start, rows, width};
     float *tiles = memory.start + rows * padded(width);
-    const auto work = [&] {
+    if (rows * width * outputs < SMALL) threads = 1;
+    Product only;
+    Plan plan(&only);
+    plan.add(weight, nullptr, outputs, width, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Turn turn(plan);
 #pragma omp for
         for (long row = 0; row < rows; row++) packed.put(row, 0, input + row * width, width);
-        linear(packed, {weight, bias}, outputs, tiles + omp_get_thread_num() * TILE, output, outputs);
-    };
-    if (rows * width * outputs < SMALL) {
-        work();
-        return 0;
+        linear(turn, packed, {weight, bias}, tiles + omp_get_thread_num() * TILE, output, outputs);
     }
-#pragma omp parallel num_threads(threads)
-    work();
     return 0;
 }
 }

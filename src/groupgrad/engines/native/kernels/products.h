@@ -6,87 +6,21 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
-// What the vector registers hold, and how many there are.
-#if defined(__AVX512F__)
-constexpr int LANES = 16, REGISTERS = 32;
-#elif defined(__AVX__)
-constexpr int LANES = 8, REGISTERS = 16;
-#elif defined(__aarch64__)
-constexpr int LANES = 4, REGISTERS = 32;
-#else
-constexpr int LANES = 4, REGISTERS = 16;
-#endif
-
-typedef float Vec __attribute__((vector_size(4 * LANES)));
-typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // a Vec anywhere in memory
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
-typedef float Four __attribute__((vector_size(16)));
-typedef int32_t Order __attribute__((vector_size(16)));
-
-#ifdef __clang__
-#define PICK(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
-#else
-#define PICK(a, b, i, j, k, l) __builtin_shuffle(a, b, Order{i, j, k, l})
-#endif
-
-// Compilers read a number from memory again for each multiplication, where one read would do; loads are as scarce.
-#if defined(__AVX512F__)
-#define KEEP(value) asm("" : "+v"(value))
-#elif defined(__x86_64__)
-#define KEEP(value) asm("" : "+x"(value))
-#else
-#define KEEP(value)
-#endif
+#include "vectors.h"
 
 constexpr long MAX_ROWS = REGISTERS == 32 ? 8 : 4;   // rows that are summed at once
 constexpr int MAX_SUMS = REGISTERS == 32 ? 24 : 12;  // sums in registers; the others hold what is multiplied
 constexpr long MAX_PANEL = 192;                      // outputs that are computed between two stores
 constexpr long PANEL_FLOATS = 1 << 15;               // of weights: they wait in the second cache for the next rows
 constexpr long SLICE = 512;                          // columns that are multiplied before the next
-constexpr long AHEAD = 1 << 13;                      // floats of weights that memory is asked for before their turn
+constexpr long LINE = 64;                            // bytes that memory brings at a time
 constexpr long TILE = MAX_PANEL * MAX_ROWS + LANES;
 
 namespace {
-
-inline Vec load(const float *from) { return *reinterpret_cast<const Loose *>(from); }
-inline void store(float *to, Vec value) { *reinterpret_cast<Loose *>(to) = value; }
-
-// The first `count` numbers, then zeros: what lies behind them may not be ours, or not be finite.
-inline Vec load_part(const float *from, long count) {
-    Vec value = {};
-    std::memcpy(&value, from, count * sizeof(float));
-    return value;
-}
-
-inline long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
-
-inline Vec splat(float value) { return value - Vec{}; }
-
-// Within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
-inline Vec exponential(Vec x) {
-    const Vec lowest = splat(-87.3f), highest = splat(88.0f);
-    Vec y = x < lowest ? lowest : x;
-    y = y > highest ? highest : y;
-    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
-    const Vec power = (y * 1.44269504f + shift) - shift;
-    const Vec rest = (y - power * 0.693359375f) + power * 2.12194440e-4f;
-    Vec sum = splat(1.0f / 5040);
-    sum = sum * rest + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
-    const Bits bits = (reinterpret_cast<Bits>(__builtin_convertvector(power, Whole)) + 127u) << 23;
-    return x < lowest ? Vec{} : sum * reinterpret_cast<Vec>(bits);
-}
-
-// ------------------------------------------------------------------------------------------------ products
 
 // Rows in blocks of at most MAX_ROWS, as even as can be. Within a block the numbers are interleaved: LANES of its first
 // row, LANES of its second, and so on, then the next LANES of the first; each row's last ones are filled up with zeros.
@@ -114,37 +48,70 @@ struct Packed {
     }
 };
 
-inline Four quarter(Vec value) {
-    Four parts[LANES / 4], sum;
-    std::memcpy(parts, &value, sizeof(value));
-    sum = parts[0];
-    for (int i = 1; i < LANES / 4; i++) sum += parts[i];
-    return sum;
+// Memory that is asked for while something else is multiplied, so that it comes all the time and not in bursts: cache
+// lines at up to two places, `each` of them in an inner step.
+struct Soon {
+    const char *at = nullptr, *then = nullptr;
+    long lines = 0, more = 0;
+    int each = 0;
+
+    static long lines_of(long floats) { return (floats * 4 + LINE - 1) / LINE; }
+
+    // Spread over so many inner steps.
+    void spread(long steps) { each = static_cast<int>((lines + more + steps - 1) / steps); }
+
+    void passed(long steps) {
+        if (!each) return;
+        at += steps * each * LINE, lines -= steps * each;
+        if (lines > 0) return;
+        at = then, lines = more, more = 0;
+        if (lines <= 0) each = 0;
+    }
+};
+
+// Sums are made a vector of them at a time, or half a vector where one is of sixteen.
+constexpr int with_rest(int count) {
+    const int step = LANES == 16 ? 8 : LANES;
+    return (count + step - 1) / step * step;
 }
 
-// The sum of each of four.
-inline Four totals(Four a, Four b, Four c, Four d) {
-    const Four ab = PICK(a, b, 0, 4, 1, 5) + PICK(a, b, 2, 6, 3, 7);
-    const Four cd = PICK(c, d, 0, 4, 1, 5) + PICK(c, d, 2, 6, 3, 7);
-    return PICK(ab, cd, 0, 1, 4, 5) + PICK(ab, cd, 2, 3, 6, 7);
+// to[i] = the sum of vector i, of COUNT vectors and the empty ones behind; added to what is there if `more`.
+template <int COUNT>
+inline void add_totals(const Vec *all, bool more, float *to) {
+    int i = 0;
+    for (; i + LANES <= with_rest(COUNT); i += LANES) {
+        const Vec found = totals(all + i);
+        store(to + i, more ? found + load(to + i) : found);
+    }
+#if defined(__AVX512F__)
+    if (i < COUNT) {
+        Half before = {}, found = half_totals(all + i);
+        if (more) std::memcpy(&before, to + i, sizeof(before));
+        found += before;
+        std::memcpy(to + i, &found, sizeof(found));
+    }
+#endif
 }
 
 // tile[n * M + m] = row m of a packed block times row n of `weights`, over `width` columns of `stride`; added to what is
-// there if `more`. Up to three numbers behind are overwritten.
+// there if `more`. Up to LANES - 1 numbers behind are overwritten, or nothing is added to them.
 template <int M, int N>
-inline void dots(const float *block, const float *weights, long stride, long width, bool more, float *tile) {
-    Vec sums[(M * N + 3) / 4 * 4] = {};
-    const long whole = width / LANES;
+inline void dots(
+    const float *block, const float *weights, long stride, long width, bool more, float *tile, const Soon &soon
+) {
+    Vec sums[with_rest(M * N)] = {};
+    const long whole = width / LANES, each = soon.each;
+    const char *line = soon.at;
     for (long k = 0; k < whole; k++) {
         Vec weight[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
             const float *from = weights + n * stride + k * LANES;
             weight[n] = load(from);
-            // What memory is asked for early comes at its full rate. Few rows have no time to spare for the near one.
+            // From the second cache into the first. Few rows have no time to spare for it.
             if (M > 2) __builtin_prefetch(from + N * stride);
-            __builtin_prefetch(from + AHEAD, 0, 2);
         }
+        for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             Vec value = load(block + (k * M + m) * LANES);
@@ -161,61 +128,119 @@ inline void dots(const float *block, const float *weights, long stride, long wid
             for (int m = 0; m < M; m++) sums[n * M + m] += load(block + (whole * M + m) * LANES) * weight;
         }
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < M * N; i += 4) {
-        Four four = totals(quarter(sums[i]), quarter(sums[i + 1]), quarter(sums[i + 2]), quarter(sums[i + 3]));
-        if (more) {
-            Four before;
-            std::memcpy(&before, tile + i, sizeof(four));
-            four += before;
-        }
-        std::memcpy(tile + i, &four, sizeof(four));
-    }
+    add_totals<M * N>(sums, more, tile);
 }
 
+constexpr int outputs_at_once(long rows) { return std::min<int>(8, MAX_SUMS / static_cast<int>(rows)); }
+
 template <int M>
-void panel(const float *block, const float *weights, long count, long width, float *tile) {
-    constexpr int N = std::min(8, MAX_SUMS / M);
+void panel(const float *block, const float *weights, long count, long width, float *tile, Soon &soon) {
+    constexpr int N = outputs_at_once(M);
     // A slice of the rows' numbers stays in the first cache, under all weights that go past it.
     for (long start = 0; start < width; start += SLICE) {
         const float *slice = block + start * M, *from = weights + start;
-        const long some = std::min(SLICE, width - start);
+        const long some = std::min(SLICE, width - start), steps = some / LANES;
         long n = 0;
-        for (; n + N <= count; n += N) dots<M, N>(slice, from + n * width, width, some, start > 0, tile + n * M);
+        for (; n + N <= count; n += N, soon.passed(steps))
+            dots<M, N>(slice, from + n * width, width, some, start > 0, tile + n * M, soon);
         if (N > 4)
-            for (; n + 4 <= count; n += 4) dots<M, 4>(slice, from + n * width, width, some, start > 0, tile + n * M);
-        for (; n < count; n++) dots<M, 1>(slice, from + n * width, width, some, start > 0, tile + n * M);
+            for (; n + 4 <= count; n += 4, soon.passed(steps))
+                dots<M, 4>(slice, from + n * width, width, some, start > 0, tile + n * M, soon);
+        for (; n < count; n++, soon.passed(steps))
+            dots<M, 1>(slice, from + n * width, width, some, start > 0, tile + n * M, soon);
     }
 }
 
 // tile[n * rows + m] for `count` outputs n and the rows m of a block.
-void multiply(long rows, const float *block, const float *weights, long count, long width, float *tile) {
-    using Panel = void (*)(const float *, const float *, long, long, float *);
+void multiply(long rows, const float *block, const float *weights, long count, long width, float *tile, Soon &soon) {
+    using Panel = void (*)(const float *, const float *, long, long, float *, Soon &);
     constexpr Panel panels[] = {panel<1>, panel<2>, panel<3>, panel<4>, panel<5>, panel<6>, panel<7>, panel<8>};
-    panels[rows - 1](block, weights, count, width, tile);
+    panels[rows - 1](block, weights, count, width, tile, soon);
 }
 
-// Outputs that a thread computes at a time: their weights fit into its cache, and there is work for all threads.
-long panel_size(long outputs, long width) {
-    const long share = outputs / (4 * omp_get_num_threads()) + 1;
-    const long size = std::min({PANEL_FLOATS / width + 1, share, MAX_PANEL});
+// ------------------------------------------------------------------------------------------------ panels of a step
+
+// A product of a step, or two of the same input that go together: weights (outputs, width), in panels of `size` outputs.
+struct Product {
+    const float *weight, *twin;
+    long outputs, width, size, first;  // `first`: the number of its first panel in the step
+
+    long num_panels() const { return (outputs + size - 1) / size; }
+};
+
+// Outputs that a thread computes at a time: their weights fit into its cache beside the next ones, and there is work for
+// all threads.
+long panel_size(long outputs, long width, int threads) {
+    const long share = outputs / (4 * threads) + 1, size = std::min({PANEL_FLOATS / width + 1, share, MAX_PANEL});
     return size > 32 ? (size + 47) / 48 * 48 : (size + 15) / 16 * 16;
 }
 
-// All threads: input times weight, `use(row, n, count, values, stride)` for each row and some of its outputs from n on.
-// Threads do not wait for each other at the end.
-template <class Use>
-void product(const Packed &input, const float *weight, long outputs, float *tile, Use use) {
-    const long size = panel_size(outputs, input.width), blocks = input.num_blocks();
-#pragma omp for schedule(dynamic) nowait
-    for (long start = 0; start < outputs; start += size) {
-        const long count = std::min(size, outputs - start);
-        for (long index = 0; index < blocks; index++) {
-            const long first = input.first(index), rows = input.first(index + 1) - first;
-            multiply(rows, input.block(index), weight + start * input.width, count, input.width, tile);
-            for (long m = 0; m < rows; m++) use(first + m, start, count, tile + m, rows);
+// The products of a step in order. A thread takes its next panel, be it of the next product, before it computes the one
+// that it has: so it knows whose weights memory has to bring meanwhile.
+struct Plan {
+    Product *products;
+    long count = 0, num_panels = 0;
+    std::atomic<long> taken{0};
+
+    explicit Plan(Product *memory) : products(memory) {}
+
+    void add(const float *weight, const float *twin, long outputs, long width, int threads) {
+        products[count] = {weight, twin, outputs, width, panel_size(outputs, width, threads), num_panels};
+        num_panels += products[count++].num_panels();
+    }
+};
+
+// Where a thread is in a plan.
+class Turn {
+    Plan &plan;
+    long next_panel, next_product = 0, product = 0;
+
+public:
+    explicit Turn(Plan &plan) : plan(plan), next_panel(plan.taken++) {}
+
+    // All threads: `body(start, count, soon)` for some of the outputs of the plan's next product each. Threads do not
+    // wait for each other at the end.
+    template <class Body>
+    void go(const Packed &input, Body body) {
+        const Product &now = plan.products[product++];
+        const long end = now.first + now.num_panels();
+        while (next_panel < end) {
+            const long start = (next_panel - now.first) * now.size, count = std::min(now.size, now.outputs - start);
+            next_panel = plan.taken++;
+            Soon soon = next();
+            const long at_once = outputs_at_once((input.rows + input.num_blocks() - 1) / input.num_blocks());
+            soon.spread(input.num_blocks() * (count + at_once - 1) / at_once * (now.width / LANES) * (now.twin ? 2 : 1) + 1);
+            body(start, count, soon);
         }
     }
+
+private:
+    // The weights of the next panel.
+    Soon next() {
+        if (next_panel >= plan.num_panels) return {};
+        while (next_panel >= plan.products[next_product].first + plan.products[next_product].num_panels()) next_product++;
+        const Product &then = plan.products[next_product];
+        const long start = (next_panel - then.first) * then.size, count = std::min(then.size, then.outputs - start);
+        const long lines = Soon::lines_of(count * then.width);
+        Soon soon;
+        soon.at = reinterpret_cast<const char *>(then.weight + start * then.width), soon.lines = lines;
+        if (then.twin)
+            soon.then = reinterpret_cast<const char *>(then.twin + start * then.width), soon.more = lines;
+        return soon;
+    }
+};
+
+// All threads: input times the weight of the plan's next product; `use(row, n, count, values, stride)` for each row and
+// some of its outputs from n on.
+template <class Use>
+void product(Turn &turn, const Packed &input, const float *weight, float *tile, Use use) {
+    turn.go(input, [&](long start, long count, Soon &soon) {
+        for (long index = 0; index < input.num_blocks(); index++) {
+            const long first = input.first(index), rows = input.first(index + 1) - first;
+            multiply(rows, input.block(index), weight + start * input.width, count, input.width, tile, soon);
+            for (long m = 0; m < rows; m++) use(first + m, start, count, tile + m, rows);
+        }
+    });
 }
 
 }  // namespace

@@ -1,0 +1,132 @@
+// Vectors of floats, as wide as the registers of the machine that this is compiled for.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+// What the vector registers hold, and how many there are.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // a Vec anywhere in memory
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
+typedef float Half __attribute__((vector_size(2 * LANES)));
+
+// The numbers of two vectors at some places, the second one's counted on from the first's.
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, Whole{__VA_ARGS__})
+#endif
+
+// Compilers read a number from memory again for each multiplication, where one read would do; loads are as scarce.
+#if defined(__AVX512F__)
+#define KEEP(value) asm("" : "+v"(value))
+#elif defined(__x86_64__)
+#define KEEP(value) asm("" : "+x"(value))
+#else
+#define KEEP(value)
+#endif
+
+namespace {
+
+inline Vec load(const float *from) { return *reinterpret_cast<const Loose *>(from); }
+inline void store(float *to, Vec value) { *reinterpret_cast<Loose *>(to) = value; }
+
+// The first `count` numbers, then zeros: what lies behind them may not be ours, or not be finite.
+inline Vec load_part(const float *from, long count) {
+    Vec value = {};
+    std::memcpy(&value, from, count * sizeof(float));
+    return value;
+}
+
+inline long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
+
+inline Vec splat(float value) { return value - Vec{}; }
+
+// Within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
+inline Vec exponential(Vec x) {
+    const Vec lowest = splat(-87.3f), highest = splat(88.0f);
+    Vec y = x < lowest ? lowest : x;
+    y = y > highest ? highest : y;
+    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
+    const Vec power = (y * 1.44269504f + shift) - shift;
+    const Vec rest = (y - power * 0.693359375f) + power * 2.12194440e-4f;
+    Vec sum = splat(1.0f / 5040);
+    sum = sum * rest + 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    const Bits bits = (reinterpret_cast<Bits>(__builtin_convertvector(power, Whole)) + 127u) << 23;
+    return x < lowest ? Vec{} : sum * reinterpret_cast<Vec>(bits);
+}
+
+// Two vectors in one: sums of their own numbers, each in the places that its vector has in the result. `fold2` leaves two
+// numbers of each vector in every four, `fold1` one; the others fold four by four.
+#if defined(__AVX512F__)
+inline Vec fold8(Vec a, Vec b) {
+    return PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+inline Vec fold4(Vec a, Vec b) {
+    return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+inline Vec fold2(Vec a, Vec b) {
+    return PICK(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           PICK(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+inline Vec fold1(Vec a, Vec b) {
+    return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+// Four numbers of each of the vectors v, 4 + v, 8 + v and 12 + v.
+inline Vec quarters(const Vec *all, int v) {
+    return fold4(fold8(all[v], all[4 + v]), fold8(all[8 + v], all[12 + v]));
+}
+// The sums of eight vectors.
+inline Half half_totals(const Vec *all) {
+    const Vec even = fold4(fold8(all[0], all[2]), fold8(all[4], all[6]));
+    const Vec odd = fold4(fold8(all[1], all[3]), fold8(all[5], all[7]));
+    const Vec both = fold2(even, odd);
+    Half parts[2];
+    const Vec sorted = PICK(both, both, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    std::memcpy(parts, &sorted, sizeof(sorted));
+    return parts[0] + parts[1];
+}
+#elif defined(__AVX__)
+inline Vec fold4(Vec a, Vec b) {
+    return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+inline Vec fold2(Vec a, Vec b) {
+    return PICK(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + PICK(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+}
+inline Vec fold1(Vec a, Vec b) {
+    return PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+inline Vec quarters(const Vec *all, int v) { return fold4(all[v], all[4 + v]); }
+#else
+inline Vec fold2(Vec a, Vec b) { return PICK(a, b, 0, 4, 1, 5) + PICK(a, b, 2, 6, 3, 7); }
+inline Vec fold1(Vec a, Vec b) { return PICK(a, b, 0, 1, 4, 5) + PICK(a, b, 2, 3, 6, 7); }
+inline Vec quarters(const Vec *all, int v) { return all[v]; }
+#endif
+
+// The sums of LANES vectors.
+inline Vec totals(const Vec *all) {
+    return fold1(fold2(quarters(all, 0), quarters(all, 1)), fold2(quarters(all, 2), quarters(all, 3)));
+}
+
+}  // namespace
