@@ -71,6 +71,37 @@ def test_every_mode_becomes_rgb(mode: str):
     assert open_image(picture(color="white").convert(mode), PLACE).getpixel((0, 0)) == (255, 255, 255)
 
 
+GREYS = np.array([[0, 255, 256, 0x8000, 0xFFFF]], dtype=np.uint16)
+
+
+@pytest.mark.parametrize("kind", ["array", "big-endian", "PNG", "TIFF", "PPM"])
+def test_of_16_bits_of_grey_the_upper_8_are_kept(kind: str):
+    """As of an RGB image with 16 bits a channel; a Pillow that keeps greys of a PNG in 32 bits makes no difference."""
+    value = {"array": GREYS, "big-endian": GREYS.astype(">u2")}.get(kind)
+    if value is None:
+        value = file_bytes(Image.fromarray(GREYS), kind)
+    assert size_of(value, PLACE) == (1, 5)
+    expected = [[[grey] * 3 for grey in (0, 0, 1, 0x80, 0xFF)]]
+    assert np.array(open_image(value, PLACE)).tolist() == expected
+
+
+def test_a_turned_image_of_16_bits_of_grey_is_put_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = open_image(file_bytes(Image.fromarray(GREYS), "PNG", exif=exif), PLACE)
+    assert np.array(image)[:, 0, 0].tolist() == [0, 0, 1, 0x80, 0xFF]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(np.int32, "I"), (np.float32, "F")])
+def test_greys_of_no_known_range_are_refused(kind: Any, mode: str):
+    array = GREYS.astype(kind)
+    message = f"'image' of row 3 of train_dataset is of Pillow's mode '{mode}', .*; scale them to 0 to 255"
+    for value in (array, Image.fromarray(array), file_bytes(Image.fromarray(array), "TIFF")):
+        for read in (open_image, size_of):
+            with pytest.raises(ImageError, match=message):
+                read(value, PLACE)
+
+
 def test_an_rgb_image_in_memory_is_taken_as_it_is():
     image = picture()
     assert open_image(image, PLACE) is image

@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ BLOCK_TYPES = ("image", "image_url", "input_image")
 """Types of content blocks that stand for an image."""
 BLOCK_KEYS = ("image", "image_url", "bytes", "base64", "url", "path")
 """Where a content block has its image."""
+_DEEP_FORMATS = ("PNG", "PPM")
+"""Files whose greys have 16 bits at most, and which Pillow may keep in 32."""
 
 
 class ImageError(ValueError):
@@ -111,19 +114,23 @@ def open_image(value: Any, place: Place) -> Any:
     _attempt(image.load, place)
     if image is value and image.mode == "RGB" and not image.getexif():
         return image  # The same object stays one: rows of a group share it.
-    return _attempt(lambda: ImageOps.exif_transpose(image).convert("RGB"), place)
+    is_deep = _is_deep_grey(image, place)
+    upright = _attempt(lambda: ImageOps.exif_transpose(image), place)
+    if is_deep:
+        # Pillow itself would take every number above 255 for white.
+        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    return _attempt(lambda: upright.convert("RGB"), place)
 
 
 def size_of(value: Any, place: Place) -> tuple[int, int]:
     """An image's (height, width), read without decoding it.
 
-    ImageError for one that is missing or no image.
+    ImageError for one that is missing or no image, or whose numbers have no range.
     """
     from PIL import Image
 
-    if isinstance(value, Image.Image):
-        return value.height, value.width
-    with _opened(value, place) as image:
+    with nullcontext(value) if isinstance(value, Image.Image) else _opened(value, place) as image:
+        _is_deep_grey(image, replace(place, file=_file_of(value)))
         return image.height, image.width
 
 
@@ -134,6 +141,18 @@ def digest(images: Sequence[Any]) -> str:
         found.update(f"{image.mode} {image.size};".encode())
         found.update(image.tobytes())
     return found.hexdigest()
+
+
+def _is_deep_grey(image: Any, place: Place) -> bool:
+    """True for 16 bits of grey a pixel. ImageError for greys of which nothing says what is white."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _DEEP_FORMATS):
+        return True
+    if image.mode in ("I", "F"):
+        raise ImageError(
+            f"{place} is of Pillow's mode {image.mode!r}, whose numbers have no set range, so that nobody knows which "
+            "is white; scale them to 0 to 255 and store them in 8 bits, as Image.fromarray(array.astype('uint8')) does"
+        )
+    return False
 
 
 def _opened(value: Any, place: Place) -> Any:
