@@ -12,7 +12,7 @@ import torch
 
 from groupgrad.engines.vllm import transport as transports
 from groupgrad.engines.vllm.group import DeviceBucket, GroupBroken
-from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused
+from groupgrad.engines.vllm.http import LEFT, Address, ServerGone, ServerRefused
 from groupgrad.engines.vllm.transport import (
     GlooTransport,
     HttpTransport,
@@ -136,6 +136,15 @@ def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(
     answers = Answers(monkeypatch, bucket=error)
     group = Group()
     with pytest.raises(type(error), match=str(error)):
+        joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
+    assert group.closed and answers.asked[-1] == "leave"
+
+
+def test_workers_that_another_trainer_has_met_since_are_a_broken_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answer may come before the group notices that it is gone."""
+    answers = Answers(monkeypatch, bucket=ServerRefused(LEFT, "this worker is in the process group None"))
+    group = Group()
+    with pytest.raises(GroupBroken, match=r"64 bytes .* the server says: this worker is in the process group None"):
         joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
     assert group.closed and answers.asked[-1] == "leave"
 

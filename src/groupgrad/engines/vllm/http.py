@@ -15,6 +15,9 @@ from typing import Any
 POLL_S = 0.25
 """Seconds between two looks for a server that is not up yet."""
 
+LEFT = 410
+"""Status of a refusal of weights over a process group that the workers have left."""
+
 GIVEN_UP = "sampling was given up, since training ends"
 
 

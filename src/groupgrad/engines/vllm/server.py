@@ -25,15 +25,18 @@ import shutil
 import tempfile
 import uuid
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from groupgrad import compat
+from groupgrad.engines.vllm.http import LEFT
 from groupgrad.engines.vllm.rows import RowStream, TokenCount
 from groupgrad.engines.vllm.sampling import sampling_params, verify
 from groupgrad.engines.vllm.wire import model_sizes
-from groupgrad.engines.vllm.worker import EXTENSION, REFUSED
+from groupgrad.engines.vllm.worker import EXTENSION, OTHER_GROUP, REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +208,9 @@ class Routes:
             places = int(query["first"]), int(query["count"])
             if "group" in query:
                 sent = query["group"], int(query["num_bytes"])
-                await engine.collective_rpc("groupgrad_received", args=(*sent, *places))
+                # Another trainer may have met the workers meanwhile.
+                with _refused_as(LEFT, OTHER_GROUP):
+                    await engine.collective_rpc("groupgrad_received", args=(*sent, *places))
             elif "shared" in query:
                 await engine.collective_rpc("groupgrad_shared", args=(query["shared"], *places))
             else:
@@ -244,13 +249,8 @@ class Routes:
         async with weights.lock:
             self._expect_push(body["stamp"])
             arguments = (weights.tensors, int(body["checksum"]))
-            try:
+            with _refused_as(422, REFUSED):
                 await engine.collective_rpc("groupgrad_commit", args=arguments)
-            except Exception as error:
-                # vLLM wraps what a worker raises in words of its own.
-                if REFUSED in str(error):
-                    raise Refusal(422, str(error)) from None
-                raise
             weights.base = body["stamp"]
             await self._become(engine, body["stamp"])
         return {"stamp": weights.stamp}
@@ -310,6 +310,17 @@ class Routes:
         if hasattr(engine, "update_weight_version"):
             await engine.update_weight_version(stamp)
         self._weights.stamp, self._weights.whole, self._weights.pushing = stamp, True, None
+
+
+@contextmanager
+def _refused_as(status: int, words: str) -> Iterator[None]:
+    """What a worker raises inside with these words, which vLLM wraps in others, is a refusal of that status."""
+    try:
+        yield
+    except Exception as error:
+        if words in str(error):
+            raise Refusal(status, str(error)) from None
+        raise
 
 
 def _max_lora_rank(engine: Any) -> int:

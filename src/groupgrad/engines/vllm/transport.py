@@ -22,7 +22,7 @@ from groupgrad.engines.vllm.group import (
     open_store,
     pack_on,
 )
-from groupgrad.engines.vllm.http import Address, ServerRefused, call
+from groupgrad.engines.vllm.http import LEFT, Address, ServerRefused, call
 from groupgrad.engines.vllm.wire import Bucket, TensorNote, pack, remove_shared, remove_stale, write_shared
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class GlooTransport:
     """Buckets broadcast to all workers by a process group of this rank and them, made at the first bucket.
 
     They meet at `port` of the server's machine, whose first worker opens it. Over gloo buckets are in host memory.
-    `send` raises GroupBroken, with both sides' story, if a bucket does not arrive in time; the group is gone then.
+    `send` raises GroupBroken, with both sides' story, if a bucket does not arrive in time or the workers have met
+    another trainer since; the group is gone then.
     """
 
     backend: Backend = "gloo"
@@ -133,6 +134,8 @@ class GlooTransport:
             there.finish(timeout_s)
         except BaseException as error:
             self.close()
+            if isinstance(error, ServerRefused) and error.status == LEFT:
+                raise GroupBroken(f"{len(bucket.data)} bytes were not taken; the server says: {error}") from None
             if isinstance(error, GroupBroken) and there.problem is not None:
                 raise GroupBroken(f"{error}; the server says: {there.problem}") from None
             raise

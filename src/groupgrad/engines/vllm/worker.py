@@ -25,6 +25,10 @@ REFUSED = "vLLM's worker"
 """How the message begins when what arrived is not what was sent."""
 
 
+OTHER_GROUP = "this worker is in the process group"
+"""How the message begins when weights are to come over a group that the worker has left, or never met."""
+
+
 @dataclass(slots=True)
 class _Push:
     """A push under way."""
@@ -141,7 +145,7 @@ class WeightReceiver:
         """Load one bucket that the trainer sends over the group of that name."""
         known, group = getattr(self, "_groupgrad_group", None) or (None, None)
         if group is None or known != name:
-            raise RuntimeError(f"weights are to come over the process group {name}, but this worker is in {known}")
+            raise RuntimeError(f"{OTHER_GROUP} {known}, and weights are to come over {name}")
         # What is sent is taken in any case: otherwise the trainer would wait in vain.
         data = group.receive(num_bytes)
         push = self._groupgrad_next(first)
