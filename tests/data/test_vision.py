@@ -351,16 +351,58 @@ def test_prompts_whose_images_leave_no_room_are_counted(qwen):
 
 
 def test_tokens_of_images_are_known_by_their_sizes(processor):
-    """Placeholders alone, or with the tokens around them; a processor that does not say gives 0."""
+    """Placeholders alone, or with the tokens around them."""
     made = maker(processor)
     with_both, without = made(asked(images=[RED, BLUE]), 0).ids, made(asked(), 0).ids
     found = made.num_image_tokens([(RED.height, RED.width), (BLUE.height, BLUE.width)])
-    if type(processor).__name__ == "SmolVLMProcessor":
-        assert found == 0
-        return
     number = getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id
     assert 0 < with_both.count(number) <= found <= len(with_both) - len(without)
     assert made.num_image_tokens([]) == 0
+
+
+@pytest.fixture(scope="module")
+def silent() -> Any:
+    """A processor that does not say how many tokens an image of some size is."""
+    processor = vision.build("smolvlm").processor
+    assert not hasattr(processor, "_get_num_multimodal_tokens")
+    return processor
+
+
+def test_a_processor_that_does_not_say_shows_it_before_training(silent):
+    """An image of 32x32 is 34 tokens, so that this prompt fits by its text alone."""
+    made = maker(silent)
+    num_tokens = len(made(asked(images=[RED, GREEN]), 0).ids)
+    assert made.num_image_tokens([(32, 32), (32, 32)]) == 68
+    rows = [asked(images=[RED]), asked(images=[RED, GREEN])]
+    check(rows, silent, max_context=num_tokens + 1)
+    with pytest.raises(ValueError, match=f"1 prompts of train_dataset are too long.* has {num_tokens} tokens"):
+        check(rows, silent, max_context=num_tokens)
+
+
+def test_a_processor_that_does_not_say_is_asked_once_for_a_size_and_for_a_few_sizes(silent, monkeypatch):
+    monkeypatch.setattr("groupgrad.data.vision.SIZES_TRIED", 2)
+    made = maker(silent)
+    asked_for: list[tuple[int, int]] = []
+    encode = made.encode
+    monkeypatch.setattr(made, "encode", lambda text, images: asked_for.append(images[0].size) or encode(text, images))
+    assert made.num_image_tokens([(24, 48), (24, 48), (32, 32), (24, 48)]) == 3 * 21 + 34
+    assert asked_for == [(48, 24), (32, 32)]
+    # Of any other size, the largest number that was seen is taken.
+    assert made.num_image_tokens([(20, 10)]) == 34
+    assert len(asked_for) == 2
+
+
+def test_a_processor_that_does_not_say_and_fails_is_asked_no_more(silent, monkeypatch):
+    made = maker(silent)
+    tries: list[int] = []
+
+    def fail(text: str, images: Any) -> Any:
+        tries.append(1)
+        raise VisionError("no such size")
+
+    monkeypatch.setattr(made, "encode", fail)
+    assert [made.num_image_tokens([(8, 8)]) for _ in range(2)] == [0, 0]
+    assert tries == [1]
 
 
 def test_images_before_a_model_that_reads_text_alone(tokenizer):

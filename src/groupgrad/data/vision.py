@@ -24,6 +24,9 @@ from groupgrad.data.images import (
 from groupgrad.data.prompts import Encoded, PromptMaker, as_text, drop_empty_fields
 from groupgrad.types import Media, Messages, Prompt
 
+SIZES_TRIED = 64
+"""Sizes of images that a processor is tried at, if it does not say how many tokens they are."""
+
 _PROBE = "Probe7Text"
 
 
@@ -66,6 +69,7 @@ class VisionPromptMaker(PromptMaker):
         self.placeholder: str | None = getattr(processor, "image_token", None)
         """The text that stands for one image in a rendered conversation; None if the processor does not say."""
         self._shown: dict[tuple[str, bool], bool] = {}
+        self._tokens_of_size: dict[tuple[int, int], int] = {}
 
     def __call__(self, row: dict[str, Any], group: int) -> Prompt:
         """The prompt of a data-set row, with its images in the messages of `Prompt.row`.
@@ -105,14 +109,30 @@ class VisionPromptMaker(PromptMaker):
         return sizes
 
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Placeholders of images of these (height, width), if the processor says; else 0."""
-        count = getattr(self.processor, "_get_num_multimodal_tokens", None)
-        if not sizes or count is None:
+        """Tokens of images of these (height, width): the placeholders that the processor says; if it does not say,
+        what it makes of a blank image of the size, and for sizes after the first `SIZES_TRIED` the most it made so
+        far."""
+        if not sizes:
             return 0
         try:
-            return sum(count(image_sizes=[list(size) for size in sizes]).num_image_tokens)
-        except Exception:  # a method of the library's own, which not every processor has in full
-            return 0
+            return sum(self.processor._get_num_multimodal_tokens(image_sizes=list(map(list, sizes))).num_image_tokens)
+        except Exception:  # a method of the library's own, which not every processor has, or has in full
+            return sum(map(self._num_tokens_of_blank, sizes))
+
+    def _num_tokens_of_blank(self, size: tuple[int, int]) -> int:
+        from PIL import Image
+
+        if size not in self._tokens_of_size and len(self._tokens_of_size) >= SIZES_TRIED:
+            return max(self._tokens_of_size.values())
+        if size not in self._tokens_of_size:
+            height, width = size
+            try:
+                text = self.placeholder or self.render([{"role": "user", "content": [{"type": "image"}]}])
+                found = len(self.encode(text, [Image.new("RGB", (width, height))]).ids)
+            except Exception:  # templates and processors raise what they like; the row itself will tell
+                found = 0
+            self._tokens_of_size[size] = found
+        return self._tokens_of_size[size]
 
     def num_tokens(self, row: dict[str, Any]) -> int:
         """Tokens of a row's prompt, images included."""
