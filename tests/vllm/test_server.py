@@ -8,12 +8,13 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, requests, true_logprobs, vary
+from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, requests, true_logprobs, until, vary
 from vllm_training import free_port
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -211,6 +212,37 @@ def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{server.address}/v1/completions", data)
     assert refused.value.code == 503
+
+
+def test_others_cannot_keep_a_push_waiting(server: Served, engine: VLLMServerEngine, policy: Any) -> None:
+    def told() -> dict[str, Any]:
+        return call(server.address, "info", timeout_s=10.0)
+
+    engine.push(policy, 0)
+    workers = server.workers()
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            for worker in workers:
+                worker.suspend()
+            early = threads.submit(_completion, server)
+            until(lambda: told()["num_sampling"] == 1)
+            push = threads.submit(engine.push, policy, 1)
+            until(lambda: told()["is_awaited"])
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                _completion(server)
+            assert refused.value.code == 503 and refused.value.headers["Retry-After"] == "1"
+        finally:
+            for worker in workers:
+                worker.resume()
+        assert early.result() == 200 and push.result().startswith("1-") and _completion(server) == 200
+
+
+def _completion(server: Served) -> int:
+    """The status of vLLM's own answer."""
+    data = json.dumps({"model": server.command[server.command.index("--model") + 1], "prompt": [5, 6]}).encode()
+    asked = urllib.request.Request(f"{server.address}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60.0) as answer:
+        return answer.status
 
 
 def test_a_trainer_whose_server_another_one_pushed_to_is_told(server: Served, policy: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ class Engine:
 
     def __init__(self, worker: Any):
         self._worker = worker
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def reset_encoder_cache(self) -> None:
+        pass
 
     async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> None:
         try:
@@ -46,3 +53,83 @@ def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:
     with pytest.raises(Refusal, match=f"{OTHER_GROUP} None, and weights are to come over mine") as caught:
         asyncio.run(routes._bucket(engine, bucket))
     assert caught.value.status == LEFT
+
+
+class Quiet:
+    """A worker that takes whatever comes."""
+
+    def groupgrad_begin(self, notes: Any) -> None:
+        pass
+
+    def groupgrad_commit(self, num_tensors: int, checksum: int) -> None:
+        pass
+
+
+class App:
+    """In place of vLLM's application: its answers end when they may."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+async def outside(routes: Routes) -> dict[str, Any]:
+    """What somebody is told who asks a route of vLLM's own: `status`, `headers`, `error`."""
+    told: dict[str, Any] = {}
+
+    async def send(event: Any) -> None:
+        if event["type"] == "http.response.start":
+            told.update(status=event["status"], headers=dict(event["headers"]))
+        else:
+            told.update(json.loads(event["body"]))
+
+    await routes({"type": "http", "method": "POST", "path": "/v1/completions"}, None, send)
+    return told
+
+
+async def begun(routes: Routes, timeout_s: float) -> asyncio.Task[Any]:
+    """A push that waits for what is sampled."""
+    push = asyncio.create_task(
+        routes._begin(Engine(Quiet()), Asked({"stamp": "3-a", "tensors": [], "timeout_s": timeout_s}))
+    )
+    await asyncio.sleep(0.05)
+    return push
+
+
+def test_whoever_comes_while_a_push_waits_is_sent_away() -> None:
+    async def run() -> None:
+        app = App()
+        routes = Routes(app)
+        early = asyncio.create_task(outside(routes))
+        await asyncio.sleep(0)
+        push = await begun(routes, 5.0)
+        late = await outside(routes)
+        assert late["status"] == 503 and late["headers"][b"retry-after"] == b"1" and "waits for rows" in late["error"]
+        assert not push.done() and not early.done()
+        app.may_end.set()
+        assert (await early)["status"] == 200 and await push == {}
+        assert (await outside(routes))["error"].startswith("the push '3-a' of weights has not ended")
+        await routes._commit(Engine(Quiet()), Asked({"stamp": "3-a", "checksum": 0}))
+        assert (await outside(routes))["status"] == 200
+
+    asyncio.run(run())
+
+
+def test_a_push_that_waited_in_vain_leaves_the_server_as_it_was() -> None:
+    async def run() -> None:
+        app = App()
+        routes = Routes(app)
+        early = asyncio.create_task(outside(routes))
+        await asyncio.sleep(0)
+        push = await begun(routes, 0.1)
+        with pytest.raises(Refusal, match=r"1 rows still sample after 0\.1 s"):
+            await push
+        late = asyncio.create_task(outside(routes))
+        await asyncio.sleep(0)
+        app.may_end.set()
+        assert [(await early)["status"], (await late)["status"]] == [200, 200]
+
+    asyncio.run(run())

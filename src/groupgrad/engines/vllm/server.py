@@ -12,7 +12,8 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 - POST `/groupgrad/adapter`: a push of an adapter.
 
 Weights are *whole* when all of a push has arrived and was verified. While they are not, nothing is sampled, by no
-route: a push that never ends leaves a server that refuses to sample until another push has ended.
+route: a push that never ends leaves a server that refuses to sample until another push has ended. A push first waits
+for what is being sampled; vLLM's own routes begin nothing new from then on, and say when to ask again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
 PREFIX = "/groupgrad/"
+RETRY_S = 1
+"""Seconds after which whoever is refused for a push may ask again, as it is told."""
 AS_LOADED = "as loaded"
 """The stamp of the weights that the server read from disk when it started."""
 
@@ -74,6 +77,8 @@ class Weights:
     """Adapters pushed since the start; vLLM wants a new number for each."""
     num_sampling: int = 0
     """Rows, and calls of vLLM's own routes, that are being sampled."""
+    is_awaited: bool = False
+    """A push waits until nothing is sampled."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -96,7 +101,10 @@ class Routes:
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif not self._weights.whole:
-            await _reply(503, {"error": self._not_whole()}, scope, receive, send)
+            await _reply(503, {"error": self._not_whole()}, send)
+        elif self._weights.is_awaited:
+            # More of these could keep a push waiting for ever.
+            await _reply(503, {"error": "a push of weights waits for rows to end; ask again in a moment"}, send)
         else:
             self._count(1)
             try:
@@ -135,7 +143,7 @@ class Routes:
             status, answer = refusal.status, {"error": str(refusal)}
         except Exception as error:  # vLLM's own failures, told to the trainer as they are
             status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
-        await _reply(status, answer, scope, receive, send)
+        await _reply(status, answer, send)
 
     async def _info(self, engine: Any, request: Any) -> dict[str, Any]:
         if engine.errored:
@@ -159,6 +167,7 @@ class Routes:
             "whole": weights.whole,
             "pushing": weights.pushing,
             "num_sampling": weights.num_sampling,
+            "is_awaited": weights.is_awaited,
         }
 
     async def _check(self, engine: Any, request: Any) -> dict[str, Any]:
@@ -292,14 +301,19 @@ class Routes:
         return {"stamp": stamp}
 
     async def _drained(self, timeout_s: float) -> None:
-        """Wait until nothing is sampled."""
+        """Wait until nothing is sampled; vLLM's own routes begin nothing new meanwhile."""
+        weights = self._weights
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._weights.num_sampling:
-            if asyncio.get_running_loop().time() > deadline:
-                raise Refusal(
-                    409, f"{self._weights.num_sampling} rows still sample after {timeout_s:g} s; weights cannot change"
-                )
-            await asyncio.sleep(0.01)
+        weights.is_awaited = True
+        try:
+            while weights.num_sampling:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise Refusal(
+                        409, f"{weights.num_sampling} rows still sample after {timeout_s:g} s; weights cannot change"
+                    )
+                await asyncio.sleep(0.01)
+        finally:
+            weights.is_awaited = False
 
     async def _become(self, engine: Any, stamp: str) -> None:
         """From here on the weights are those of the push. What was computed with others is forgotten."""
@@ -345,10 +359,13 @@ async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
         rows.give_up()
 
 
-async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
-    from starlette.responses import Response
-
-    await Response(json.dumps(answer), status, media_type="application/json")(scope, receive, send)
+async def _reply(status: int, answer: dict[str, Any], send: Any) -> None:
+    data = json.dumps(answer).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    if status == 503:
+        headers.append((b"retry-after", str(RETRY_S).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
 
 
 def server_command(arguments: list[str]) -> list[str]:
