@@ -19,7 +19,10 @@ from torch import nn
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 * 2**20
-"""Size of the pieces in which gradients are averaged."""
+"""How much of small gradients travels between ranks at a time."""
+
+LARGE_BYTES = 2**20
+"""A gradient from this size on travels alone, from where it lies: a call costs little beside it, a copy does not."""
 
 GLOO_REST_S = 0.25
 """How long a process that met others over gloo rests before its interpreter shuts down."""
@@ -78,9 +81,9 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, bucket_bytes: int =
     """Collective. Each gradient becomes its mean over ranks, in its own type; who has none of a parameter counts as 0.
 
     A parameter without a gradient on every rank stays without. The ranks' `parameters` are the same in the same order
-    (RuntimeError if their numbers differ). Small gradients travel together, `bucket_bytes` at a time, large ones from
-    where they lie, so that there is never a copy of all of them. Sums are over gradients that are divided already,
-    which keeps float16 from overflowing.
+    (RuntimeError if their numbers differ). Small gradients travel together, copied `bucket_bytes` at a time, so that
+    there is never a copy of all of them. Sums are over gradients that are divided already, which keeps float16 from
+    overflowing.
     """
     if not is_active():
         return
@@ -95,15 +98,23 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, bucket_bytes: int =
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-    for bucket in _buckets(gradients, bucket_bytes):
-        _average(bucket)
+    underway: list[_Bucket] = []
+    for tensors in _bucketed(gradients, bucket_bytes):
+        underway.append(_Bucket(tensors))
+        if len(underway) > 2:  # those before it travel while it is filled
+            underway.pop(0).receive()
+    for bucket in underway:
+        bucket.receive()
 
 
-def _buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, of one type and device and at most `size` bytes at a time; a larger one comes alone."""
+def _bucketed(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors, of one type and device and at most `size` bytes at a time; large ones alone."""
     filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
+        if tensor.nbytes >= min(LARGE_BYTES, size):
+            yield [tensor]
+            continue
         kind = tensor.dtype, tensor.device
         if kind in filling and filled[kind] + tensor.nbytes > size:
             yield filling.pop(kind)
@@ -114,15 +125,23 @@ def _buckets(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.
     yield from filling.values()
 
 
-def _average(bucket: Sequence[torch.Tensor]) -> None:
-    """Collective. The tensors, of one type and device, become their mean over ranks."""
-    alone = len(bucket) == 1 and bucket[0].is_contiguous()
-    flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
-    flat /= world_size()
-    torch_dist.all_reduce(flat)
-    if not alone:
-        for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
-            tensor.copy_(mean.view_as(tensor))
+class _Bucket:
+    """Collective. Tensors of one type and device on their way to their mean over ranks."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors = tensors
+        self._lies_there = len(tensors) == 1 and tensors[0].is_contiguous()
+        self._flat = tensors[0].view(-1) if self._lies_there else torch.cat([t.reshape(-1) for t in tensors])
+        self._flat /= world_size()
+        self._work: Any = torch_dist.all_reduce(self._flat, async_op=True)
+
+    def receive(self) -> None:
+        """Wait until all ranks have sent theirs, and leave the mean in the tensors."""
+        self._work.wait()
+        if not self._lies_there:
+            parts = self._flat.split([tensor.numel() for tensor in self._tensors])
+            for tensor, mean in zip(self._tensors, parts):
+                tensor.copy_(mean.view_as(tensor))
 
 
 @torch.no_grad()

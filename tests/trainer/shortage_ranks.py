@@ -34,6 +34,14 @@ FLAT = {**FULL_2, **ranks.CASES["flat_groups"]}
 SAVED = {**FULL_2, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
 
 
+HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
+    "forward": (FULL_2, "forward"),
+    "middle": (FULL_2, "middle"),
+    # Entropies that the sampler does not know, here since weights have moved, and the log-probs of the reference.
+    "entropies": ({**FLAT, "top_entropy_quantile": 0.5}, "scoring"),
+    "evaluation": ({**LORA_2, "eval": "sets", "eval_strategy": "no"}, "scoring"),
+}
+
 scoring: list[bool] = []
 """Not empty in passes that score a batch; sampling goes through the model too."""
 score = forward._score_places
@@ -151,12 +159,13 @@ def resume(out: Path) -> dict[str, Any]:
 
 
 def hopeless(where: str, out: Path) -> dict[str, Any]:
-    """Not even one row fits on the last rank, in the second step; what each rank sees of it, and when."""
-    trainer = ranks.build("hopeless", out, **FULL_2)
-    Shortage(where, (1,), first=2).put_into(trainer.model)
+    """Not even one row fits on the last rank, from the third pass on; what each rank sees of it, and when."""
+    settings, watched = HOPELESS[where]
+    trainer = ranks.build("hopeless", out, **settings)
+    Shortage(watched, (1,), first=2).put_into(trainer.model)
     started = time.perf_counter()
     try:
-        trainer.train()
+        trainer.evaluate() if where == "evaluation" else trainer.train()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - started}
     return {"error": None, "seconds": 0.0}
@@ -225,7 +234,7 @@ def main(out: Path) -> None:
     save("resumed", resume(out))
     save("joined", joined(out))
     save("statistics", [statistics(buffers) for buffers in (True, False)])
-    for where in ("forward", "middle"):
+    for where in HOPELESS:
         save(f"hopeless_{where}", hopeless(where, out))
 
 

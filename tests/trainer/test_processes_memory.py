@@ -76,11 +76,12 @@ def test_what_a_rank_learned_of_its_memory_is_in_its_checkpoint(out):
         assert (after["failures"], after["limit"]) == (0, before["limit"])
 
 
-@pytest.mark.parametrize("where", ["forward", "middle"])
+@pytest.mark.parametrize("where", ["forward", "middle", "entropies", "evaluation"])
 def test_a_row_that_does_not_fit_on_one_rank_ends_both(out, where):
     first, second = results(out, f"hopeless_{where}")
-    assert second["error"].startswith("RuntimeError: one row alone (1 completions,")
-    assert first["error"].startswith("RuntimeError: stopped because rank 1 failed with RuntimeError: one row alone")
+    said = "one row alone (1 completions," if where in ("forward", "middle") else "scoring one row alone ("
+    assert second["error"].startswith(f"RuntimeError: {said}")
+    assert first["error"].startswith(f"RuntimeError: stopped because rank 1 failed with RuntimeError: {said}")
     assert max(first["seconds"], second["seconds"]) < 60  # not the half hour of ddp_timeout
 
 

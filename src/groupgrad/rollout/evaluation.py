@@ -66,7 +66,8 @@ class Evaluator:
             entropy_of=self.frozen.entropy if known is None else lambda batch: known.entropy,
         )
         micro_batch = replace(micro_batch, totals=totals)
-        return scored, {**scored.metrics, **self._loss(micro_batch, known)}
+        with dist.together():
+            return scored, {**scored.metrics, **self._loss(micro_batch, known)}
 
     def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
         """What sampling said of the tokens, if that is what a forward pass would say of them again."""

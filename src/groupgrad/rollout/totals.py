@@ -27,7 +27,8 @@ def step_totals(
     rows, tokens = dist.all_sum(mine)
     threshold = kept = None
     if keep_entropy < 1.0 and entropy_of is not None:
-        mine_entropy = [entropy_of(batch)[batch.trained] for batch in batches]
+        with dist.together():
+            mine_entropy = [entropy_of(batch)[batch.trained] for batch in batches]
         entropies = dist.all_gather_rows(torch.cat([torch.zeros(0), *mine_entropy]))
         if len(entropies):
             threshold = entropy_threshold(entropies, keep_entropy)
