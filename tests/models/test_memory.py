@@ -102,6 +102,19 @@ def test_modes_and_random_streams_are_left_as_they_were(make_model):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_modes_are_left_as_they_were_by_a_measurement_that_fails(make_model, monkeypatch):
+    def fail(model, options):
+        assert model.training
+        raise MemoryError("full")
+
+    monkeypatch.setattr(memory, "activation_bytes_per_token", fail)
+    model = make_model().eval()
+    model.lm_head.train()
+    with pytest.raises(MemoryError, match="full"):
+        CheckpointingByNeed(model, ForwardOptions())
+    assert [name for name, module in model.named_modules() if module.training] == ["lm_head"]
+
+
 def test_what_images_keep_is_measured():
     """Two layers of the vision tower keep at least their states and what their MLPs make of them, 16 patches each."""
     seen = make_seen("gemma3")

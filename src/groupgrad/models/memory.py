@@ -132,14 +132,16 @@ class CheckpointingByNeed:
         self._options = options
         self._arguments = dict(checkpointing_options or {"use_reentrant": False})
         modes = {module: module.training for module in model.modules()}
-        with precision():
-            model.train()  # dropout keeps masks, and may take another layout
-            self._bytes_per_token = activation_bytes_per_token(model, options)
-            self._bytes_per_value = 0.0
-            if example is not None:
-                self._bytes_per_value = activation_bytes_per_value(model, options, example, self._bytes_per_token)
-        for module, mode in modes.items():
-            module.training = mode
+        try:
+            with precision():
+                model.train()  # dropout keeps masks, and may take another layout
+                self._bytes_per_token = activation_bytes_per_token(model, options)
+                self._bytes_per_value = 0.0
+                if example is not None:
+                    self._bytes_per_value = activation_bytes_per_value(model, options, example, self._bytes_per_token)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
         self.is_on = False
 
     def prepare(self, batch: Batch) -> None:
