@@ -30,6 +30,7 @@ CASES = [
     "small",
     "flat_groups",
     "checkpointing",
+    "reward_model",
     "lora",
     "served",
     "served_lora",

@@ -40,6 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "small": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "from_disk": True, "persistent": True},
     "flat_groups": {**COMMON, "stage": 3, "few_vary": True, "entropy_coef": 0.1, "from_disk": True},
     "checkpointing": {**COMMON, "stage": 3, "gradient_checkpointing": True},
+    # A reward model by its name, on texts of which some are longer than it reads.
+    "reward_model": {**COMMON, "stage": 3, "reward": "saved", "reward_model_batch_tokens": 20},
     "lora": {**COMMON, "stage": 3, "peft": True, "beta": 0.1, "from_disk": True},
     "served": {**COMMON, **MEASURED, **SERVED, "stage": 3, "beta": 0.1, "from_disk": True},
     "served_lora": {**COMMON, **SERVED, "stage": 3, "peft": True, "from_disk": True},
@@ -113,6 +115,8 @@ def build(ranks: Any, name: str, kind: str, out: Path) -> Any:
         settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
     if kind == "zero":
         settings["deepspeed"] = deepspeed_config(stage, persistent)
+    if settings.get("reward") == "saved":
+        settings["reward"] = str(out / "scorer")
     if settings.pop("from_disk", False):
         settings["model"] = str(out / "model")
     return ranks.build(f"zero_{name}", out / kind, **settings)
@@ -166,6 +170,8 @@ def main(out: Path, kind: str) -> None:
     ranks.FIRST = ranks.first_model()
     if os.environ["RANK"] == "0" and kind == "plain":
         ranks.FIRST.save_pretrained(out / "model")
+        ranks.make_scorer().save_pretrained(out / "scorer")
+        ranks.BASE.make_tokenizer().save_pretrained(out / "scorer")
     serve_copies(ranks)
     rank = os.environ["RANK"]
     chosen = sys.argv[3:] or [*CASES, "failing"]
