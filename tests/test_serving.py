@@ -92,6 +92,19 @@ def test_training_is_counted_with_what_its_optimizer_keeps(
     assert serving.training_bytes(config, model).optimizer == 0, "ZeRO spreads it over ranks"
 
 
+@pytest.mark.parametrize(("stage", "is_whole"), [(0, True), (1, True), (2, False), (3, False)])
+def test_gradients_that_zero_spreads_over_ranks_are_not_counted(
+    stage: int, is_whole: bool, make_model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
+    assert serving.training_bytes(config, model).gradients == weights
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+    assert serving.training_bytes(config, model).gradients == (weights if is_whole else 0)
+
+
 def test_vllm_computes_in_the_types_of_training(start: Any) -> None:
     assert start().dtype == "float32"
     assert start(bf16=True).dtype == "bfloat16"

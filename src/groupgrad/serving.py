@@ -13,7 +13,7 @@ from groupgrad import compat, dist
 from groupgrad.agency import Agency
 from groupgrad.assembly import Parts
 from groupgrad.config import GRPOConfig, options
-from groupgrad.config.launch import uses_deepspeed
+from groupgrad.config.launch import uses_deepspeed, zero_stage
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
@@ -134,8 +134,13 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
     reference = 0
     if config.beta != 0 and not is_adapted(unwrap(model)):
         reference = sum(parameter.nbytes for parameter in model.parameters())
-    states = _optimizer_states(config)
-    return TrainingBytes.of(model, activations=int(tokens * per_token), further=reference, states=states)
+    return TrainingBytes.of(
+        model,
+        activations=int(tokens * per_token),
+        further=reference,
+        states=_optimizer_states(config),
+        whole_gradients=_keeps_gradients(config),
+    )
 
 
 def _optimizer_states(config: GRPOConfig) -> int:
@@ -143,6 +148,11 @@ def _optimizer_states(config: GRPOConfig) -> int:
     spread over ranks."""
     optimizer = getattr(config.optim, "value", config.optim)
     return 2 if optimizer in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config) else 0
+
+
+def _keeps_gradients(config: GRPOConfig) -> bool:
+    """False where ZeRO spreads gradients over ranks, or may do so."""
+    return not uses_deepspeed(config) or zero_stage(config) in (0, 1)
 
 
 def computing_dtype(config: GRPOConfig, model: nn.Module) -> str:

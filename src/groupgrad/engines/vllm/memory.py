@@ -39,13 +39,21 @@ class TrainingBytes:
     """Of the largest micro-batch, scratch memory included."""
 
     @classmethod
-    def of(cls, model: nn.Module, *, activations: int = 0, further: int = 0, states: int = 2) -> TrainingBytes:
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        activations: int = 0,
+        further: int = 0,
+        states: int = 2,
+        whole_gradients: bool = True,
+    ) -> TrainingBytes:
         """Of the parameters that lie here, with `states` numbers of the optimizer for each that is trained (two for
-        Adam), and `further` bytes of other models."""
+        Adam), and `further` bytes of other models. Gradients are not counted unless they are whole here."""
         parameters = list(model.parameters())
         trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers()))
-        return cls(held + further, trained, states * trained, activations)
+        return cls(held + further, trained if whole_gradients else 0, states * trained, activations)
 
     @property
     def while_sampling(self) -> int:
