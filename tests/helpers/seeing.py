@@ -18,13 +18,7 @@ _WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "
 
 def build_seeing() -> Any:
     """A LLaVA-NeXT of a hundred thousand parameters and its processor."""
-    narrow = dict(vision._TEXT)
-    vision._TEXT.update(_WIDE)
-    try:
-        built = vision.build("llava_next")
-    finally:
-        vision._TEXT.clear()
-        vision._TEXT.update(narrow)
+    built = vision.build("llava_next", **_WIDE)
     built.model.eval()
     return built
 

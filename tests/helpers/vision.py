@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,11 +57,14 @@ class Built:
     processor: Any
 
 
-def build(name: str, seed: int = 0) -> Built:
-    """The small model and the processor of one of `NAMES`; float32, on the CPU, attention "sdpa"."""
+def build(name: str, seed: int = 0, **sizes: int) -> Built:
+    """The small model and the processor of one of `NAMES`; float32, on the CPU, attention "sdpa".
+
+    `sizes` are other ones for the configuration of its language model.
+    """
     processor = _PROCESSORS[name]()
     torch.manual_seed(seed)
-    model = _MODELS[name](processor)
+    model = _MODELS[name](processor, sizes)
     # Standard deviations that tell one picture from another: the usual ones drown images in such small layers.
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -237,8 +241,8 @@ def _ids(processor: Any) -> Callable[[str], int]:
     return processor.tokenizer.convert_tokens_to_ids
 
 
-def _text(processor: Any, **changes: Any) -> dict[str, Any]:
-    return {**_TEXT, "vocab_size": len(processor.tokenizer), **changes}
+def _text(processor: Any, sizes: dict[str, int], **changes: Any) -> dict[str, Any]:
+    return {**_TEXT, "vocab_size": len(processor.tokenizer), **changes, **sizes}
 
 
 def _qwen_ids(processor: Any) -> dict[str, int]:
@@ -263,24 +267,24 @@ _QWEN_SIGHT = {
 }
 
 
-def _qwen2_vl(processor: Any) -> Any:
+def _qwen2_vl(processor: Any, sizes: dict[str, int]) -> Any:
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    text = _text(processor, rope_parameters=dict(_MROPE))
+    text = _text(processor, sizes, rope_parameters=dict(_MROPE))
     config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **_qwen_ids(processor))
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
-def _qwen2_5_vl(processor: Any) -> Any:
+def _qwen2_5_vl(processor: Any, sizes: dict[str, int]) -> Any:
     vision = {**_QWEN_SIGHT, "window_size": 16, "fullatt_block_indexes": [1]}
-    text = _text(processor, rope_parameters=dict(_MROPE))
+    text = _text(processor, sizes, rope_parameters=dict(_MROPE))
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(processor))
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen3_vl(processor: Any) -> Any:
+def _qwen3_vl(processor: Any, sizes: dict[str, int]) -> Any:
     vision = {**_QWEN_SIGHT, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     rope = {**_MROPE, "mrope_interleaved": True}
-    text = _text(processor, head_dim=8, rope_parameters=rope)
+    text = _text(processor, sizes, head_dim=8, rope_parameters=rope)
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **_qwen_ids(processor))
     return transformers.Qwen3VLForConditionalGeneration(config)
 
@@ -295,12 +299,12 @@ _SIGHT = {
 }
 
 
-def _gemma3(processor: Any) -> Any:
+def _gemma3(processor: Any, sizes: dict[str, int]) -> Any:
     number = _ids(processor)
     # One layer sees a few tokens back, the other all of them.
     layers = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.Gemma3Config(
-        text_config=_text(processor, head_dim=8, query_pre_attn_scalar=8, **layers),
+        text_config=_text(processor, sizes, head_dim=8, query_pre_attn_scalar=8, **layers),
         vision_config=dict(_SIGHT, vision_use_head=False),
         mm_tokens_per_image=4,
         boi_token_index=number("<start_of_image>"),
@@ -311,9 +315,9 @@ def _gemma3(processor: Any) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _llava_next(processor: Any) -> Any:
+def _llava_next(processor: Any, sizes: dict[str, int]) -> Any:
     config = transformers.LlavaNextConfig(
-        text_config=transformers.LlamaConfig(**_text(processor)),
+        text_config=transformers.LlamaConfig(**_text(processor, sizes)),
         vision_config=transformers.CLIPVisionConfig(**{**_SIGHT, "patch_size": 8, "projection_dim": 16}),
         image_token_index=_ids(processor)("<image>"),
         image_grid_pinpoints=_PINPOINTS,
@@ -323,9 +327,9 @@ def _llava_next(processor: Any) -> Any:
     return transformers.LlavaNextForConditionalGeneration(config)
 
 
-def _idefics(config_class: type, model_class: type, processor: Any) -> Any:
+def _idefics(config_class: type, model_class: type, processor: Any, sizes: dict[str, int]) -> Any:
     config = config_class(
-        text_config=transformers.LlamaConfig(**_text(processor)),
+        text_config=transformers.LlamaConfig(**_text(processor, sizes)),
         vision_config=dict(_SIGHT),
         image_token_id=_ids(processor)("<image>"),
         scale_factor=2,
@@ -335,12 +339,12 @@ def _idefics(config_class: type, model_class: type, processor: Any) -> Any:
     return model_class(config)
 
 
-_MODELS: dict[str, Callable[[Any], Any]] = {
+_MODELS: dict[str, Callable[[Any, dict[str, int]], Any]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "gemma3": _gemma3,
     "llava_next": _llava_next,
-    "idefics3": lambda p: _idefics(transformers.Idefics3Config, transformers.Idefics3ForConditionalGeneration, p),
-    "smolvlm": lambda p: _idefics(transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration, p),
+    "idefics3": partial(_idefics, transformers.Idefics3Config, transformers.Idefics3ForConditionalGeneration),
+    "smolvlm": partial(_idefics, transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration),
 }
