@@ -108,8 +108,10 @@ void gate_values(const float *gates, float *values, long count) {
 // ------------------------------------------------------------------------------------------------ attention
 
 // scores[q * stride + p] for `count` keys p and the queries q of a packed block.
-void score(const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride) {
-    Soon soon;
+void score(
+    const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride, Soon soon
+) {
+    soon.spread(queries.inner_steps(count));
     for (long start = 0; start < count; start += MAX_PANEL) {
         const long some = std::min(MAX_PANEL, count - start);
         for (long index = 0; index < queries.num_blocks(); index++) {
@@ -225,6 +227,12 @@ struct Step {
         rotate(model.cosines + position * width, model.sines + position * width, width, to);
     }
 
+    // A row's own keys or values of one head.
+    template <class Float>
+    Float *own_part(Float *all, long row, long head) const {
+        return all + (row * model.kv_heads + head) * rows.own_places * model.head_width;
+    }
+
     // Store the new key and value of a row, and get its queries of one key head ready.
     void place_row(const Layer &layer, long row, long head, float *queries) const {
         const long width = model.head_width, position = positions[row];
@@ -257,14 +265,22 @@ struct Step {
         }
         const Packed together{scratch.packed, all, width};
         for (long q = 0; q < all; q++) together.put(q, 0, scratch.queries + q * width, width);
-        const float *keys = layer.prompt_keys + slot * width, *values = layer.prompt_values + slot * width;
-        score(together, keys + begin * width, prompt - begin, scratch.tile, scratch.scores + begin, stride);
+        const float *keys = layer.prompt_keys + (slot + begin) * width;
+        const float *values = layer.prompt_values + (slot + begin) * width;
+        Soon soon;
+        soon.add(own_part(layer.own_keys, order[0], head), (positions[order[0]] - prompt + 1) * width);
+        soon.add(values, (prompt - begin) * width);
+        score(together, keys, prompt - begin, scratch.tile, scratch.scores + begin, stride, soon);
         for (long i = 0; i < count; i++) {
             const long row = order[i], own = positions[row] - prompt + 1, first = first_key(layer, positions[row]);
-            const float *own_keys = layer.own_keys + (row * model.kv_heads + head) * rows.own_places * width;
+            Soon soon;
+            soon.add(own_part(layer.own_values, row, head), own * width);
+            if (i + 1 < count)
+                soon.add(own_part(layer.own_keys, order[i + 1], head), (positions[order[i + 1]] - prompt + 1) * width);
             const Packed mine{scratch.packed, repeat, width};
             for (long q = 0; q < repeat; q++) mine.put(q, 0, scratch.queries + (i * repeat + q) * width, width);
-            score(mine, own_keys, own, scratch.tile, scratch.scores + i * repeat * stride + prompt, stride);
+            float *scores = scratch.scores + i * repeat * stride + prompt;
+            score(mine, own_part(layer.own_keys, row, head), own, scratch.tile, scores, stride, soon);
             for (long q = i * repeat; q < (i + 1) * repeat; q++) {
                 float *scores = scratch.scores + q * stride;
                 std::fill(scores + begin, scores + std::max(begin, first), 0.0f);
@@ -272,12 +288,12 @@ struct Step {
             }
         }
         std::fill(scratch.mixed, scratch.mixed + all * width, 0.0f);
-        mix(all, scratch.scores + begin, stride, values + begin * width, prompt - begin, width, scratch.mixed);
+        mix(all, scratch.scores + begin, stride, values, prompt - begin, width, scratch.mixed);
         for (long i = 0; i < count; i++) {
             const long row = order[i], own = positions[row] - prompt + 1;
-            const float *own_values = layer.own_values + (row * model.kv_heads + head) * rows.own_places * width;
+            const float *weights = scratch.scores + i * repeat * stride + prompt;
             float *mixed = scratch.mixed + i * repeat * width;
-            mix(repeat, scratch.scores + i * repeat * stride + prompt, stride, own_values, own, width, mixed);
+            mix(repeat, weights, stride, own_part(layer.own_values, row, head), own, width, mixed);
             heads.put(row, head * repeat * width, mixed, repeat * width);
         }
     }

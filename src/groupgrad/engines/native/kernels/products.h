@@ -22,6 +22,9 @@ constexpr long TILE = MAX_PANEL * MAX_ROWS + LANES;
 
 namespace {
 
+// Outputs that are summed at once for some rows.
+constexpr int outputs_at_once(long rows) { return std::min<int>(8, MAX_SUMS / static_cast<int>(rows)); }
+
 // Rows in blocks of at most MAX_ROWS, as even as can be. Within a block the numbers are interleaved: LANES of its first
 // row, LANES of its second, and so on, then the next LANES of the first; each row's last ones are filled up with zeros.
 struct Packed {
@@ -31,6 +34,12 @@ struct Packed {
     long num_blocks() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
     long first(long block) const { return rows * block / num_blocks(); }
     const float *block(long index) const { return data + first(index) * padded(width); }
+
+    // Of the products of all rows with `count` outputs, roughly.
+    long inner_steps(long count) const {
+        const long at_once = outputs_at_once((rows + num_blocks() - 1) / num_blocks());
+        return num_blocks() * ((count + at_once - 1) / at_once) * (width / LANES);
+    }
 
     // Write `count` numbers of a row from column `column` on.
     void put(long row, long column, const float *values, long count) const {
@@ -55,10 +64,17 @@ struct Soon {
     long lines = 0, more = 0;
     int each = 0;
 
-    static long lines_of(long floats) { return (floats * 4 + LINE - 1) / LINE; }
+    void add(const float *from, long floats) {
+        const char *place = reinterpret_cast<const char *>(from);
+        const long count = (floats * 4 + LINE - 1) / LINE;
+        if (lines)
+            then = place, more = count;
+        else
+            at = place, lines = count;
+    }
 
-    // Spread over so many inner steps.
-    void spread(long steps) { each = static_cast<int>((lines + more + steps - 1) / steps); }
+    // Over so many inner steps.
+    void spread(long steps) { each = steps ? static_cast<int>((lines + more + steps - 1) / steps) : 0; }
 
     void passed(long steps) {
         if (!each) return;
@@ -130,8 +146,6 @@ inline void dots(
     }
     add_totals<M * N>(sums, more, tile);
 }
-
-constexpr int outputs_at_once(long rows) { return std::min<int>(8, MAX_SUMS / static_cast<int>(rows)); }
 
 template <int M>
 void panel(const float *block, const float *weights, long count, long width, float *tile, Soon &soon) {
@@ -208,8 +222,7 @@ public:
             const long start = (next_panel - now.first) * now.size, count = std::min(now.size, now.outputs - start);
             next_panel = plan.taken++;
             Soon soon = next();
-            const long at_once = outputs_at_once((input.rows + input.num_blocks() - 1) / input.num_blocks());
-            soon.spread(input.num_blocks() * (count + at_once - 1) / at_once * (now.width / LANES) * (now.twin ? 2 : 1) + 1);
+            soon.spread(input.inner_steps(count) * (now.twin ? 2 : 1));
             body(start, count, soon);
         }
     }
@@ -221,11 +234,9 @@ private:
         while (next_panel >= plan.products[next_product].first + plan.products[next_product].num_panels()) next_product++;
         const Product &then = plan.products[next_product];
         const long start = (next_panel - then.first) * then.size, count = std::min(then.size, then.outputs - start);
-        const long lines = Soon::lines_of(count * then.width);
         Soon soon;
-        soon.at = reinterpret_cast<const char *>(then.weight + start * then.width), soon.lines = lines;
-        if (then.twin)
-            soon.then = reinterpret_cast<const char *>(then.twin + start * then.width), soon.more = lines;
+        soon.add(then.weight + start * then.width, count * then.width);
+        if (then.twin) soon.add(then.twin + start * then.width, count * then.width);
         return soon;
     }
 };
