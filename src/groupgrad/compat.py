@@ -20,7 +20,7 @@ class Supported:
     """The releases of a distribution that groupgrad works with."""
 
     minimum: str | None = None
-    """First release that works; None if any does."""
+    """First release that works; None if none is known not to."""
     below: str | None = None
     """First release that is not supported; None if there is no known limit."""
     tested: tuple[str, str] | None = None
@@ -40,7 +40,7 @@ SUPPORTED: dict[str, Supported] = {
     "pyarrow": Supported("15"),
     "peft": Supported("0.15", extra="peft"),
     "math-verify": Supported("0.7", extra="math"),
-    "vllm": Supported("0.22", tested=("0.32", "0.33"), extra="vllm"),
+    "vllm": Supported(tested=("0.32", "0.33"), extra="vllm"),
     "bitsandbytes": Supported("0.45", extra="quant"),
     "deepspeed": Supported("0.16", extra="deepspeed"),
     "wandb": Supported(extra="wandb"),
