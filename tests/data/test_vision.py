@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import vision
-from datasets import Dataset, Image, IterableDataset, List
-from datasets import Image as ImageFeature
+from datasets import Dataset, IterableDataset
 
-from groupgrad.data.columns import first_row, prompt_rows, read_row
 from groupgrad.data.images import ImageError
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.data.vision import (
@@ -418,46 +416,3 @@ def test_blocks_of_text_are_a_text_to_a_model_of_text(tokenizer):
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     prompt = PromptMaker(tokenizer)({"prompt": [{"role": "user", "content": blocks}]}, 0)
     assert prompt.ids == PromptMaker(tokenizer)(asked("ab"), 0).ids
-
-
-# ------------------------------------------------------------------------------------------------------- columns
-
-
-def broken(column: str) -> Dataset:
-    values: list[Any] = [{"bytes": png(RED), "path": None}, {"bytes": b"broken", "path": None}]
-    feature: Any = ImageFeature()
-    if column == "images":
-        values, feature = [[value] for value in values], List(Image())
-    return Dataset.from_list([asked(**{column: value}) for value in values]).cast_column(column, feature)
-
-
-@pytest.mark.parametrize("column", ["image", "images"])
-def test_a_broken_image_is_found_and_named_with_row_and_column(column: str, qwen):
-    dataset = broken(column)
-    assert first_row(dataset) is not None
-    assert len(list(prompt_rows(dataset))) == 2
-    with pytest.raises(ImageError, match=f"in '{column}' of row 1 of train_dataset cannot be read"):
-        check(dataset, qwen)
-    assert read_row(dataset, 0)["prompt"] == asked()["prompt"]
-    with pytest.raises(ImageError, match=f"row 1 of the data set has an image in '{column}' that cannot be decoded"):
-        read_row(dataset, 1)
-
-
-def test_an_error_of_the_data_set_that_is_no_images_is_left_as_it_is():
-    def fail(rows: dict[str, Any]) -> dict[str, Any]:
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match=r"^mine$"):
-        read_row(Dataset.from_list([asked()]).with_transform(fail), 0)
-
-
-def test_rows_that_a_transform_makes(qwen):
-    """Their first row alone is looked at: making them may be costly."""
-    dataset = Dataset.from_list([asked()] * 2)
-
-    def draw(rows: dict[str, Any]) -> dict[str, Any]:
-        return {**rows, "image": [RED] * len(rows["prompt"])}
-
-    shown = dataset.with_transform(draw)
-    assert [sorted(row) for row in prompt_rows(shown)] == [["image", "prompt"], ["prompt"]]
-    check(shown, qwen)
