@@ -51,7 +51,8 @@ def write_run_card(
     given = {OTHER_NAMES.get(name, name): value for name, value in fields.items() if value is not None}
     if hasattr(model, "peft_config"):
         given.setdefault("library_name", "peft")
-        given["tags"] = ["lora", *_listed(given.get("tags"))]
+        kinds = [getattr(adapter.peft_type, "value", adapter.peft_type) for adapter in model.peft_config.values()]
+        given["tags"] = [*dict.fromkeys(kind.lower() for kind in kinds), *_listed(given.get("tags"))]
     given.setdefault("base_model", getattr(getattr(model, "config", None), "_name_or_path", None) or None)
     given.setdefault("config_summary", {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)})
     given.setdefault("metrics", last_metrics(log_history))
