@@ -214,8 +214,8 @@ def _rest_at_exit() -> None:
     A thread that ends a collective drops its tensors a moment after those who wait for it went on, and needs the
     interpreter's lock for that. If the main thread has begun to shut down by then, the process is aborted ("terminate
     called without an active exception") after its work, and the launcher reports a failure. On two busy cores that
-    befell every third run, `destroy_process_group()` or not, since DDP's reducer holds the group too. A main thread
-    that sleeps leaves the lock to them. Can go with https://github.com/pytorch/pytorch/issues/190489.
+    befell every third run, `destroy_process_group()` or not. A main thread that sleeps leaves the lock to them. Can go
+    with https://github.com/pytorch/pytorch/issues/190489.
     """
     if "gloo" in str(torch_dist.get_backend_config()):
         atexit.register(time.sleep, GLOO_REST_S)
