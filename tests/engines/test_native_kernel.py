@@ -209,6 +209,12 @@ def test_a_library_is_kept_and_a_damaged_one_replaced(fresh: Path):
 
 
 @needs_kernels
+def test_mixed_precision_does_not_disturb_the_first_use(fresh: Path):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert library() is not None
+
+
+@needs_kernels
 def test_two_processes_may_compile_at_once(fresh: Path):
     code = "from groupgrad.engines.native.kernels import status; print(status())"
     started = [
