@@ -1,4 +1,4 @@
-"""The decode step in C++, compiled for the machine it runs on when it is first needed."""
+"""The decode step and the choice of tokens in C++, compiled for the machine they run on when they are first needed."""
 
 from groupgrad.engines.native.kernels.build import library, status
 
