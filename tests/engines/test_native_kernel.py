@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.direct import DirectModel, direct_model
 from groupgrad.engines.native.forward import last_logits
 from groupgrad.engines.native.kernels import build, library, status
+from groupgrad.engines.native.kernels.choose import choose
 from groupgrad.engines.native.kernels.step import CompiledModel
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
@@ -117,6 +119,40 @@ def test_products_are_those_of_float64(rows: int, width: int, outputs: int):
         expected = inputs.double() @ weight.double().T + (0.0 if b is None else b.double())
         torch.testing.assert_close(found[:rows].double(), expected, rtol=1e-5, atol=1e-6 * width)
         assert (found[rows] == 7.0).all()
+
+
+def other_machines() -> list[str]:
+    """Compiler options for machines with narrower vectors than this one may have, which run here too."""
+    flags = (
+        Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" and sys.platform == "linux" else []
+    )
+    return ["-march=x86-64"] * ("sse2" in flags) + ["-march=haswell"] * ({"avx2", "fma", "bmi2"} <= set(flags))
+
+
+@needs_kernels
+@pytest.mark.parametrize("target", other_machines())
+def test_kernels_built_for_narrower_vectors_give_the_same(target: str, fresh: Path, monkeypatch):
+    monkeypatch.setattr(build, "_TARGETS", (target,))
+    kernels = library()
+    assert kernels is not None
+    torch.manual_seed(0)
+    for rows, width, outputs in ((1, 16, 50), (3, 33, 1), (9, 100, 203), (31, 515, 97)):
+        inputs, weight, found = torch.randn(rows, width), torch.randn(outputs, width), torch.empty(rows, outputs)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, outputs, 1) == 0
+        torch.testing.assert_close(found.double(), inputs.double() @ weight.double().T, rtol=1e-5, atol=1e-6 * width)
+    logits, draws = 4 * torch.randn(5, 300), torch.rand(5, dtype=torch.float64)
+    chosen = choose(kernels, logits, 1.0, draws)
+    assert chosen is not None
+    expected = logits.double().log_softmax(-1)
+    assert chosen.tokens.tolist() == (expected.exp().cumsum(-1) <= draws[:, None]).sum(-1).tolist()
+    wanted = expected.gather(-1, chosen.tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(chosen.logprobs.double(), wanted, rtol=0, atol=2e-6)
+    model = make(*KINDS["norms of heads, tied"])
+    assert isinstance(form(model), CompiledModel)
+    for request, sample in zip(requests(), NativeEngine(model).sample(requests(), OPTIONS)):
+        assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
+        model.float()
 
 
 @needs_kernels

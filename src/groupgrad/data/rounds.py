@@ -1,8 +1,8 @@
 """The training data as a stream of ticks: one tick a micro-batch, of which the first of each round brings prompts.
 
 Rows are read from the data set once per round and rank (not once per completion or micro-batch), and once more for each
-round before in which they are sampled ahead. The order is a pure
-function of (seed, epoch), so a resumed run sees what an uninterrupted one sees.
+round before in which they are sampled ahead. The order is a pure function of (seed, epoch), so a resumed run sees what
+an uninterrupted one sees.
 """
 
 from __future__ import annotations
