@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -104,6 +105,11 @@ def logprobs(model: Any, request: Request, ids: list[int]) -> list[float]:
 # ------------------------------------------------------------------------------------------------ numbers
 
 
+def has_fused_sums() -> bool:
+    """True if a multiplication and an addition are rounded once, together."""
+    return platform.machine() in ("aarch64", "arm64") or "fma" in Path("/proc/cpuinfo").read_text().split()
+
+
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 31, 70])
 @pytest.mark.parametrize(("width", "outputs"), [(1, 1), (7, 5), (16, 50), (33, 1), (100, 203), (515, 97)])
@@ -119,6 +125,38 @@ def test_products_are_those_of_float64(rows: int, width: int, outputs: int):
         expected = inputs.double() @ weight.double().T + (0.0 if b is None else b.double())
         torch.testing.assert_close(found[:rows].double(), expected, rtol=1e-5, atol=1e-6 * width)
         assert (found[rows] == 7.0).all()
+
+
+def sums_in_order(inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """(rows, outputs) float32: 192 numbers summed one by one, or two halves of up to 384, then the next ones added."""
+    width = inputs.shape[1]
+    size = (width + 1) // 2 if 192 < width <= 384 else 192
+    found = None
+    for start in range(0, width, size):
+        total = np.zeros((len(inputs), len(weight)), np.float32)
+        for k in range(start, min(start + size, width)):
+            # A product of two float32 numbers is exact in float64, so that only the sum is rounded.
+            exact = np.outer(inputs[:, k].astype(np.float64), weight[:, k].astype(np.float64)) + total
+            total = exact.astype(np.float32)
+        found = total if found is None else found + total
+    assert found is not None
+    return found
+
+
+@needs_kernels
+@pytest.mark.skipif(not has_fused_sums(), reason="this machine rounds products before it sums them")
+@pytest.mark.parametrize("width", [1, 20, 192, 193, 256, 384, 385, 515])
+def test_sums_are_taken_number_by_number_whatever_the_rows(width: int):
+    torch.manual_seed(width)
+    kernels = library()
+    assert kernels is not None
+    inputs, weight = torch.randn(120, width), torch.randn(53, width)
+    expected = torch.from_numpy(sums_in_order(inputs.numpy(), weight.numpy()))
+    for rows in (1, 3, 8, 13, 16, 24, 31, 40, 56, 64, 77, 120):
+        found = torch.empty(rows, 53)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, 53, 2) == 0
+        assert torch.equal(found, expected[:rows]), rows
 
 
 def other_machines() -> list[str]:

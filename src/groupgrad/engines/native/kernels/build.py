@@ -31,7 +31,7 @@ TIMEOUT_S = 120.0
 
 _SOURCES, _HEADERS = (
     [Path(__file__).with_name(name) for name in names]
-    for names in (("choose.cpp", "decode.cpp"), ("products.h", "vectors.h"))
+    for names in (("choose.cpp", "decode.cpp"), ("attention.h", "products.h", "soon.h", "vectors.h"))
 )
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TARGETS = ("-march=native", "-mcpu=native")

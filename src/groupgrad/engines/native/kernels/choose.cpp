@@ -42,8 +42,7 @@ struct Row {
     // Weights of some tokens from `first` on, of LANES or the last ones; 0 behind those.
     Vec weigh(long first, Vec *exponents) const {
         const long left = count - first;
-        Vec value = left >= LANES ? load(logits + first) : load_part(logits + first, left);
-        *exponents = (value - peak) * inverse;
+        *exponents = (load_some(logits + first, left) - peak) * inverse;
         Vec weights = exponential(*exponents);
         for (long lane = std::max(0L, left); lane < LANES; lane++) weights[lane] = 0.0f;
         return weights;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <new>
 
+#include "attention.h"
 #include "products.h"
 
 extern "C" {
@@ -51,22 +52,36 @@ constexpr long QUERIES = 16;     // that read a prompt's keys together, unless o
 constexpr long SMALL = 1 << 21;  // multiplications that are done before other threads would have begun
 
 // All threads: output (rows, stride) = input times the layer's weight, plus its bias.
-void linear(Turn &turn, const Packed &input, const Linear &layer, float *tile, float *output, long stride) {
-    product(turn, input, layer.weight, tile, [&](long row, long n, long count, const float *values, long step) {
-        float *to = output + row * stride + n;
-        if (layer.bias)
-            for (long i = 0; i < count; i++) to[i] = values[i * step] + layer.bias[n + i];
-        else
-            for (long i = 0; i < count; i++) to[i] = values[i * step];
+void linear(Turn &turn, const Columns &input, const Linear &layer, float *tile, float *output, long stride) {
+    product(turn, input, layer.weight, tile, [&](const Outputs &outputs) {
+        put_rows(outputs, input.rows, layer.bias, output, stride);
     });
 }
 
-// All threads: output (rows, stride) += input times the layer's weight, plus its bias.
-void add_linear(Turn &turn, const Packed &input, const Linear &layer, float *tile, float *output, long stride) {
-    product(turn, input, layer.weight, tile, [&](long row, long n, long count, const float *values, long step) {
-        float *to = output + row * stride + n;
-        for (long i = 0; i < count; i++) to[i] += values[i * step] + (layer.bias ? layer.bias[n + i] : 0.0f);
+// All threads: output += input times the layer's weight, plus its bias.
+void add_linear(Turn &turn, const Columns &input, const Linear &layer, float *tile, const Columns &output) {
+    product(turn, input, layer.weight, tile, [&](const Outputs &outputs) {
+        const long rows = outputs.block.rows;
+        float *to = output.data + outputs.block.first * output.width + outputs.first * rows;
+        for (long n = 0; n < outputs.count; n++) {
+            const float bias = layer.bias ? layer.bias[outputs.first + n] : 0.0f;
+            for (long i = n * rows; i < (n + 1) * rows; i++) to[i] += outputs.values[i] + bias;
+        }
     });
+}
+
+// All threads: the rows at which pointers `from(row)` point, side by side.
+template <class From>
+void put_side_by_side(const Columns &output, From from) {
+    constexpr long PART = 128;
+    const long grains = output.padded_rows() / GRAIN, parts = (output.width + PART - 1) / PART;
+#pragma omp for
+    for (long task = 0; task < grains * parts; task++) {
+        const long row = task % grains * GRAIN, start = task / grains * PART;
+        const float *rows[GRAIN];
+        for (long i = 0; i < GRAIN; i++) rows[i] = row + i < output.rows ? from(row + i) : nullptr;
+        output.put(row, rows, start, std::min(output.width, start + PART));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------ small parts
@@ -88,122 +103,59 @@ void rotate(const float *cosines, const float *sines, long width, float *values)
     }
 }
 
-// All threads: the rows of `input` normalised and packed.
-void pack_normalised(const float *input, const float *weight, float epsilon, const Packed &output, float *scratch) {
+// All threads: the rows of `input` normalised.
+void normalise_all(const Columns &input, const float *weight, float epsilon, const Columns &output) {
+    typedef double Doubles __attribute__((vector_size(8 * GRAIN)));
 #pragma omp for
-    for (long row = 0; row < output.rows; row++) {
-        normalise(input + row * output.width, weight, output.width, epsilon, scratch);
-        output.put(row, 0, scratch, output.width);
-    }
-}
-
-// values = silu(gates) * values, both of a whole number of LANES.
-void gate_values(const float *gates, float *values, long count) {
-    for (long i = 0; i < count; i += LANES) {
-        const Vec gate = load(gates + i);
-        store(values + i, gate / (1.0f + exponential(-gate)) * load(values + i));
-    }
-}
-
-// ------------------------------------------------------------------------------------------------ attention
-
-// scores[q * stride + p] for `count` keys p and the queries q of a packed block.
-void score(
-    const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride, Soon soon
-) {
-    soon.spread(queries.inner_steps(count));
-    for (long start = 0; start < count; start += MAX_PANEL) {
-        const long some = std::min(MAX_PANEL, count - start);
-        for (long index = 0; index < queries.num_blocks(); index++) {
-            const long first = queries.first(index), rows = queries.first(index + 1) - first;
-            multiply(rows, queries.block(index), keys + start * queries.width, some, queries.width, tile, soon);
-            for (long m = 0; m < rows; m++)
-                for (long p = 0; p < some; p++) scores[(first + m) * stride + start + p] = tile[p * rows + m];
+    for (long row = 0; row < input.padded_rows(); row += GRAIN) {
+        const Columns::Block block = input.block_of(row);
+        const float *from = block.data + (row - block.first);
+        float *to = output.data + (from - input.data);
+        Doubles squares = {};
+        for (long k = 0; k < input.width; k++) {
+            const Doubles value = __builtin_convertvector(load_as<Grain>(from + k * block.rows), Doubles);
+            squares += value * value;
         }
+        Grain factors;
+        for (int i = 0; i < GRAIN; i++) factors[i] = 1.0 / std::sqrt(squares[i] / input.width + epsilon);
+        for (long k = 0; k < input.width; k++)
+            store_as(to + k * block.rows, weight[k] * (load_as<Grain>(from + k * block.rows) * factors));
     }
 }
 
-// Exponentials in place, divided by their sum.
-void softmax(float *scores, long count) {
-    float peak = scores[0], total = 0.0f;
-#pragma omp simd reduction(max : peak)
-    for (long i = 0; i < count; i++) peak = std::max(peak, scores[i]);
-    long i = 0;
-    Vec sums = {};
-    for (; i + LANES <= count; i += LANES) {
-        const Vec value = exponential(load(scores + i) - peak);
-        store(scores + i, value);
-        sums += value;
+// to = silu(gates) * ups, of `count` numbers.
+void gate_values(const float *gates, const float *ups, long count, float *to) {
+    for (long i = 0; i < count; i += LANES) {
+        const Vec gate = load_some(gates + i, count - i);
+        const Vec value = gate / (1.0f + exponential(-gate)) * load_some(ups + i, count - i);
+        std::memcpy(to + i, &value, std::min<long>(LANES, count - i) * sizeof(float));
     }
-    if (i < count) {
-        Vec value = exponential(load_part(scores + i, count - i) - peak);
-        std::memcpy(scores + i, &value, (count - i) * sizeof(float));
-        for (long j = i; j < count; j++) total += scores[j];
-    }
-    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
-    const float factor = 1.0f / total;
-    for (long j = 0; j < count; j++) scores[j] *= factor;
 }
 
-// output[q] += the sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns.
-template <int Q, int V>
-inline void mix_columns(const float *weights, long stride, const float *values, long count, long width, float *output) {
-    Vec sums[Q][V];
-    for (int q = 0; q < Q; q++)
-        for (int v = 0; v < V; v++) sums[q][v] = load(output + q * width + v * LANES);
-    for (long p = 0; p < count; p++) {
-        Vec value[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) value[v] = load(values + p * width + v * LANES);
-#pragma GCC unroll 4
-        for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) sums[q][v] += weights[q * stride + p] * value[v];
-    }
-    for (int q = 0; q < Q; q++)
-        for (int v = 0; v < V; v++) store(output + q * width + v * LANES, sums[q][v]);
+// values[n * rows + row] += bias[n], if there is a bias.
+void add_bias(const float *bias, long count, long rows, float *values) {
+    if (!bias) return;
+    for (long n = 0; n < count; n++)
+        for (long row = 0; row < rows; row++) values[n * rows + row] += bias[n];
 }
 
-template <int Q>
-void mix_some(const float *weights, long stride, const float *values, long count, long width, float *output) {
-    constexpr int V = REGISTERS == 32 ? 4 : 2;
-    long d = 0;
-    for (; d + V * LANES <= width; d += V * LANES)
-        mix_columns<Q, V>(weights, stride, values + d, count, width, output + d);
-    for (; d + LANES <= width; d += LANES) mix_columns<Q, 1>(weights, stride, values + d, count, width, output + d);
-    for (; d < width; d++)
-        for (int q = 0; q < Q; q++)
-            for (long p = 0; p < count; p++) output[q * width + d] += weights[q * stride + p] * values[p * width + d];
-}
-
-// output (queries, width) += weights (queries, stride) times values (count, width).
-void mix(long queries, const float *weights, long stride, const float *values, long count, long width, float *output) {
-    long q = 0;
-    for (; q + 4 <= queries; q += 4)
-        mix_some<4>(weights + q * stride, stride, values, count, width, output + q * width);
-    for (; q + 2 <= queries; q += 2)
-        mix_some<2>(weights + q * stride, stride, values, count, width, output + q * width);
-    for (; q < queries; q++) mix_some<1>(weights + q * stride, stride, values, count, width, output + q * width);
-}
+// ------------------------------------------------------------------------------------------------ the step
 
 // What a thread works on.
 struct Scratch {
-    float *tile, *other, *line, *queries, *packed, *scores, *mixed;
+    float *tile, *other, *queries, *packed, *scores;
 
     static long most_queries(const Model &model) { return std::max<long>(QUERIES, model.heads / model.kv_heads); }
     static long score_width(const Rows &rows) { return rows.prompt_places + rows.own_places; }
-    static long line_width(const Model &model) { return padded(std::max<long>(model.hidden, 2 * MAX_PANEL)); }
 
     static long size(const Model &model, const Rows &rows) {
         const long queries = most_queries(model), width = padded(model.head_width);
-        return padded(2 * TILE + line_width(model) + queries * (3 * width + score_width(rows)) + 2 * LANES);
+        return padded(2 * TILE + queries * (2 * width + score_width(rows)) + 2 * LANES);
     }
 
     Scratch(float *memory, const Model &model) {
-        const long queries = most_queries(model) * padded(model.head_width);
-        tile = memory, other = tile + TILE, line = other + TILE;
-        this->queries = line + line_width(model), packed = this->queries + queries, mixed = packed + queries;
-        scores = mixed + queries;
+        const long some = most_queries(model) * padded(model.head_width);
+        tile = memory, other = tile + TILE, queries = other + TILE, packed = queries + some, scores = packed + some;
     }
 };
 
@@ -211,8 +163,8 @@ struct Step {
     const Model &model;
     const Rows &rows;
     const int64_t *tokens, *positions;
-    float *hidden, *projected;
-    Packed input, heads, inner;
+    float *projected, *mixed;  // row by row: queries, keys and values; what attention gives
+    Columns hidden, input, heads, inner;
 
     long repeat() const { return model.heads / model.kv_heads; }
     long projected_width() const { return (model.heads + 2 * model.kv_heads) * model.head_width; }
@@ -264,7 +216,7 @@ struct Step {
             begin = std::min(begin, first_key(layer, positions[order[i]]));
         }
         const Packed together{scratch.packed, all, width};
-        for (long q = 0; q < all; q++) together.put(q, 0, scratch.queries + q * width, width);
+        for (long q = 0; q < all; q++) together.put(q, scratch.queries + q * width);
         const float *keys = layer.prompt_keys + (slot + begin) * width;
         const float *values = layer.prompt_values + (slot + begin) * width;
         Soon soon;
@@ -278,7 +230,7 @@ struct Step {
             if (i + 1 < count)
                 soon.add(own_part(layer.own_keys, order[i + 1], head), (positions[order[i + 1]] - prompt + 1) * width);
             const Packed mine{scratch.packed, repeat, width};
-            for (long q = 0; q < repeat; q++) mine.put(q, 0, scratch.queries + (i * repeat + q) * width, width);
+            for (long q = 0; q < repeat; q++) mine.put(q, scratch.queries + (i * repeat + q) * width);
             float *scores = scratch.scores + i * repeat * stride + prompt;
             score(mine, own_part(layer.own_keys, row, head), own, scratch.tile, scores, stride, soon);
             for (long q = i * repeat; q < (i + 1) * repeat; q++) {
@@ -287,21 +239,24 @@ struct Step {
                 softmax(scores + first, prompt + own - first);
             }
         }
-        std::fill(scratch.mixed, scratch.mixed + all * width, 0.0f);
-        mix(all, scratch.scores + begin, stride, values, prompt - begin, width, scratch.mixed);
+        // The queries are not needed any more.
+        float *together_mixed = scratch.queries;
+        std::fill(together_mixed, together_mixed + all * width, 0.0f);
+        mix(all, scratch.scores + begin, stride, values, prompt - begin, width, together_mixed);
         for (long i = 0; i < count; i++) {
             const long row = order[i], own = positions[row] - prompt + 1;
             const float *weights = scratch.scores + i * repeat * stride + prompt;
-            float *mixed = scratch.mixed + i * repeat * width;
-            mix(repeat, weights, stride, own_part(layer.own_values, row, head), own, width, mixed);
-            heads.put(row, head * repeat * width, mixed, repeat * width);
+            float *own_mixed = together_mixed + i * repeat * width;
+            mix(repeat, weights, stride, own_part(layer.own_values, row, head), own, width, own_mixed);
+            float *to = mixed + (row * model.heads + head * repeat) * width;
+            std::memcpy(to, own_mixed, repeat * width * sizeof(float));
         }
     }
 
     void attend_all(Turn &turn, const Layer &layer, const Scratch &scratch) const {
         const long width = model.head_width, across = projected_width();
         const long queries = model.heads * width, keys = model.kv_heads * width;
-        pack_normalised(hidden, layer.attention_norm, model.epsilon, input, scratch.line);
+        normalise_all(hidden, layer.attention_norm, model.epsilon, input);
         linear(turn, input, layer.query, scratch.tile, projected, across);
         linear(turn, input, layer.key, scratch.tile, projected + queries, across);
         linear(turn, input, layer.value, scratch.tile, projected + queries + keys, across);
@@ -311,29 +266,23 @@ struct Step {
             const int64_t *chunk = rows.chunks + task / model.kv_heads;
             attend(layer, rows.order + chunk[0], chunk[1] - chunk[0], task % model.kv_heads, scratch);
         }
-        add_linear(turn, heads, layer.output, scratch.tile, hidden, model.hidden);
+        put_side_by_side(heads, [&](long row) { return mixed + row * heads.width; });
+        add_linear(turn, heads, layer.output, scratch.tile, hidden);
 #pragma omp barrier
     }
 
     // inner = silu(gate) * up. Both products go panel by panel, so that only their result is stored.
     void gate(Turn &turn, const Layer &layer, const Scratch &scratch) const {
         const long width = model.hidden;
-        float *gates = scratch.line, *values = scratch.line + MAX_PANEL;
         turn.go(input, [&](long start, long count, Soon &soon) {
-            for (long index = 0; index < input.num_blocks(); index++) {
-                const long first = input.first(index), some = input.first(index + 1) - first;
-                const float *block = input.block(index);
-                multiply(some, block, layer.gate.weight + start * width, count, width, scratch.tile, soon);
-                multiply(some, block, layer.up.weight + start * width, count, width, scratch.other, soon);
-                for (long m = 0; m < some; m++) {
-                    for (long i = 0; i < count; i++) {
-                        gates[i] = scratch.tile[i * some + m] + (layer.gate.bias ? layer.gate.bias[start + i] : 0.0f);
-                        values[i] = scratch.other[i * some + m] + (layer.up.bias ? layer.up.bias[start + i] : 0.0f);
-                    }
-                    gate_values(gates, values, padded(count));
-                    inner.put(first + m, start, values, count);
-                }
-            }
+            input.each_block([&](const Columns::Block &block) {
+                multiply(block, layer.gate.weight + start * width, count, width, scratch.tile, soon);
+                multiply(block, layer.up.weight + start * width, count, width, scratch.other, soon);
+                add_bias(layer.gate.bias ? layer.gate.bias + start : nullptr, count, block.rows, scratch.tile);
+                add_bias(layer.up.bias ? layer.up.bias + start : nullptr, count, block.rows, scratch.other);
+                float *to = inner.data + block.first * inner.width + start * block.rows;
+                gate_values(scratch.tile, scratch.other, count * block.rows, to);
+            });
         });
 #pragma omp barrier
     }
@@ -358,31 +307,41 @@ struct Step {
 
     // All threads run this together.
     void run(Plan &plan, const Scratch &scratch, float *logits) const {
-        const long width = model.hidden;
         Turn turn(plan);
-#pragma omp for
-        for (long row = 0; row < rows.count; row++)
-            std::memcpy(hidden + row * width, model.embedding + tokens[row] * width, width * sizeof(float));
+        put_side_by_side(hidden, [&](long row) { return model.embedding + tokens[row] * model.hidden; });
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
             attend_all(turn, layer, scratch);
-            pack_normalised(hidden, layer.gated_norm, model.epsilon, input, scratch.line);
+            normalise_all(hidden, layer.gated_norm, model.epsilon, input);
             gate(turn, layer, scratch);
-            add_linear(turn, inner, layer.down, scratch.tile, hidden, width);
+            add_linear(turn, inner, layer.down, scratch.tile, hidden);
 #pragma omp barrier
         }
-        pack_normalised(hidden, model.norm, model.epsilon, input, scratch.line);
+        normalise_all(hidden, model.norm, model.epsilon, input);
         linear(turn, input, model.head, scratch.tile, logits, model.vocabulary);
     }
 };
 
-// Uninitialised; `start` is where a cache line begins (a vector over two lines is read twice), null without memory.
-struct Memory {
+// Uninitialised parts of one piece, each of which begins where a cache line does: a vector over two lines is read twice.
+class Memory {
+    static constexpr long LINE_FLOATS = LINE / 4;
     std::unique_ptr<float[]> all;
-    float *start = nullptr;
+    float *next = nullptr;
 
-    explicit Memory(long floats) : all(new (std::nothrow) float[floats + 16]) {
-        if (all) start = all.get() + (-reinterpret_cast<uintptr_t>(all.get()) / 4) % 16;
+public:
+    // How much a part of so many takes.
+    static long whole(long floats) { return (floats + LINE_FLOATS - 1) / LINE_FLOATS * LINE_FLOATS; }
+
+    // For parts that take so much together.
+    explicit Memory(long floats) : all(new (std::nothrow) float[floats + LINE_FLOATS]) {
+        if (all) next = all.get() + (-reinterpret_cast<uintptr_t>(all.get()) / 4) % LINE_FLOATS;
+    }
+
+    bool is_there() const { return next != nullptr; }
+
+    float *take(long floats) {
+        next += whole(floats);
+        return next - whole(floats);
     }
 };
 
@@ -397,36 +356,35 @@ int64_t groupgrad_chunk_rows(int64_t repeat) { return std::max<int64_t>(1, QUERI
 // memory for it.
 int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens, const int64_t *positions,
                      float *logits, int threads) {
-    const long n = rows->count, heads = model->heads * model->head_width;
+    const long n = rows->count, heads = model->heads * model->head_width, side = in_grains(n);
     const long across = heads + 2 * model->kv_heads * model->head_width, each = Scratch::size(*model, *rows);
-    const long input = n * padded(model->hidden), inner = n * padded(model->inner), mixed = n * padded(heads);
-    const Memory memory(input * 2 + mixed + inner + n * across + threads * each);
+    long total = Memory::whole(n * across) + Memory::whole(n * heads) + threads * Memory::whole(each);
+    for (long width : {model->hidden, model->hidden, heads, model->inner}) total += Memory::whole(side * width);
+    Memory memory(total);
     const std::unique_ptr<Product[]> products(new (std::nothrow) Product[Step::num_products(*model)]);
-    if (!memory.start || !products) return 1;
-    float *packed = memory.start, *hidden = packed + input + mixed + inner, *projected = hidden + input;
-    const Step step{*model,    *rows,
-                    tokens,    positions,
-                    hidden,    projected,
-                    {packed, n, model->hidden},
-                    {packed + input, n, heads},
-                    {packed + input + mixed, n, model->inner}};
-    float *scratch = projected + n * across;
+    if (!memory.is_there() || !products) return 1;
+    const auto columns = [&](long width) { return Columns{memory.take(side * width), n, width}; };
+    const Columns hidden = columns(model->hidden), input = columns(model->hidden), mixed = columns(heads);
+    const Columns inner = columns(model->inner);
+    float *projected = memory.take(n * across), *by_row = memory.take(n * heads);
+    float *scratch = memory.take(threads * Memory::whole(each));
+    const Step step{*model, *rows, tokens, positions, projected, by_row, hidden, input, mixed, inner};
     const long weights = model->num_layers * (model->hidden * (across + heads + 3 * model->inner));
     if (n * (weights + model->hidden * model->vocabulary) < SMALL) threads = 1;
     Plan plan(products.get());
     Step::plan_products(*model, plan, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    step.run(plan, Scratch(scratch + omp_get_thread_num() * each, *model), logits);
+    step.run(plan, Scratch(scratch + omp_get_thread_num() * Memory::whole(each), *model), logits);
     return 0;
 }
 
 // output (rows, outputs) = input (rows, width) times weight (outputs, width), plus bias; 1 if there is no memory for it.
 int groupgrad_linear(const float *input, const float *weight, const float *bias, float *output, int64_t rows,
                      int64_t width, int64_t outputs, int threads) {
-    const Memory memory(rows * padded(width) + threads * TILE);
-    if (!memory.start) return 1;
-    const Packed packed{memory.start, rows, width};
-    float *tiles = memory.start + rows * padded(width);
+    Memory memory(Memory::whole(in_grains(rows) * width) + threads * TILE);
+    if (!memory.is_there()) return 1;
+    const Columns columns{memory.take(in_grains(rows) * width), rows, width};
+    float *tiles = memory.take(threads * TILE);
     if (rows * width * outputs < SMALL) threads = 1;
     Product only;
     Plan plan(&only);
@@ -434,9 +392,8 @@ int groupgrad_linear(const float *input, const float *weight, const float *bias,
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Turn turn(plan);
-#pragma omp for
-        for (long row = 0; row < rows; row++) packed.put(row, 0, input + row * width, width);
-        linear(turn, packed, {weight, bias}, tiles + omp_get_thread_num() * TILE, output, outputs);
+        put_side_by_side(columns, [&](long row) { return input + row * width; });
+        linear(turn, columns, {weight, bias}, tiles + omp_get_thread_num() * TILE, output, outputs);
     }
     return 0;
 }

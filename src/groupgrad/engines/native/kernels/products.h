@@ -1,5 +1,6 @@
-// Matrix products of few rows in float32: some rows times some outputs are summed in registers, so that a weight read is
-// used for all these rows. Weights are read as they lie; the rows are interleaved ("packed").
+// Matrix products of some rows in float32. The rows stand side by side ("columns"), one number of each in a vector, and
+// a weight is multiplied with all of them: no sums across vectors, and each row's sums are taken number by number.
+// Weights are read as they lie.
 
 #pragma once
 
@@ -10,166 +11,198 @@
 #include <cstdint>
 #include <cstring>
 
+#include "soon.h"
 #include "vectors.h"
 
-constexpr long MAX_ROWS = REGISTERS == 32 ? 8 : 4;   // rows that are summed at once
-constexpr int MAX_SUMS = REGISTERS == 32 ? 24 : 12;  // sums in registers; the others hold what is multiplied
-constexpr long MAX_PANEL = 192;                      // outputs that are computed between two stores
-constexpr long PANEL_FLOATS = 1 << 15;               // of weights: they wait in the second cache for the next rows
-constexpr long SLICE = 512;                          // columns that are multiplied before the next
-constexpr long LINE = 64;                            // bytes that memory brings at a time
-constexpr long TILE = MAX_PANEL * MAX_ROWS + LANES;
+// Numbers that are summed one after the other before their sum goes to the others'. With so many, or with two halves of
+// up to twice as many, products are those of MKL on AMD's processors to the last bit: sampling then rounds as training
+// does.
+constexpr long SLICE = 192;
+constexpr long MOST_ROWS = REGISTERS == 32 ? 4 * LANES : 2 * LANES;  // rows that are summed at once
+constexpr long MAX_PANEL = 96;          // outputs that are computed between two stores
+constexpr long PANEL_FLOATS = 1 << 15;  // of weights: they wait in the second cache for the next rows
+constexpr long STEP = LINE / 4;         // numbers of a weight's row that are taken before memory is asked for more
+constexpr long TILE = MAX_PANEL * MOST_ROWS;
 
 namespace {
 
-// Outputs that are summed at once for some rows.
-constexpr int outputs_at_once(long rows) { return std::min<int>(8, MAX_SUMS / static_cast<int>(rows)); }
+constexpr long in_grains(long rows) { return (rows + GRAIN - 1) / GRAIN * GRAIN; }
 
-// Rows in blocks of at most MAX_ROWS, as even as can be. Within a block the numbers are interleaved: LANES of its first
-// row, LANES of its second, and so on, then the next LANES of the first; each row's last ones are filled up with zeros.
-struct Packed {
+// Rows of the next block where some (whole grains) are left.
+constexpr long block_rows(long left) {
+    for (long vectors = MOST_ROWS / LANES; vectors > 1; vectors--)
+        if (left >= vectors * LANES) return vectors * LANES;
+    // Small vectors for few rows.
+    for (long grains = 3; grains > 1; grains--)
+        if (left >= grains * GRAIN && REGISTERS == 32) return grains * GRAIN;
+    return GRAIN;
+}
+
+// Outputs that are summed at once for so many vectors of rows. More would push each other out of the first cache, where
+// rows of weights of many widths share few places.
+constexpr int outputs_at_once(long vectors) { return std::min<int>(12, MAX_SUMS / static_cast<int>(vectors)); }
+
+// Vectors of a block of so many rows.
+constexpr long num_vectors(long rows) { return rows / (rows % LANES == 0 && rows > LANES ? LANES : GRAIN); }
+
+// Some rows of one width, in blocks of whole grains, the last ones filled up: of each block the first numbers of all
+// its rows, then the second ones, and so on.
+struct Columns {
     float *data;
     long rows, width;
 
-    long num_blocks() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
-    long first(long block) const { return rows * block / num_blocks(); }
-    const float *block(long index) const { return data + first(index) * padded(width); }
+    struct Block {
+        long first, rows;  // `rows` of whole grains
+        float *data;
+    };
 
-    // Of the products of all rows with `count` outputs, roughly.
+    long padded_rows() const { return in_grains(rows); }
+    long size() const { return padded_rows() * width; }
+
+    // All blocks in order.
+    template <class Body>
+    void each_block(Body body) const {
+        for (long first = 0; first < rows;) {
+            const long some = block_rows(padded_rows() - first);
+            body(Block{first, some, data + first * width});
+            first += some;
+        }
+    }
+
+    // The block that a row is in.
+    Block block_of(long row) const {
+        Block found{};
+        each_block([&](const Block &block) {
+            if (block.first <= row) found = block;
+        });
+        return found;
+    }
+
+    // Of the products of all rows with `count` outputs.
     long inner_steps(long count) const {
-        const long at_once = outputs_at_once((rows + num_blocks() - 1) / num_blocks());
-        return num_blocks() * ((count + at_once - 1) / at_once) * (width / LANES);
+        long steps = 0;
+        each_block([&](const Block &block) {
+            const long at_once = outputs_at_once(num_vectors(block.rows));
+            steps += (count + at_once - 1) / at_once * (width / STEP);
+        });
+        return steps;
     }
 
-    // Write `count` numbers of a row from column `column` on.
-    void put(long row, long column, const float *values, long count) const {
-        long index = row * num_blocks() / rows;
-        while (first(index + 1) <= row) index++;
-        const long start = first(index), step = (first(index + 1) - start) * LANES;
-        float *to = data + start * padded(width) + (row - start) * LANES;
-        for (long i = 0; i < count;) {
-            const long at = column + i, some = std::min(count - i, LANES - at % LANES);
-            std::memcpy(to + at / LANES * step + at % LANES, values + i, some * sizeof(float));
-            i += some;
+    // Write GRAIN rows from `row` on (a whole number of grains), columns `start` to `end` of each; null: zeros.
+    void put(long row, const float *const *from, long start, long end) const {
+        const Block block = block_of(row);
+        float *to = block.data + (row - block.first);
+        long k = start;
+        bool is_full = true;
+        for (long i = 0; i < GRAIN; i++) is_full &= from[i] != nullptr;
+        for (; is_full && k + GRAIN <= end; k += GRAIN) {
+            Grain all[GRAIN];
+            for (int i = 0; i < GRAIN; i++) all[i] = load_as<Grain>(from[i] + k);
+            transpose(all);
+            for (int i = 0; i < GRAIN; i++) store_as(to + (k + i) * block.rows, all[i]);
         }
-        if (column + count == width && width % LANES)
-            std::memset(to + width / LANES * step + width % LANES, 0, (LANES - width % LANES) * sizeof(float));
+        for (; k < end; k++)
+            for (long i = 0; i < GRAIN; i++) to[k * block.rows + i] = from[i] ? from[i][k] : 0.0f;
     }
 };
 
-// Memory that is asked for while something else is multiplied, so that it comes all the time and not in bursts: cache
-// lines at up to two places, `each` of them in an inner step.
-struct Soon {
-    const char *at = nullptr, *then = nullptr;
-    long lines = 0, more = 0;
-    int each = 0;
-
-    void add(const float *from, long floats) {
-        const char *place = reinterpret_cast<const char *>(from);
-        const long count = (floats * 4 + LINE - 1) / LINE;
-        if (lines)
-            then = place, more = count;
-        else
-            at = place, lines = count;
-    }
-
-    // Over so many inner steps.
-    void spread(long steps) { each = steps ? static_cast<int>((lines + more + steps - 1) / steps) : 0; }
-
-    void passed(long steps) {
-        if (!each) return;
-        at += steps * each * LINE, lines -= steps * each;
-        if (lines > 0) return;
-        at = then, lines = more, more = 0;
-        if (lines <= 0) each = 0;
-    }
+// Some outputs of a block of rows, as they are when they have been summed: values[n * rows + row].
+struct Outputs {
+    Columns::Block block;
+    long first, count;
+    const float *values;
 };
 
-// Sums are made a vector of them at a time, or half a vector where one is of sixteen.
-constexpr int with_rest(int count) {
-    const int step = LANES == 16 ? 8 : LANES;
-    return (count + step - 1) / step * step;
+// to[row * stride + n] for `rows` rows, as far as there are so many; plus a bias, or null.
+void put_rows(const Outputs &outputs, long rows, const float *bias, float *to, long stride) {
+    const long step = outputs.block.rows, some = std::min(step, rows - outputs.block.first);
+    for (long row = 0; row < some; row += GRAIN) {
+        float *place = to + (outputs.block.first + row) * stride + outputs.first;
+        const float *from = outputs.values + row;
+        long n = 0;
+        for (; row + GRAIN <= some && n + GRAIN <= outputs.count; n += GRAIN) {
+            Grain all[GRAIN];
+            for (int i = 0; i < GRAIN; i++) all[i] = load_as<Grain>(from + (n + i) * step);
+            transpose(all);
+            const Grain add = bias ? load_as<Grain>(bias + outputs.first + n) : Grain{};
+            for (int i = 0; i < GRAIN; i++) store_as(place + i * stride + n, all[i] + add);
+        }
+        for (; n < outputs.count; n++)
+            for (long i = 0; i < std::min<long>(GRAIN, some - row); i++)
+                place[i * stride + n] = from[n * step + i] + (bias ? bias[outputs.first + n] : 0.0f);
+    }
 }
 
-// to[i] = the sum of vector i, of COUNT vectors and the empty ones behind; added to what is there if `more`.
-template <int COUNT>
-inline void add_totals(const Vec *all, bool more, float *to) {
-    int i = 0;
-    for (; i + LANES <= with_rest(COUNT); i += LANES) {
-        const Vec found = totals(all + i);
-        store(to + i, more ? found + load(to + i) : found);
-    }
-#if defined(__AVX512F__)
-    if (i < COUNT) {
-        Half before = {}, found = half_totals(all + i);
-        if (more) std::memcpy(&before, to + i, sizeof(before));
-        found += before;
-        std::memcpy(to + i, &found, sizeof(found));
-    }
-#endif
-}
-
-// tile[n * M + m] = row m of a packed block times row n of `weights`, over `width` columns of `stride`; added to what is
-// there if `more`. Up to LANES - 1 numbers behind are overwritten, or nothing is added to them.
-template <int M, int N>
-inline void dots(
-    const float *block, const float *weights, long stride, long width, bool more, float *tile, const Soon &soon
+// tile[n * rows + row] = the rows of a block, in C vectors of type V, times N rows of `weights`, over `length` columns;
+// added to what is there if `more`.
+template <class V, int C, int N>
+inline void sum(
+    const float *block, const float *weights, long stride, long length, bool more, float *tile, const Soon &soon
 ) {
-    Vec sums[with_rest(M * N)] = {};
-    const long whole = width / LANES, each = soon.each;
+    constexpr long rows = C * sizeof(V) / 4;
+    V sums[N][C] = {};
     const char *line = soon.at;
-    for (long k = 0; k < whole; k++) {
-        Vec weight[N];
-#pragma GCC unroll 8
+    const long each = soon.each;
+    const auto column = [&](long k) {
+        V values[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) values[c] = load_as<V>(block + k * rows + c * (rows / C));
+#pragma GCC unroll 24
         for (int n = 0; n < N; n++) {
-            const float *from = weights + n * stride + k * LANES;
-            weight[n] = load(from);
-            // From the second cache into the first. Few rows have no time to spare for it.
-            if (M > 2) __builtin_prefetch(from + N * stride);
+            V weight = weights[n * stride + k] - V{};
+            // Of few sums compilers make several at once, and then multiplications and additions are rounded apart.
+            if (C > 1 || N <= 4) KEEP(weight);
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) sums[n][c] += weight * values[c];
         }
+    };
+    long k = 0;
+    for (; k + STEP <= length; k += STEP) {
+        // From the second cache into the first.
+#pragma GCC unroll 24
+        for (int n = 0; n < N; n++) __builtin_prefetch(weights + n * stride + k + 2 * STEP);
         for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            Vec value = load(block + (k * M + m) * LANES);
-            KEEP(value);
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sums[n * M + m] += value * weight[n];
-        }
+#pragma GCC unroll 4
+        for (long j = 0; j < STEP; j++) column(k + j);
     }
-    if (const long rest = width % LANES) {
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            const Vec weight = load_part(weights + n * stride + whole * LANES, rest);
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++) sums[n * M + m] += load(block + (whole * M + m) * LANES) * weight;
+    for (; k < length; k++) column(k);
+#pragma GCC unroll 24
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            float *to = tile + n * rows + c * (rows / C);
+            store_as(to, more ? load_as<V>(to) + sums[n][c] : sums[n][c]);
         }
-    }
-    add_totals<M * N>(sums, more, tile);
 }
 
-template <int M>
-void panel(const float *block, const float *weights, long count, long width, float *tile, Soon &soon) {
-    constexpr int N = outputs_at_once(M);
-    // A slice of the rows' numbers stays in the first cache, under all weights that go past it.
-    for (long start = 0; start < width; start += SLICE) {
-        const float *slice = block + start * M, *from = weights + start;
-        const long some = std::min(SLICE, width - start), steps = some / LANES;
+template <class V, int C>
+void sum_panel(const float *block, const float *weights, long count, long width, float *tile, Soon &soon) {
+    constexpr int N = outputs_at_once(C);
+    constexpr long rows = C * sizeof(V) / 4;
+    const long slice = width > SLICE && width <= 2 * SLICE ? (width + 1) / 2 : SLICE;
+    for (long start = 0; start < width; start += slice) {
+        const float *part = block + start * rows, *from = weights + start;
+        const long length = std::min(slice, width - start), steps = length / STEP;
         long n = 0;
         for (; n + N <= count; n += N, soon.passed(steps))
-            dots<M, N>(slice, from + n * width, width, some, start > 0, tile + n * M, soon);
+            sum<V, C, N>(part, from + n * width, width, length, start > 0, tile + n * rows, soon);
         if (N > 4)
             for (; n + 4 <= count; n += 4, soon.passed(steps))
-                dots<M, 4>(slice, from + n * width, width, some, start > 0, tile + n * M, soon);
+                sum<V, C, 4>(part, from + n * width, width, length, start > 0, tile + n * rows, soon);
         for (; n < count; n++, soon.passed(steps))
-            dots<M, 1>(slice, from + n * width, width, some, start > 0, tile + n * M, soon);
+            sum<V, C, 1>(part, from + n * width, width, length, start > 0, tile + n * rows, soon);
     }
 }
 
-// tile[n * rows + m] for `count` outputs n and the rows m of a block.
-void multiply(long rows, const float *block, const float *weights, long count, long width, float *tile, Soon &soon) {
-    using Panel = void (*)(const float *, const float *, long, long, float *, Soon &);
-    constexpr Panel panels[] = {panel<1>, panel<2>, panel<3>, panel<4>, panel<5>, panel<6>, panel<7>, panel<8>};
-    panels[rows - 1](block, weights, count, width, tile, soon);
+// tile[n * rows + row] for `count` outputs n, rows of `weights` (count, width), and the rows of a block.
+void multiply(const Columns::Block &block, const float *weights, long count, long width, float *tile, Soon &soon) {
+    const auto with = [&](auto panel) { panel(block.data, weights, count, width, tile, soon); };
+    if (block.rows == 4 * LANES) return with(sum_panel<Vec, 4>);
+    if (block.rows == 3 * LANES && LANES > GRAIN) return with(sum_panel<Vec, 3>);
+    if (block.rows == 2 * LANES && block.rows > 3 * GRAIN) return with(sum_panel<Vec, 2>);
+    if (block.rows == 3 * GRAIN) return with(sum_panel<Grain, 3>);
+    if (block.rows == 2 * GRAIN) return with(sum_panel<Grain, 2>);
+    with(sum_panel<Grain, 1>);
 }
 
 // ------------------------------------------------------------------------------------------------ panels of a step
@@ -186,7 +219,7 @@ struct Product {
 // all threads.
 long panel_size(long outputs, long width, int threads) {
     const long share = outputs / (4 * threads) + 1, size = std::min({PANEL_FLOATS / width + 1, share, MAX_PANEL});
-    return size > 32 ? (size + 47) / 48 * 48 : (size + 15) / 16 * 16;
+    return size > 48 ? size / 48 * 48 : (size + 23) / 24 * 24;
 }
 
 // The products of a step in order. A thread takes its next panel, be it of the next product, before it computes the one
@@ -215,7 +248,7 @@ public:
     // All threads: `body(start, count, soon)` for some of the outputs of the plan's next product each. Threads do not
     // wait for each other at the end.
     template <class Body>
-    void go(const Packed &input, Body body) {
+    void go(const Columns &input, Body body) {
         const Product &now = plan.products[product++];
         const long end = now.first + now.num_panels();
         while (next_panel < end) {
@@ -241,16 +274,14 @@ private:
     }
 };
 
-// All threads: input times the weight of the plan's next product; `use(row, n, count, values, stride)` for each row and
-// some of its outputs from n on.
+// All threads: input times the weight of the plan's next product; `use(outputs)` for a block of rows at a time.
 template <class Use>
-void product(Turn &turn, const Packed &input, const float *weight, float *tile, Use use) {
+void product(Turn &turn, const Columns &input, const float *weight, float *tile, Use use) {
     turn.go(input, [&](long start, long count, Soon &soon) {
-        for (long index = 0; index < input.num_blocks(); index++) {
-            const long first = input.first(index), rows = input.first(index + 1) - first;
-            multiply(rows, input.block(index), weight + start * input.width, count, input.width, tile, soon);
-            for (long m = 0; m < rows; m++) use(first + m, start, count, tile + m, rows);
-        }
+        input.each_block([&](const Columns::Block &block) {
+            multiply(block, weight + start * input.width, count, input.width, tile, soon);
+            use(Outputs{block, start, count, tile});
+        });
     });
 }
 

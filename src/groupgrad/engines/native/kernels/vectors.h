@@ -15,18 +15,28 @@ constexpr int LANES = 4, REGISTERS = 32;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
+constexpr int MAX_SUMS = REGISTERS == 32 ? 24 : 12;  // sums in registers; the others hold what is multiplied
+constexpr int GRAIN = LANES == 4 ? 4 : 8;            // rows of a small vector
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // a Vec anywhere in memory
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
 typedef float Half __attribute__((vector_size(2 * LANES)));
+typedef float Grain __attribute__((vector_size(4 * GRAIN)));
+typedef int32_t GrainWhole __attribute__((vector_size(4 * GRAIN)));
 
 // The numbers of two vectors at some places, the second one's counted on from the first's.
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, Whole{__VA_ARGS__})
+#endif
+
+#ifdef __clang__
+#define PICK_GRAIN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK_GRAIN(a, b, ...) __builtin_shuffle(a, b, GrainWhole{__VA_ARGS__})
 #endif
 
 // Compilers read a number from memory again for each multiplication, where one read would do; loads are as scarce.
@@ -43,6 +53,17 @@ namespace {
 inline Vec load(const float *from) { return *reinterpret_cast<const Loose *>(from); }
 inline void store(float *to, Vec value) { *reinterpret_cast<Loose *>(to) = value; }
 
+template <class V>
+inline V load_as(const float *from) {
+    V value;
+    std::memcpy(&value, from, sizeof(value));
+    return value;
+}
+template <class V>
+inline void store_as(float *to, V value) {
+    std::memcpy(to, &value, sizeof(value));
+}
+
 // The first `count` numbers, then zeros: what lies behind them may not be ours, or not be finite.
 inline Vec load_part(const float *from, long count) {
     Vec value = {};
@@ -50,9 +71,30 @@ inline Vec load_part(const float *from, long count) {
     return value;
 }
 
+inline Vec load_some(const float *from, long count) { return count >= LANES ? load(from) : load_part(from, count); }
+
 inline long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
 
 inline Vec splat(float value) { return value - Vec{}; }
+
+// all[i][j] and all[j][i] change places. Each round interleaves the first half of all numbers with the second one.
+inline void transpose(Grain *all) {
+    for (int round = 1; round < GRAIN; round *= 2) {
+        Grain next[GRAIN];
+#pragma GCC unroll 4
+        for (int i = 0; i < GRAIN / 2; i++) {
+            const Grain a = all[i], b = all[GRAIN / 2 + i];
+#if defined(__AVX__)
+            next[2 * i] = PICK_GRAIN(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+            next[2 * i + 1] = PICK_GRAIN(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+            next[2 * i] = PICK_GRAIN(a, b, 0, 4, 1, 5);
+            next[2 * i + 1] = PICK_GRAIN(a, b, 2, 6, 3, 7);
+#endif
+        }
+        std::memcpy(all, next, sizeof(next));
+    }
+}
 
 // Within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
 inline Vec exponential(Vec x) {

@@ -1,0 +1,196 @@
+// Attention of few queries over keys and values that lie row by row. Scores are products of two vectors of columns at a
+// time, whose sums are made at the end.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "soon.h"
+#include "vectors.h"
+
+constexpr long MAX_QUERIES = REGISTERS == 32 ? 8 : 4;  // rows that are summed at once
+constexpr long MAX_KEYS = 192;                         // outputs that are computed between two stores
+constexpr long SCORE_TILE = MAX_KEYS * MAX_QUERIES + LANES;
+
+namespace {
+
+// Outputs that are summed at once for some rows.
+constexpr int keys_at_once(long rows) { return std::min<int>(8, MAX_SUMS / static_cast<int>(rows)); }
+
+// Rows in blocks of at most MAX_QUERIES, as even as can be. Within a block the numbers are interleaved: LANES of its
+// first row, LANES of its second, and so on, then the next LANES of the first; each row's last ones are filled up with
+// zeros.
+struct Packed {
+    float *data;
+    long rows, width;
+
+    long num_blocks() const { return (rows + MAX_QUERIES - 1) / MAX_QUERIES; }
+    long first(long block) const { return rows * block / num_blocks(); }
+    const float *block(long index) const { return data + first(index) * padded(width); }
+
+    // Of the products of all rows with `count` outputs, roughly.
+    long inner_steps(long count) const {
+        const long at_once = keys_at_once((rows + num_blocks() - 1) / num_blocks());
+        return num_blocks() * ((count + at_once - 1) / at_once) * (width / LANES);
+    }
+
+    void put(long row, const float *values) const {
+        long index = row * num_blocks() / rows;
+        while (first(index + 1) <= row) index++;
+        const long start = first(index), step = (first(index + 1) - start) * LANES;
+        float *to = data + start * padded(width) + (row - start) * LANES;
+        for (long i = 0; i < width; i += LANES, to += step) {
+            const long some = std::min<long>(width - i, LANES);
+            std::memcpy(to, values + i, some * sizeof(float));
+            if (some < LANES) std::memset(to + some, 0, (LANES - some) * sizeof(float));
+        }
+    }
+};
+
+// Sums are made a vector of them at a time, or half a vector where one is of sixteen.
+constexpr int with_rest(int count) {
+    const int step = LANES == 16 ? 8 : LANES;
+    return (count + step - 1) / step * step;
+}
+
+// to[i] = the sum of vector i, of COUNT vectors and the empty ones behind.
+template <int COUNT>
+inline void store_totals(const Vec *all, float *to) {
+    int i = 0;
+    for (; i + LANES <= with_rest(COUNT); i += LANES) store(to + i, totals(all + i));
+#if defined(__AVX512F__)
+    if (i < COUNT) {
+        const Half found = half_totals(all + i);
+        std::memcpy(to + i, &found, sizeof(found));
+    }
+#endif
+}
+
+// tile[n * M + m] = row m of a packed block times row n of `keys` (n, width). Up to LANES - 1 numbers behind are
+// overwritten.
+template <int M, int N>
+inline void dots(const float *block, const float *keys, long width, float *tile, const Soon &soon) {
+    Vec sums[with_rest(M * N)] = {};
+    const long whole = width / LANES, each = soon.each;
+    const char *line = soon.at;
+    for (long k = 0; k < whole; k++) {
+        Vec key[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) key[n] = load(keys + n * width + k * LANES);
+        for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            Vec value = load(block + (k * M + m) * LANES);
+            KEEP(value);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) sums[n * M + m] += value * key[n];
+        }
+    }
+    if (const long rest = width % LANES) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const Vec key = load_part(keys + n * width + whole * LANES, rest);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) sums[n * M + m] += load(block + (whole * M + m) * LANES) * key;
+        }
+    }
+    store_totals<M * N>(sums, tile);
+}
+
+template <int M>
+void some_dots(const float *block, const float *keys, long count, long width, float *tile, Soon &soon) {
+    constexpr int N = keys_at_once(M);
+    const long steps = width / LANES;
+    long n = 0;
+    for (; n + N <= count; n += N, soon.passed(steps)) dots<M, N>(block, keys + n * width, width, tile + n * M, soon);
+    if (N > 4)
+        for (; n + 4 <= count; n += 4, soon.passed(steps)) dots<M, 4>(block, keys + n * width, width, tile + n * M, soon);
+    for (; n < count; n++, soon.passed(steps)) dots<M, 1>(block, keys + n * width, width, tile + n * M, soon);
+}
+
+// scores[q * stride + p] for `count` keys p (count, width) and the queries q of a packed block.
+void score(
+    const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride, Soon soon
+) {
+    using Some = void (*)(const float *, const float *, long, long, float *, Soon &);
+    constexpr Some some_rows[] = {some_dots<1>, some_dots<2>, some_dots<3>, some_dots<4>,
+                                  some_dots<5>, some_dots<6>, some_dots<7>, some_dots<8>};
+    soon.spread(queries.inner_steps(count));
+    for (long start = 0; start < count; start += MAX_KEYS) {
+        const long some = std::min(MAX_KEYS, count - start);
+        for (long index = 0; index < queries.num_blocks(); index++) {
+            const long first = queries.first(index), rows = queries.first(index + 1) - first;
+            some_rows[rows - 1](queries.block(index), keys + start * queries.width, some, queries.width, tile, soon);
+            for (long m = 0; m < rows; m++)
+                for (long p = 0; p < some; p++) scores[(first + m) * stride + start + p] = tile[p * rows + m];
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ weights and values
+
+// Exponentials in place, divided by their sum.
+void softmax(float *scores, long count) {
+    float peak = scores[0], total = 0.0f;
+#pragma omp simd reduction(max : peak)
+    for (long i = 0; i < count; i++) peak = std::max(peak, scores[i]);
+    long i = 0;
+    Vec sums = {};
+    for (; i + LANES <= count; i += LANES) {
+        const Vec value = exponential(load(scores + i) - peak);
+        store(scores + i, value);
+        sums += value;
+    }
+    if (i < count) {
+        Vec value = exponential(load_part(scores + i, count - i) - peak);
+        std::memcpy(scores + i, &value, (count - i) * sizeof(float));
+        for (long j = i; j < count; j++) total += scores[j];
+    }
+    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    const float factor = 1.0f / total;
+    for (long j = 0; j < count; j++) scores[j] *= factor;
+}
+
+// output[q] += the sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns.
+template <int Q, int V>
+inline void mix_columns(const float *weights, long stride, const float *values, long count, long width, float *output) {
+    Vec sums[Q][V];
+    for (int q = 0; q < Q; q++)
+        for (int v = 0; v < V; v++) sums[q][v] = load(output + q * width + v * LANES);
+    for (long p = 0; p < count; p++) {
+        Vec value[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) value[v] = load(values + p * width + v * LANES);
+#pragma GCC unroll 4
+        for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) sums[q][v] += weights[q * stride + p] * value[v];
+    }
+    for (int q = 0; q < Q; q++)
+        for (int v = 0; v < V; v++) store(output + q * width + v * LANES, sums[q][v]);
+}
+
+template <int Q>
+void mix_some(const float *weights, long stride, const float *values, long count, long width, float *output) {
+    constexpr int V = REGISTERS == 32 ? 4 : 2;
+    long d = 0;
+    for (; d + V * LANES <= width; d += V * LANES)
+        mix_columns<Q, V>(weights, stride, values + d, count, width, output + d);
+    for (; d + LANES <= width; d += LANES) mix_columns<Q, 1>(weights, stride, values + d, count, width, output + d);
+    for (; d < width; d++)
+        for (int q = 0; q < Q; q++)
+            for (long p = 0; p < count; p++) output[q * width + d] += weights[q * stride + p] * values[p * width + d];
+}
+
+// output (queries, width) += weights (queries, stride) times values (count, width).
+void mix(long queries, const float *weights, long stride, const float *values, long count, long width, float *output) {
+    long q = 0;
+    for (; q + 4 <= queries; q += 4)
+        mix_some<4>(weights + q * stride, stride, values, count, width, output + q * width);
+    for (; q + 2 <= queries; q += 2)
+        mix_some<2>(weights + q * stride, stride, values, count, width, output + q * width);
+    for (; q < queries; q++) mix_some<1>(weights + q * stride, stride, values, count, width, output + q * width);
+}
+
+}  // namespace
