@@ -150,10 +150,13 @@ inline void sum(
 #pragma GCC unroll 24
         for (int n = 0; n < N; n++) {
             V weight = weights[n * stride + k] - V{};
-            // Of few sums compilers make several at once, and then multiplications and additions are rounded apart.
-            if (C > 1 || N <= 4) KEEP(weight);
+            if (C > 1) KEEP(weight);
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) sums[n][c] += weight * values[c];
+            for (int c = 0; c < C; c++) {
+                sums[n][c] += weight * values[c];
+                // Where little else goes on, GCC takes a multiplication and an addition for this, rounded apart.
+                if (N * C <= 4) KEEP(sums[n][c]);
+            }
         }
     };
     long k = 0;
