@@ -202,14 +202,14 @@ class DecodePlan:
         self._num_prompt = shape.prompt_places if shape else prompt
         self._num_own = shape.own_places if shape else longest + 1
 
-    def advance(self) -> None:
-        """The rows have one more token each."""
-        self._num_steps += 1
+    def advance(self, num_tokens: int = 1) -> None:
+        """The rows have so many more tokens each."""
+        self._num_steps += num_tokens
         if self._shape is None:
-            self._num_own += 1
+            self._num_own += num_tokens
         for (name, _), tensor in self._row_tensors.items():
             if name == "lengths":
-                tensor.add_(1)
+                tensor.add_(num_tokens)
         # Masks of prompts outlive a step unless a window moves over them.
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks.own is None}
 

@@ -3,8 +3,8 @@
 On a CPU a step of a small model spends a fifth of its time in between the matrix products: in module calls, in norms
 and rotary embeddings of many small operations each. Here the same modules' weights go through the same formulas in
 fewer calls: in one, where all modules are plain and there is a compiler (see `kernels`). Which attention each layer
-asks for is noted from the model itself, and the first step of every run is computed both ways and compared (see
-`graphs.EagerStep`).
+asks for is noted from the model itself, and the first step is computed both ways and compared (see `graphs.EagerStep`);
+so it is again when the model's parts are others.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.direct import direct_model
 from groupgrad.engines.native.forward import last_logits
 from groupgrad.engines.native.graphs import Steps, cuda_recorder
+from groupgrad.engines.native.known import Knowledge
 from groupgrad.engines.native.linear import fast_linears
 from groupgrad.engines.native.options import Choosing, read_options
 from groupgrad.engines.native.sampling import Sampler
@@ -60,6 +61,7 @@ class NativeEngine:
         self._model, self._tokenizer = model, tokenizer
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
         self._pack_weights = pack_weights
+        self._knowledge = Knowledge()
         self.statistics = Statistics()
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -94,16 +96,16 @@ class NativeEngine:
 
     @torch.no_grad()
     def _make_session(self, model: nn.Module, choosing: Choosing, statistics: Statistics) -> NativeSession:
-        plan, device = ProbePlan(), input_device(model)
+        device = input_device(model)
         token = torch.zeros(1, dtype=torch.int64, device=device)
-        last_logits(model, token, token, plan, token)
-        store = self._make_store(plan)
-        record, direct = self._recorder(store.devices), direct_model(model, plan.calls)
+        known = self._knowledge.of(model, lambda plan: last_logits(model, token, token, plan, token))
+        store = self._make_store(known.probe)
+        record, direct = self._recorder(store.devices), direct_model(model, known.probe.calls)
         return NativeSession(
             model,
             Sampler(choosing, device),
             Schedule(store, self._max_rows),
-            Steps(model, store, device, record=record, direct=direct),
+            Steps(model, store, device, record=record, direct=direct, agreement=known.agreement),
             end_ids=frozenset(choosing.eos_ids),
             stops=StopStrings(choosing.stop_strings, self._tokenizer),
             # A bound that nobody set refuses nothing: one row at least may try.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
 from groupgrad.engines.native.direct import DirectModel
 from groupgrad.engines.native.forward import step_logits
-from groupgrad.engines.native.kernels.step import CompiledModel
+from groupgrad.engines.native.kernels.step import CompiledModel, Free
 from groupgrad.engines.native.store import Store
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,15 @@ class EagerStep:
         self._plan.advance()
         return logits
 
+    def sample(self, tokens: torch.Tensor, positions: torch.Tensor, free: Free, num_steps: int) -> torch.Tensor | None:
+        """(steps, n) tokens that follow, of up to `num_steps` steps (see `CompiledStep.sample`); None if each step has
+        to be made by itself."""
+        if self._compiled is None or not self._direct.is_checked or self._direct.model is None:
+            return None
+        found = self._compiled.sample(tokens, positions, free, num_steps)
+        self._plan.advance(len(found))
+        return found
+
     def _direct_logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         direct = self._direct.model
         if isinstance(direct, CompiledModel):
@@ -48,21 +57,33 @@ class EagerStep:
 
 
 @dataclass(slots=True)
+class Agreement:
+    """Whether a model and its direct form have been seen to compute the same, by the kind of that form."""
+
+    found: dict[type, bool] = field(default_factory=dict)
+
+
 class _Direct:
     """A model's direct form, in use once it has been seen to agree."""
 
-    model: CompiledModel | DirectModel | None
-    is_checked: bool = False
+    def __init__(self, model: CompiledModel | DirectModel | None, agreement: Agreement):
+        self._kind, self._agreement = type(model), agreement
+        self.model = model if agreement.found.get(self._kind, True) else None
+
+    @property
+    def is_checked(self) -> bool:
+        return self._kind in self._agreement.found
 
     def check(self, found: torch.Tensor | None, expected: torch.Tensor) -> None:
         """Compare logits (n, V) of both ways; the direct one is given up if they differ by more than rounding."""
         if found is None:
             return
         difference = float((found - expected).abs().max())
-        if not difference <= DIRECT_TOLERANCE * max(1.0, float(expected.abs().max())):
+        agrees = difference <= DIRECT_TOLERANCE * max(1.0, float(expected.abs().max()))
+        self._agreement.found[self._kind] = agrees
+        if not agrees:
             self.model = None
             logger.warning("the direct decode step differs by %.1e in its logits: the model's own is used", difference)
-        self.is_checked = True
 
 
 @dataclass(slots=True)
@@ -95,9 +116,10 @@ class Steps:
         *,
         record: Callable[[Work], Work] | None,
         direct: CompiledModel | DirectModel | None,
+        agreement: Agreement,
     ):
         self._model, self._store, self._device, self._record = model, store, device, record
-        self._direct = _Direct(direct)
+        self._direct = _Direct(direct, agreement)
         self._recorded: dict[StepShape, RecordedStep] = {}
         self._versions = (0, 0)
 

@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, To
 from groupgrad.engines.base import Request
 from groupgrad.engines.native.kernels import library
 from groupgrad.engines.native.kernels.choose import Choice, choose
+from groupgrad.engines.native.kernels.step import Free
 from groupgrad.engines.native.options import Choosing
 
 TILE = 1 << 19
@@ -100,6 +101,13 @@ class Sampler:
         if self._seen is not None:
             self._seen[rows, chosen.tokens] = True
         return chosen.tokens
+
+    def free(self, rows: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor) -> Free | None:
+        """How the next tokens of the requests `rows` (n,) that have `counts` (n,) are chosen; None if a choice needs
+        more than a draw."""
+        if self._kernels is None:
+            return None
+        return Free(self._draws, self.logprobs, self.entropies, self._choosing.temperature, rows, counts, ends)
 
     def _choose_in_tiles(
         self, logits: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor

@@ -178,6 +178,11 @@ class Schedule:
         self.num_waited = self.num_preempted = 0
         self._may_enter = True
 
+    @property
+    def has_arrived(self) -> bool:
+        """True if requests wait for others to come, so that they enter together."""
+        return bool(self._arrived)
+
     # ------------------------------------------------------------------------------------ requests come
 
     def add(self, ticket: int, request: Request) -> None:

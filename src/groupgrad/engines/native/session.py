@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ PREFILL_TOKENS = 8192
 
 FIRST_ROWS = 64
 """Rows whose first tokens are chosen at once; the logits of their prompts are copied for each."""
+
+RUN_SECONDS = 0.05
+"""For about so long steps are made without a look in between at who comes or goes: a small model's step takes less than
+that."""
 
 
 @dataclass(slots=True)
@@ -67,6 +72,8 @@ class NativeSession:
         self._model, self._sampler, self._schedule, self._steps = model, sampler, schedule, steps
         self._store, self._device = schedule.store, sampler.device
         self._stops, self._end_ids = stops, end_ids
+        self._end_tensor = self._tensor(sorted(end_ids))
+        self._step_seconds = RUN_SECONDS
         self._may_stretch, self._statistics = may_stretch, statistics
         self._active: _Active | None = None
         self._ended: list[tuple[int, Sample]] = []
@@ -231,7 +238,7 @@ class NativeSession:
     def _choose_first(self, rows: list[Row], logits: torch.Tensor) -> None:
         indices = self._tensor([row.index for row in rows])
         tokens = self._sampler.choose(logits.to(self._device), indices, torch.zeros_like(indices))
-        self._take(rows, tokens.tolist())
+        self._take(rows, tokens[:, None].tolist())
 
     # ------------------------------------------------------------------------------------ a token for each
 
@@ -240,14 +247,34 @@ class NativeSession:
         version = self._version()
         if self._active is None or self._active.version != version:
             self._active = self._make_active(rows, version)
-        active = self._active
-        logits = active.step.logits(active.tokens, active.starts + active.counts - 1).to(self._device)
-        active.tokens = self._sampler.choose(logits, active.indices, active.counts)
-        active.counts += 1
-        self._statistics.num_steps += 1
-        self._statistics.num_decoded += len(rows)
-        self._take(rows, active.tokens.tolist())
+        active, started = self._active, time.perf_counter()
+        tokens = self._next_tokens(active, self._num_free_steps(rows))
+        self._step_seconds = (time.perf_counter() - started) / len(tokens)
+        active.tokens = tokens[-1]
+        active.counts += len(tokens)
+        self._statistics.num_steps += len(tokens)
+        self._statistics.num_decoded += tokens.numel()
+        self._take(rows, tokens.T.tolist())
         self._end([row for row in rows if row.reason is not None])
+
+    def _num_free_steps(self, rows: list[Row]) -> int:
+        """Steps after which the rows need looking after, if none draws a token that ends it."""
+        if self._stops or self._schedule.has_arrived:
+            return 1
+        left = min(row.request.max_new_tokens - len(row.ids) for row in rows)
+        places = self._store.own.places - max(row.num_stored for row in rows)
+        return max(1, min(left, places, int(RUN_SECONDS / self._step_seconds)))
+
+    def _next_tokens(self, active: _Active, num_steps: int) -> torch.Tensor:
+        """(steps, n) tokens of up to so many steps; rows end by the last one only."""
+        positions = active.starts + active.counts - 1
+        free = self._sampler.free(active.indices, active.counts, self._end_tensor) if num_steps > 1 else None
+        if free is not None and isinstance(active.step, EagerStep):
+            tokens = active.step.sample(active.tokens, positions, free, num_steps)
+            if tokens is not None:
+                return tokens
+        logits = active.step.logits(active.tokens, positions).to(self._device)
+        return self._sampler.choose(logits, active.indices, active.counts)[None]
 
     def _version(self) -> tuple[int, int, int]:
         return self._schedule.version, self._store.own.version, self._store.prompts.version
@@ -266,11 +293,11 @@ class NativeSession:
             step=self._steps.make(standing),
         )
 
-    def _take(self, rows: Sequence[Row], tokens: list[int]) -> None:
-        """The rows' next tokens; marks those that end."""
-        for row, token in zip(rows, tokens):
-            row.ids.append(token)
-            if token in self._end_ids or self._stops.is_end(row.ids):
+    def _take(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:
+        """The rows' next tokens; marks those that end by their last one."""
+        for row, next_tokens in zip(rows, tokens):
+            row.ids.extend(next_tokens)
+            if row.ids[-1] in self._end_ids or self._stops.is_end(row.ids):
                 row.reason = "eos"
             elif len(row.ids) >= row.request.max_new_tokens:
                 row.reason = "length"

@@ -14,6 +14,9 @@ class StopStrings:
         # A token gives at least one byte, but for a few special ones.
         self._window = max((len(string.encode()) for string in self._strings), default=0) + 8
 
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
     def is_end(self, ids: list[int]) -> bool:
         """True if one of the strings occurs in the completion `ids`, looking no further back than its newest token
         can matter."""

@@ -52,10 +52,12 @@ class Slab:
         # What no token was written to is masked, not skipped, by the products that read it: it has to be finite.
         for number, layer in self._layers.items():
             for tensors, width in ((self.keys, layer.key_width), (self.values, layer.value_width)):
-                shape = (slots, layer.heads, places, width)
-                new = torch.zeros(shape, dtype=layer.dtype, device=layer.device)
-                if keep_slots and keep_places:
-                    new[:keep_slots, :, :keep_places] = tensors[number][:keep_slots, :, :keep_places]
+                new = torch.empty(slots, layer.heads, places, width, dtype=layer.dtype, device=layer.device)
+                kept = new[:keep_slots, :, :keep_places]
+                if kept.numel():
+                    kept.copy_(tensors[number][:keep_slots, :, :keep_places])
+                new[:keep_slots, :, keep_places:].zero_()
+                new[keep_slots:].zero_()
                 tensors[number] = new
         self.slots, self.places = slots, places
         self.version += 1
@@ -123,7 +125,7 @@ class Store:
         own, prompts = self.own, self.prompts
         slots, places = max(need.rows, own.slots), own.places
         if need.length > places:
-            slots, places = need.rows, min(need.longest, need.length + max(31, int(self._spare * need.length)))
+            slots, places = need.rows, min(need.longest, need.length + max(63, int(self._spare * need.length)))
         prompt_slots, prompt_places = prompts.slots, prompts.places
         if need.prompts > prompt_slots or need.prompt_length > prompt_places:
             prompt_slots, prompt_places = need.prompts, need.prompt_length

@@ -31,7 +31,7 @@ TIMEOUT_S = 120.0
 
 _SOURCES, _HEADERS = (
     [Path(__file__).with_name(name) for name in names]
-    for names in (("choose.cpp", "decode.cpp"), ("attention.h", "products.h", "soon.h", "vectors.h"))
+    for names in (("choose.cpp", "decode.cpp", "sample.cpp"), ("attention.h", "products.h", "soon.h", "vectors.h"))
 )
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TARGETS = ("-march=native", "-mcpu=native")
@@ -200,6 +200,8 @@ def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.groupgrad_chunk_rows.argtypes, found.groupgrad_chunk_rows.restype = [number], number
     found.groupgrad_decode.argtypes = [pointer] * 5 + [ctypes.c_int]
     found.groupgrad_choose.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 4 + [ctypes.c_int]
+    found.groupgrad_sample.argtypes = [pointer] * 3 + [number] * 2 + [pointer] * 3 + [number, pointer, ctypes.c_int]
+    found.groupgrad_sample.restype = number
     found.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     inputs, weight, bias, output = (torch.linspace(-1, 1, n) for n in (9 * 37, 29 * 37, 29, 9 * 29))
     pointers = [x.data_ptr() for x in (inputs, weight, bias, output)]

@@ -59,6 +59,34 @@ class _Rows(ctypes.Structure):
     )
 
 
+class _Choosing(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("draws", "logprobs", "entropies")),
+        ("longest", _Number),
+        *((name, _Pointer) for name in ("requests", "counts", "ends")),
+        ("num_ends", _Number),
+        ("temperature", ctypes.c_float),
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class Free:
+    """How tokens are chosen where nothing is cut off: by a draw each, which the next step need not be asked for."""
+
+    draws: torch.Tensor
+    """(requests, longest) float64 in [0, 1)."""
+    logprobs: torch.Tensor
+    """(requests, longest) float32, to be filled in."""
+    entropies: torch.Tensor
+    temperature: float
+    requests: torch.Tensor
+    """(n,) of each row: its place in the tables."""
+    counts: torch.Tensor
+    """(n,) tokens it has there."""
+    ends: torch.Tensor
+    """Tokens that end a row."""
+
+
 @dataclass(slots=True, frozen=True)
 class _Parts:
     """The modules of one layer."""
@@ -143,9 +171,7 @@ class CompiledModel:
 
     def run(self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits, overwritten by the next step."""
-        if len(self._logits) < rows.count:
-            self._logits = self._logits.new_empty(rows.count, self._model.vocabulary)
-        logits = self._logits[: rows.count]
+        logits = self._logits_of(rows)
         failed = self._kernels.groupgrad_decode(
             ctypes.addressof(self._model),
             ctypes.addressof(rows),
@@ -155,8 +181,48 @@ class CompiledModel:
             torch.get_num_threads(),
         )
         if failed:
-            raise MemoryError(f"no memory is left for a decode step of {rows.count} rows; lower engine_kv_memory")
+            raise _shortage(rows)
         return logits
+
+    def sample(
+        self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor, free: Free, num_steps: int
+    ) -> torch.Tensor:
+        """(steps, n) tokens of `num_steps` steps, or fewer if a row ends by the last of them."""
+        chosen = torch.empty(num_steps, rows.count, dtype=torch.int64)
+        choosing = _Choosing(
+            longest=free.draws.shape[1],
+            num_ends=len(free.ends),
+            temperature=free.temperature,
+            **{
+                name: getattr(free, name).data_ptr()
+                for name in ("draws", "logprobs", "entropies", "requests", "counts", "ends")
+            },
+        )
+        done = self._kernels.groupgrad_sample(
+            ctypes.addressof(self._model),
+            ctypes.addressof(rows),
+            ctypes.addressof(choosing),
+            rows.count,
+            self._model.vocabulary,
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            self._logits_of(rows).data_ptr(),
+            num_steps,
+            chosen.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if done < 0:
+            raise _shortage(rows)
+        return chosen[:done]
+
+    def _logits_of(self, rows: _Rows) -> torch.Tensor:
+        if len(self._logits) < rows.count:
+            self._logits = self._logits.new_empty(rows.count, self._model.vocabulary)
+        return self._logits[: rows.count]
+
+
+def _shortage(rows: _Rows) -> MemoryError:
+    return MemoryError(f"no memory is left for a decode step of {rows.count} rows; lower engine_kv_memory")
 
 
 class CompiledStep:
@@ -170,12 +236,20 @@ class CompiledStep:
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits that follow `tokens` (n,) at `positions` (n,), which are stored; overwritten by the next."""
+        return self._model.run(self._placed_rows(), tokens.contiguous(), positions.contiguous())
+
+    def sample(self, tokens: torch.Tensor, positions: torch.Tensor, free: Free, num_steps: int) -> torch.Tensor:
+        """(steps, n) tokens that follow, of `num_steps` steps or fewer: the last step is one in which a row ends."""
+        rows = self._placed_rows()
+        return self._model.sample(rows, tokens.contiguous(), positions.contiguous(), free, num_steps)
+
+    def _placed_rows(self) -> _Rows:
         versions = (self._store.own.version, self._store.prompts.version)
         if self._rows is None or versions != self._versions:
             self._kept, self._versions = [], versions
             self._rows = self._model.make_rows(self._store, self._standing, self._kept)
         self._model.place(self._store)
-        return self._model.run(self._rows, tokens.contiguous(), positions.contiguous())
+        return self._rows
 
 
 def compiled_model(inner: Any, calls: dict[int, AttentionCall]) -> CompiledModel | None:

@@ -1,0 +1,47 @@
+"""What is found out about a model by running it, which holds as long as the model is made of the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.engines.native.attention import ProbePlan
+from groupgrad.engines.native.graphs import Agreement
+
+
+@dataclass(slots=True)
+class Known:
+    """What one run of a model tells."""
+
+    parts: tuple[Any, ...]
+    probe: ProbePlan
+    agreement: Agreement = field(default_factory=Agreement)
+
+
+class Knowledge:
+    """Keeps what is known of a model from one round of sampling to the next."""
+
+    def __init__(self) -> None:
+        self._known: Known | None = None
+
+    def of(self, model: nn.Module, run: Callable[[ProbePlan], object]) -> Known:
+        """What is known of `model`; `run` runs it under a plan if its parts are others than before.
+
+        Other values in the same parameters are no other parts.
+        """
+        parts = _parts(model)
+        if self._known is None or self._known.parts != parts:
+            probe = ProbePlan()
+            run(probe)
+            self._known = Known(parts, probe)
+        return self._known
+
+
+def _parts(model: nn.Module) -> tuple[Any, ...]:
+    # The modules themselves and not their addresses, which a later module may come to have.
+    modules: tuple[Any, ...] = tuple(model.modules())
+    return (*modules, *((p.shape, p.dtype, p.device) for p in model.parameters()), torch.is_autocast_enabled("cpu"))

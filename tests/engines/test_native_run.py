@@ -1,0 +1,151 @@
+"""Several decode steps in one go, and what is found out about a model only once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.native import NativeEngine, graphs, session
+from groupgrad.engines.native import engine as engine_module
+from groupgrad.engines.native.kernels import library, status
+from groupgrad.engines.native.kernels.step import CompiledModel
+
+OPTIONS = SamplingOptions(max_new_tokens=90, eos_ids=(1, 3), pad_id=0, temperature=1.3)
+
+pytestmark = pytest.mark.skipif(library() is None, reason=status())
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=301,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[int]:
+    """The steps of each run of several."""
+    found: list[int] = []
+    original = CompiledModel.sample
+
+    def counted(self: CompiledModel, *arguments: Any) -> torch.Tensor:
+        tokens = original(self, *arguments)
+        found.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(CompiledModel, "sample", counted)
+    return found
+
+
+def requests() -> list[Request]:
+    return [Request([5, 6 + i // 4, 7], i, 5 + 17 * (i % 6)) for i in range(20)]
+
+
+def assert_close(found: list[Sample], expected: list[Sample]) -> None:
+    """Equal texts, and log-probs up to rounding."""
+    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
+    for ours, theirs in zip(found, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def step_by_step(model: Any, monkeypatch, **bounds: Any) -> list[Sample]:
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "RUN_SECONDS", 1e-9)
+        return NativeEngine(model, **bounds).sample(requests(), OPTIONS)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"max_rows": 5}, {"kv_memory": 150 * 2 * 2 * 2 * 8 * 4}])
+def test_a_run_of_steps_gives_what_single_steps_give(bounds: dict[str, Any], model, runs, monkeypatch):
+    expected = step_by_step(model, monkeypatch, **bounds)
+    assert not runs
+    monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
+    engine = NativeEngine(model, **bounds)
+    found = engine.sample(requests(), OPTIONS)
+    # Equal to the last bit, as rows do not depend on their neighbours.
+    assert found == expected
+    assert {sample.finish_reason for sample in found} == {"eos", "length"}
+    assert max(runs) > 4
+    assert sum(runs) > engine.statistics.num_steps / 2
+    assert engine.statistics.num_decoded == sum(len(sample.ids) - 1 for sample in found)
+
+
+def test_a_run_lasts_as_long_as_it_should(model, runs, monkeypatch):
+    monkeypatch.setattr(session, "RUN_SECONDS", 0.002)
+    NativeEngine(model).sample([Request([5, 6], 0, 500)], SamplingOptions(max_new_tokens=500, pad_id=0))
+    # A step takes some hundredths of a millisecond, and only a second one is known not to be a first one.
+    assert 2 < max(runs) < 200
+
+
+def test_requests_that_come_later_do_not_wait_for_others_to_end(model, monkeypatch):
+    monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
+    options = SamplingOptions(max_new_tokens=400, pad_id=0)
+    with NativeEngine(model).session(options) as under_way:
+        first = under_way.submit(Request([5, 6], 0, 400))
+        under_way.advance()
+        late = under_way.submit(Request([5, 7], 1, 3))
+        ended = []
+        while under_way.num_open:
+            ended += [ticket for ticket, _ in under_way.advance()]
+    assert ended == [late, first]
+
+
+@pytest.mark.parametrize("options", [{"stop_strings": ["ab"]}, {"top_k": 5}, {"do_sample": False}])
+def test_where_a_choice_needs_more_steps_are_made_one_by_one(options: dict[str, Any], model, runs):
+    class Tokenizer:
+        def decode(self, ids: list[int]) -> str:
+            return "".join("ab"[token % 2] for token in ids)
+
+    engine = NativeEngine(model, tokenizer=Tokenizer())
+    engine.sample(requests(), SamplingOptions(max_new_tokens=30, pad_id=0, extra=options))
+    assert not runs
+
+
+def test_what_is_known_of_a_model_is_not_asked_for_again(model, monkeypatch):
+    through: list[str] = []
+    for module, name in ((graphs, "step_logits"), (engine_module, "last_logits")):
+        original = getattr(module, name)
+
+        def counted(*arguments: Any, _original: Any = original, _name: str = name, **more: Any) -> torch.Tensor:
+            through.append(_name)
+            return _original(*arguments, **more)
+
+        monkeypatch.setattr(module, name, counted)
+    engine = NativeEngine(model)
+    engine.sample(requests(), OPTIONS)
+    assert through == ["last_logits", "step_logits"]
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    second = engine.sample(requests(), OPTIONS)
+    assert through == ["last_logits", "step_logits"]
+    assert_close(second, NativeEngine(model).sample(requests(), OPTIONS))
+    through.clear()
+    # Another part may compute something else.
+    model.model.layers[1].mlp.up_proj = nn.Linear(32, 48, bias=True)
+    third = engine.sample(requests(), OPTIONS)
+    assert through == ["last_logits", "step_logits"]
+    assert_close(third, NativeEngine(model).sample(requests(), OPTIONS))
+
+
+def test_a_direct_form_that_disagrees_is_warned_of_once(model, monkeypatch, caplog):
+    monkeypatch.setattr(graphs, "DIRECT_TOLERANCE", -1.0)
+    engine = NativeEngine(model)
+    with caplog.at_level(logging.WARNING):
+        first, second = (engine.sample(requests(), OPTIONS) for _ in range(2))
+    assert ["direct decode step" in record.message for record in caplog.records] == [True]
+    assert [sample.ids for sample in first] == [sample.ids for sample in second]
