@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "soon.h"
-#include "vectors.h"
+#include "products.h"
 
 constexpr long MAX_QUERIES = REGISTERS == 32 ? 8 : 4;  // rows that are summed at once
 constexpr long MAX_KEYS = 192;                         // outputs that are computed between two stores
@@ -125,6 +124,20 @@ void score(
             for (long m = 0; m < rows; m++)
                 for (long p = 0; p < some; p++) scores[(first + m) * stride + start + p] = tile[p * rows + m];
         }
+    }
+}
+
+// The same for more queries, side by side.
+void score_together(
+    const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride, Soon soon
+) {
+    soon.spread(queries.inner_steps(count));
+    for (long start = 0; start < count; start += MAX_PANEL) {
+        const long some = std::min(MAX_PANEL, count - start);
+        queries.each_block([&](const Columns::Block &block) {
+            multiply(block, keys + start * queries.width, some, queries.width, tile, soon);
+            put_rows(Outputs{block, start, some, tile}, queries.rows, nullptr, scores, stride);
+        });
     }
 }
 

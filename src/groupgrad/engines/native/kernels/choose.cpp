@@ -59,10 +59,8 @@ struct Row {
             // Nothing of a token that cannot come: its exponent may be minus infinity.
             products += weights == 0.0f ? weights : weights * exponents;
         }
-        float total = 0.0f;
-        *weighted = 0.0f;
-        for (int lane = 0; lane < LANES; lane++) total += sums[lane], *weighted += products[lane];
-        return total;
+        *weighted = total(products);
+        return total(sums);
     }
 
     // The first token of a block at which the share of its weights exceeds `share`.

@@ -11,7 +11,6 @@
 #include <new>
 
 #include "attention.h"
-#include "products.h"
 
 extern "C" {
 
@@ -149,12 +148,12 @@ struct Scratch {
     static long score_width(const Rows &rows) { return rows.prompt_places + rows.own_places; }
 
     static long size(const Model &model, const Rows &rows) {
-        const long queries = most_queries(model), width = padded(model.head_width);
+        const long queries = in_grains(most_queries(model)), width = padded(model.head_width);
         return padded(2 * TILE + queries * (2 * width + score_width(rows)) + 2 * LANES);
     }
 
     Scratch(float *memory, const Model &model) {
-        const long some = most_queries(model) * padded(model.head_width);
+        const long some = in_grains(most_queries(model)) * padded(model.head_width);
         tile = memory, other = tile + TILE, queries = other + TILE, packed = queries + some, scores = packed + some;
     }
 };
@@ -215,14 +214,18 @@ struct Step {
             place_row(layer, order[i], head, scratch.queries + i * repeat * width);
             begin = std::min(begin, first_key(layer, positions[order[i]]));
         }
-        const Packed together{scratch.packed, all, width};
-        for (long q = 0; q < all; q++) together.put(q, scratch.queries + q * width);
+        const Columns together{scratch.packed, all, width};
+        for (long q = 0; q < all; q += GRAIN) {
+            const float *some[GRAIN];
+            for (long i = 0; i < GRAIN; i++) some[i] = q + i < all ? scratch.queries + (q + i) * width : nullptr;
+            together.put(q, some, 0, width);
+        }
         const float *keys = layer.prompt_keys + (slot + begin) * width;
         const float *values = layer.prompt_values + (slot + begin) * width;
         Soon soon;
         soon.add(own_part(layer.own_keys, order[0], head), (positions[order[0]] - prompt + 1) * width);
         soon.add(values, (prompt - begin) * width);
-        score(together, keys, prompt - begin, scratch.tile, scratch.scores + begin, stride, soon);
+        score_together(together, keys, prompt - begin, scratch.tile, scratch.scores + begin, stride, soon);
         for (long i = 0; i < count; i++) {
             const long row = order[i], own = positions[row] - prompt + 1, first = first_key(layer, positions[row]);
             Soon soon;

@@ -96,6 +96,15 @@ inline void transpose(Grain *all) {
     }
 }
 
+// The sum of a vector's numbers, by halves.
+inline float total(Vec value) {
+    float numbers[LANES];
+    std::memcpy(numbers, &value, sizeof(value));
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) numbers[i] += numbers[half + i];
+    return numbers[0];
+}
+
 // Within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
 inline Vec exponential(Vec x) {
     const Vec lowest = splat(-87.3f), highest = splat(88.0f);
