@@ -19,7 +19,7 @@
 // does.
 constexpr long SLICE = 192;
 constexpr long MOST_ROWS = REGISTERS == 32 ? 4 * LANES : 2 * LANES;  // rows that are summed at once
-constexpr long MAX_PANEL = 96;          // outputs that are computed between two stores
+constexpr long MAX_PANEL = 48;          // outputs that are computed between two stores
 constexpr long PANEL_FLOATS = 1 << 15;  // of weights: they wait in the second cache for the next rows
 constexpr long STEP = LINE / 4;         // numbers of a weight's row that are taken before memory is asked for more
 constexpr long TILE = MAX_PANEL * MOST_ROWS;
@@ -222,7 +222,7 @@ struct Product {
 // all threads.
 long panel_size(long outputs, long width, int threads) {
     const long share = outputs / (4 * threads) + 1, size = std::min({PANEL_FLOATS / width + 1, share, MAX_PANEL});
-    return size > 48 ? size / 48 * 48 : (size + 23) / 24 * 24;
+    return (size + 23) / 24 * 24;
 }
 
 // The products of a step in order. A thread takes its next panel, be it of the next product, before it computes the one
