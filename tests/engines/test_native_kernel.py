@@ -159,6 +159,31 @@ def test_sums_are_taken_number_by_number_whatever_the_rows(width: int):
         assert torch.equal(found, expected[:rows]), rows
 
 
+@needs_kernels
+def test_norms_are_rounded_once():
+    # Layers that add nothing, and a head that gives each number of the last norm as a logit.
+    model = make("Qwen3", {"hidden_size": 53})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(torch.eye(53))
+        model.model.embed_tokens.weight.normal_()
+        model.model.norm.weight.copy_(torch.empty(53).uniform_(2.0, 4.0))
+    assert isinstance(form(model), CompiledModel)
+    samples = NativeEngine(model).sample([Request([3], i, 60) for i in range(64)], SamplingOptions(max_new_tokens=60, eos_ids=(), pad_id=0))
+    hidden, norm = model.model.embed_tokens.weight.double(), model.model.norm
+    factor = (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    expected = (norm.weight.double() * hidden * factor).log_softmax(-1)
+    # The first token's logits are those of the model's own modules.
+    off = [
+        logprob - expected[before, token].item()
+        for sample in samples
+        for before, token, logprob in zip(sample.ids, sample.ids[1:], sample.logprobs[1:])
+    ]
+    assert torch.tensor(off).square().mean().sqrt() < 1.95e-7
+
+
 def other_machines() -> list[str]:
     """Compiler options for machines with narrower vectors than this one may have, which run here too."""
     flags = (

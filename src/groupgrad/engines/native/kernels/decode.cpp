@@ -85,12 +85,13 @@ void put_side_by_side(const Columns &output, From from) {
 
 // ------------------------------------------------------------------------------------------------ small parts
 
+// In float64: an error of the factor is one of all numbers together, which attention scores double and do not average.
 void normalise(const float *input, const float *weight, long width, float epsilon, float *output) {
-    float squares = 0.0f;
+    double squares = 0.0;
 #pragma omp simd reduction(+ : squares)
-    for (long i = 0; i < width; i++) squares += input[i] * input[i];
-    const float factor = 1.0f / std::sqrt(squares / width + epsilon);
-    for (long i = 0; i < width; i++) output[i] = weight[i] * (input[i] * factor);
+    for (long i = 0; i < width; i++) squares += static_cast<double>(input[i]) * input[i];
+    const double factor = 1.0 / std::sqrt(squares / width + epsilon);
+    for (long i = 0; i < width; i++) output[i] = static_cast<float>(weight[i] * (input[i] * factor));
 }
 
 void rotate(const float *cosines, const float *sines, long width, float *values) {
