@@ -17,6 +17,7 @@ from transformers import BertConfig, BertLMHeadModel
 from groupgrad.models import flex
 from groupgrad.models import layout as layout_module
 from groupgrad.models.attention import AttentionCall, attention_dropout, plannable
+from groupgrad.models.blocks import attend_blocks
 from groupgrad.models.flex import attend_flex
 from groupgrad.models.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.models.layout import Row, flat_layout, make_blocks
@@ -307,3 +308,20 @@ def test_a_row_with_images_of_its_own_has_its_own_prompt(batch):
     assert mixed.ids[mixed.predictors[3:10]].tolist() == [11, 22, 23, 24, 25, 26, 27]
     alone = flat_layout(replace(batch, row_media=(None, images, None, None, images)))
     assert [(part.row, part.first) for part in alone.stretches if part.prompt == 1] == [(1, 0), (4, 0)]
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_scores_behind_few_keys_are_rounded_once(width: int):
+    torch.manual_seed(0)
+    prompt, rows = Row(0, 9), [Row(9 + 20 * i, 20, 0) for i in range(4)]
+    query, key, value = (torch.randn(4, 89, width) for _ in range(3))
+    query *= 6  # scores of up to 30: two thirds of the weight on one key
+    call = AttentionCall(0, width**-0.5)
+    found = attend_blocks(query, key, value, make_blocks([prompt, *rows], {0: prompt}), call)
+    for row in rows:
+        places = torch.cat([torch.arange(9), torch.arange(row.start, row.start + 20)])
+        q, k, v = (x[:, places].double() for x in (query, key, value))
+        hidden = torch.ones(29, 29, dtype=torch.bool).triu(1)
+        weights = (width**-0.5 * q @ k.transpose(1, 2)).masked_fill(hidden, float("-inf")).softmax(-1)
+        off = found[row.start : row.start + 20].double() - (weights @ v)[:, 9:].transpose(0, 1)
+        assert off.square().mean().sqrt() < 1.3e-7

@@ -163,7 +163,7 @@ class _BlockAttention(torch.autograd.Function):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         with torch.autocast(query.device.type, enabled=False):
             for block in blocks:
-                weights, _ = _weights(_scores(block, query, key, call), block, sinks, call)
+                weights, _ = _weights(_scores(block, query, key, call, finely=True), block, sinks, call)
                 _put(output, block, _Keys(block, value).mix(weights))
         ctx.save_for_backward(query, key, value, sinks, output)
         ctx.blocks, ctx.call = blocks, call
@@ -232,10 +232,17 @@ class _Scores:
     """(n, Hkv, R, rep, C', P + K) float32, capped but not masked."""
 
 
-def _scores(block: Block, query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> _Scores:
+def _scores(
+    block: Block, query: torch.Tensor, key: torch.Tensor, call: AttentionCall, *, finely: bool = False
+) -> _Scores:
+    """`finely` sums float32 products in float64 where that costs little, on CPUs and behind few keys: what these scores
+    are off by weighs most among the roundings of a log-prob. Gradients do not need it."""
     keys = _Keys(block, key)
     scaled = _take(query, block, key.shape[1], call.scale)
-    scores = keys.products(scaled)
+    # With no more keys than a token has numbers, scores are a small part of the products of a layer.
+    is_cheap = block.rows.shape[2] + keys.num_prompt <= query.shape[1] * query.shape[2]
+    is_float = key.device.type == "cpu" and key.dtype == torch.float32
+    scores = keys.products(scaled, finely=finely and is_cheap and is_float)
     if call.softcap is not None:
         scores.div_(call.softcap).tanh_().mul_(call.softcap)
     return _Scores(scaled, keys, scores)
@@ -277,13 +284,14 @@ class _Keys:
             prompt = _select(flat, self._places.prompts).view(n, self.num_prompt, heads, width)
             self._prompt = prompt.transpose(1, 2).reshape(n * heads, self.num_prompt, width)
 
-    def products(self, query: torch.Tensor) -> torch.Tensor:
-        """(n, Hkv, R, rep, C', P + K) float32 products with (n, Hkv, R, rep, C', D)."""
-        own = torch.bmm(query.flatten(3, 4).flatten(0, 2), self._own.transpose(1, 2))
+    def products(self, query: torch.Tensor, *, finely: bool = False) -> torch.Tensor:
+        """(n, Hkv, R, rep, C', P + K) float32 products with (n, Hkv, R, rep, C', D), summed in float64 if `finely`."""
+        query = query.double() if finely else query
+        own = torch.bmm(query.flatten(3, 4).flatten(0, 2), self._own.to(query.dtype).transpose(1, 2))
         own = own.view(*query.shape[:5], -1).float()
         if self._prompt is None:
             return own
-        prompt = torch.bmm(query.flatten(2, 4).flatten(0, 1), self._prompt.transpose(1, 2))
+        prompt = torch.bmm(query.flatten(2, 4).flatten(0, 1), self._prompt.to(query.dtype).transpose(1, 2))
         return torch.cat([prompt.view(*query.shape[:5], -1).float(), own], dim=-1)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
