@@ -21,6 +21,7 @@ from torch import nn
 from groupgrad.models.attention import AttentionPlan, attention_dropout, plannable, run_planned
 from groupgrad.models.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
 from groupgrad.models.layout import FlatLayout, flat_layout
+from groupgrad.models.norms import fine_norms
 from groupgrad.models.recipe import head_layer, head_recipe
 from groupgrad.models.sharded import is_sharded, runnable
 from groupgrad.models.shortage import scored_in_parts
@@ -129,7 +130,8 @@ def _score_places(
     rows, positions, view = source.rows, source.positions, source.view
     if asked is not None:
         rows, positions = rows[asked], positions[asked]
-    with view.shown(model), _head_on(model, (rows, positions), source.shape, tokens, options, foreseen) as seen:
+    head = _head_on(model, (rows, positions), source.shape, tokens, options, foreseen)
+    with view.shown(model), fine_norms(model), head as seen:
         if source.plan is None or source.places is None:
             output = model(input_ids=view.ids, use_cache=False, **source.extra)
         else:

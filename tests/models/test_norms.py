@@ -1,0 +1,108 @@
+"""RMS norms of training passes: rounded once, with the gradient of the formula, and the model as before afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from groupgrad.models.norms import fine_norms
+
+KINDS: list[Any] = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
+HALF_UNIT = 2.0**-24
+"""What rounding a number to float32 once changes it by at most, relatively."""
+
+
+def make(kind: Any, width: int = 48) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = kind(width, eps=1e-5)
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    return nn.Sequential(norm)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight.double() * (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_and_gradients_are_those_of_float64(kind: Any):
+    model = make(kind)
+    x = (3 * torch.randn(2, 70, 4, 48)).requires_grad_()
+    wide, weight = x.detach().double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
+    pull = torch.randn_like(x)
+    with fine_norms(model):
+        found = model(x)
+    expected = exact(wide, weight)
+    assert ((found.double() - expected).abs() <= 1.001 * HALF_UNIT * expected.abs()).all(), "rounded once"
+    grads = torch.autograd.grad(found, [x, model[0].weight], pull)
+    wanted = torch.autograd.grad(expected, [wide, weight], pull.double())
+    for grad, want in zip(grads, wanted):
+        torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    model = make(Qwen3RMSNorm)
+    x = torch.randn(5, 48)
+    with fine_norms(model):
+        model(x).sum().backward()
+    of_weight, model[0].weight.grad = model[0].weight.grad, None
+    model[0].weight.requires_grad_(False)
+    x.requires_grad_()
+    with fine_norms(model):
+        model(x).sum().backward()
+    assert of_weight is not None and of_weight.abs().sum() > 0
+    assert x.grad is not None and x.grad.abs().sum() > 0 and model[0].weight.grad is None
+
+
+def test_modules_are_as_before_afterwards_also_on_errors():
+    model, x = make(Qwen2RMSNorm), torch.randn(3, 48)
+    before = model(x)
+    with pytest.raises(ZeroDivisionError), fine_norms(model):
+        assert "forward" in model[0].__dict__
+        raise ZeroDivisionError
+    assert "forward" not in model[0].__dict__ and torch.equal(model(x), before)
+
+
+def checkpointing(model: Any) -> None:
+    model.gradient_checkpointing = True
+
+
+def compiled(model: Any) -> None:
+    model.compile()
+
+
+def half(model: Any) -> None:
+    model.bfloat16()
+
+
+def replaced(model: Any) -> None:
+    model[0].forward = lambda hidden: hidden
+
+
+def other_formula(model: Any) -> None:
+    model[0] = GemmaRMSNorm(48)
+
+
+@pytest.mark.parametrize("change", [checkpointing, compiled, half, replaced, other_formula])
+def test_what_it_may_not_touch_is_left_alone(change: Any):
+    model = make(Qwen3RMSNorm)
+    change(model)
+    before = model[0].__dict__.get("forward")
+    with fine_norms(model):
+        assert model[0].__dict__.get("forward") is before
+    with torch.autocast("cpu"), fine_norms(other := make(Qwen3RMSNorm)):
+        assert "forward" not in other[0].__dict__
+
+
+def test_other_numbers_than_float32_go_through_the_module_itself():
+    model, x = make(LlamaRMSNorm), torch.randn(4, 48, dtype=torch.float64)
+    expected = model(x)
+    with fine_norms(model):
+        assert torch.equal(model(x), expected)
