@@ -206,6 +206,9 @@ class _Grid:
         self._chances = torch.empty_like(self._logits)
         self._slopes = None if job.cap is None else torch.empty_like(self._logits)
         self._rounded = None if job.dtype == job.exact else torch.empty_like(self._logits, dtype=job.dtype)
+        # A head of few tokens is a small part of its model, and can be summed in float64.
+        is_float = job.dtype == torch.float32 and weight.device.type == "cpu"
+        self._is_fine = is_float and len(weight) <= weight.shape[1]
 
     def vocab(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         """Slices of the vocabulary, each with its weight (v, H) and bias (v,) in the dtype of the products."""
@@ -230,6 +233,9 @@ class _Grid:
             else:
                 torch.addmm(bias, hidden, weight.t(), out=rounded)
             logits.copy_(rounded).mul_(factor)
+        elif self._is_fine:
+            found = hidden.double() @ weight.double().t()
+            logits.copy_((found if bias is None else found.add_(bias)).mul_(factor))
         elif bias is None:
             logits.addmm_(hidden, weight.t(), beta=0, alpha=factor)
         else:
