@@ -171,7 +171,9 @@ def test_norms_are_rounded_once():
         model.model.embed_tokens.weight.normal_()
         model.model.norm.weight.copy_(torch.empty(53).uniform_(2.0, 4.0))
     assert isinstance(form(model), CompiledModel)
-    samples = NativeEngine(model).sample([Request([3], i, 60) for i in range(64)], SamplingOptions(max_new_tokens=60, eos_ids=(), pad_id=0))
+    samples = NativeEngine(model).sample(
+        [Request([3], i, 60) for i in range(64)], SamplingOptions(max_new_tokens=60, eos_ids=(), pad_id=0)
+    )
     hidden, norm = model.model.embed_tokens.weight.double(), model.model.norm
     factor = (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
     expected = (norm.weight.double() * hidden * factor).log_softmax(-1)
