@@ -20,7 +20,7 @@ HALF_UNIT = 2.0**-24
 """What rounding a number to float32 once changes it by at most, relatively."""
 
 
-def make(kind: Any, width: int = 48) -> nn.Sequential:
+def make(kind: Any, width: int = 48) -> Any:
     torch.manual_seed(0)
     norm = kind(width, eps=1e-5)
     nn.init.uniform_(norm.weight, 0.5, 2.0)
