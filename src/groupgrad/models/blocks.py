@@ -236,7 +236,7 @@ def _scores(
     block: Block, query: torch.Tensor, key: torch.Tensor, call: AttentionCall, *, finely: bool = False
 ) -> _Scores:
     """`finely` sums float32 products in float64 where that costs little, on CPUs and behind few keys: what these scores
-    are off by weighs most among the roundings of a log-prob. Gradients do not need it."""
+    are off by is as large a part of what a log-prob is off by as any. Gradients do not need it."""
     keys = _Keys(block, key)
     scaled = _take(query, block, key.shape[1], call.scale)
     # With no more keys than a token has numbers, scores are a small part of the products of a layer.

@@ -85,7 +85,7 @@ void put_side_by_side(const Columns &output, From from) {
 
 // ------------------------------------------------------------------------------------------------ small parts
 
-// In float64: an error of the factor is one of all numbers together, which attention scores double and do not average.
+// In float64: an error of the factor is one of all numbers together, which no sum that follows averages out.
 void normalise(const float *input, const float *weight, long width, float epsilon, float *output) {
     double squares = 0.0;
 #pragma omp simd reduction(+ : squares)
