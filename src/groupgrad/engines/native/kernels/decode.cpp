@@ -116,10 +116,12 @@ void normalise_all(const Columns &input, const float *weight, float epsilon, con
             const Doubles value = __builtin_convertvector(load_as<Grain>(from + k * block.rows), Doubles);
             squares += value * value;
         }
-        Grain factors;
+        Doubles factors;
         for (int i = 0; i < GRAIN; i++) factors[i] = 1.0 / std::sqrt(squares[i] / input.width + epsilon);
-        for (long k = 0; k < input.width; k++)
-            store_as(to + k * block.rows, weight[k] * (load_as<Grain>(from + k * block.rows) * factors));
+        for (long k = 0; k < input.width; k++) {
+            const Doubles value = __builtin_convertvector(load_as<Grain>(from + k * block.rows), Doubles);
+            store_as(to + k * block.rows, __builtin_convertvector(weight[k] * (value * factors), Grain));
+        }
     }
 }
 
