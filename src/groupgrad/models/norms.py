@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from groupgrad.models.sharded import is_sharded
+
 _KINDS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 """Of transformers, which compute weight * (x / sqrt(mean(x^2) + epsilon)) in this very form."""
 
@@ -25,9 +27,9 @@ def fine_norms(model: nn.Module) -> Iterator[None]:
     """The float32 RMS norms on CPUs of known kinds inside `model` in float64, as long as this lasts.
 
     The backward pass may come later, unless it computes again what the forward pass did: models with gradient
-    checkpointing are left as they are, and so are compiled ones and norms that somebody else has replaced.
+    checkpointing are left as they are, and so are sharded and compiled ones and norms that somebody else has replaced.
     """
-    is_off = torch.is_autocast_enabled("cpu") or _is_left_alone(model)
+    is_off = torch.is_autocast_enabled("cpu") or is_sharded(model) or _is_left_alone(model)
     replaced = [] if is_off else [module for module in model.modules() if _is_known(module)]
     for module in replaced:
         module.forward = partial(_normalise, module)
