@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import BatchSession, Request, Sample, SamplingOptions, Session, open_session
 from groupgrad.engines.native import NativeEngine, schedule
+from groupgrad.engines.native import session as native_session
 from groupgrad.engines.transformers import TransformersEngine
 
 OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)
@@ -334,8 +335,14 @@ def test_what_is_kept_counts_as_memory_until_it_is_released(build):
             session.submit(Request([*LONG, 3, 3, 3, 3, 3], 0, 5, continues=0))
 
 
+@pytest.fixture
+def single_steps(monkeypatch):
+    """The session looks at its rows after each step."""
+    monkeypatch.setattr(native_session, "RUN_SECONDS", 1e-9)
+
+
 @pytest.mark.parametrize(("num_coming", "num_held"), [(1, 8), (2, 8), (3, 0)])
-def test_rows_that_come_wait_a_few_steps_for_each_other(num_coming: int, num_held: int, build):
+def test_rows_that_come_wait_a_few_steps_for_each_other(num_coming: int, num_held: int, build, single_steps):
     """Beside 20 rows under way: three are one for each eight of them, fewer are held for eight steps."""
     with NativeEngine(build("qwen3")).session(ENDLESS) as session:
         for seed in range(20):
@@ -444,7 +451,7 @@ def test_a_continuation_begins_with_what_it_continues(build):
         assert [ticket, session.num_open] == [1, 1]
 
 
-def test_only_what_is_kept_is_continued_and_once(build):
+def test_only_what_is_kept_is_continued_and_once(build, single_steps):
     with kept_row(build("qwen3")) as (session, context):
         with pytest.raises(ValueError, match="continues=5, but nothing is kept"):
             session.submit(Request([*context, 20], 0, 3, continues=5))

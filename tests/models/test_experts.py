@@ -134,10 +134,11 @@ def test_sampling_and_training_choose_the_same_experts(family: str, build: Any) 
     for i, q in enumerate(owners):
         with router_inputs(model) as seen:
             sampled += engine.sample([Request(prompts[q], seed=i, max_new_tokens=4 + i % 3)], options)
-        # One row alone: its tokens come in their order, first the prompt, then one a step. (The very first call is of
-        # one token that belongs to no row.)
-        assert [len(part) for part in seen[0]] == [1, len(prompts[q]), *[1] * (len(sampled[-1].ids) - 1)]
-        chosen.append([torch.cat(hidden[1:]) for hidden in seen])
+        # One row alone: its tokens come in their order, first the prompt, then one a step. (The engine's very first
+        # call is of one token that belongs to no row.)
+        own = [hidden[i == 0 :] for hidden in seen]
+        assert [len(part) for part in own[0]] == [len(prompts[q]), *[1] * (len(sampled[-1].ids) - 1)]
+        chosen.append([torch.cat(hidden) for hidden in own])
     batch = batch_of(prompts, owners, [sample.ids for sample in sampled])
     model.train()
     with router_inputs(model) as seen:

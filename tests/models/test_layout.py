@@ -141,8 +141,7 @@ def test_recomputed_layers_see_the_plan_of_their_own_forward_pass(make_model, us
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     if use_reentrant:
         model.enable_input_require_grads()
-    # Norms of recomputed layers are the model's own, which round more often (see `norms.py`).
-    assert float((gradient() - expected).norm()) <= 1e-6 * float(expected.norm())
+    torch.testing.assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("tile", [4, 7, 256])

@@ -196,7 +196,7 @@ def _plugged_in(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if not (torch.is_grad_enabled() and _is_checkpointing(inner)):
+        if not (torch.is_grad_enabled() and is_checkpointing(inner)):
             for config, name in zip(_configs[inner], names):
                 config._attn_implementation_internal = name
 
@@ -210,7 +210,8 @@ def _decoder_configs(inner: PreTrainedModel) -> list[Any]:
     return [c for c in found if getattr(c, "_attn_implementation_internal", None) is not None]
 
 
-def _is_checkpointing(model: nn.Module) -> bool:
+def is_checkpointing(model: nn.Module) -> bool:
+    """True if some layers of `model` are computed again in a backward pass."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 

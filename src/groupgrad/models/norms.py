@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from groupgrad.models.sharded import is_sharded
+from groupgrad.models.attention import is_checkpointing
 
 _KINDS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 """Of transformers, which compute weight * (x / sqrt(mean(x^2) + epsilon)) in this very form."""
@@ -26,26 +26,28 @@ _KINDS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSN
 def fine_norms(model: nn.Module) -> Iterator[None]:
     """The float32 RMS norms on CPUs of known kinds inside `model` in float64, as long as this lasts.
 
-    The backward pass may come later, unless it computes again what the forward pass did: models with gradient
-    checkpointing are left as they are, and so are sharded and compiled ones and norms that somebody else has replaced.
+    With gradient checkpointing they stay so until `own_norms`: layers are computed again when this is long over.
+    Compiled models are left as they are, and norms that somebody else has replaced.
     """
-    is_off = torch.is_autocast_enabled("cpu") or is_sharded(model) or _is_left_alone(model)
-    replaced = [] if is_off else [module for module in model.modules() if _is_known(module)]
-    for module in replaced:
+    is_off = torch.is_autocast_enabled("cpu") or _is_compiled(model)
+    for module in [] if is_off else [module for module in model.modules() if _is_known(module)]:
         module.forward = partial(_normalise, module)
     try:
         yield
     finally:
-        for module in replaced:
+        if not (torch.is_grad_enabled() and is_checkpointing(model)):
+            own_norms(model)
+
+
+def own_norms(model: nn.Module) -> None:
+    """Give the norms inside `model` back what their classes compute."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "func", None) is _normalise:
             del module.forward
 
 
-def _is_left_alone(model: nn.Module) -> bool:
-    """Layers are computed again in the backward pass, or are compiled."""
-    modules = list(model.modules())
-    if any(m.__dict__.get("gradient_checkpointing") for m in modules):
-        return True
-    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
+def _is_compiled(model: nn.Module) -> bool:
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
 
 
 def _is_known(module: nn.Module) -> bool:
