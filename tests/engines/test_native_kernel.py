@@ -213,11 +213,14 @@ def test_kernels_built_for_narrower_vectors_give_the_same(target: str, fresh: Pa
     assert chosen.tokens.tolist() == (expected.exp().cumsum(-1) <= draws[:, None]).sum(-1).tolist()
     wanted = expected.gather(-1, chosen.tokens[:, None]).squeeze(-1)
     torch.testing.assert_close(chosen.logprobs.double(), wanted, rtol=0, atol=2e-6)
-    model = make(*KINDS["norms of heads, tied"])
-    assert isinstance(form(model), CompiledModel)
-    for request, sample in zip(requests(), NativeEngine(model).sample(requests(), OPTIONS)):
-        assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
-        model.float()
+    many = [*requests()[:6], Request([5, 6, 7], 3, 210)]
+    options = SamplingOptions(max_new_tokens=210, pad_id=0)
+    for kind in ("norms of heads, tied", "twenty heads a key head", "window"):
+        model = make(*KINDS[kind])
+        assert isinstance(form(model), CompiledModel)
+        for request, sample in zip(many, NativeEngine(model).sample(many, options)):
+            assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
+            model.float()
 
 
 @needs_kernels

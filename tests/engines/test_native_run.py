@@ -15,6 +15,8 @@ from groupgrad.engines.native import NativeEngine, graphs, session
 from groupgrad.engines.native import engine as engine_module
 from groupgrad.engines.native.kernels import library, status
 from groupgrad.engines.native.kernels.step import CompiledModel
+from groupgrad.engines.native.known import Knowledge
+from groupgrad.models.norms import fine_norms
 
 OPTIONS = SamplingOptions(max_new_tokens=90, eos_ids=(1, 3), pad_id=0, temperature=1.3)
 
@@ -85,11 +87,95 @@ def test_a_run_of_steps_gives_what_single_steps_give(bounds: dict[str, Any], mod
     assert engine.statistics.num_decoded == sum(len(sample.ids) - 1 for sample in found)
 
 
+class Clock:
+    """Each look at it takes some seconds more."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self._seconds
+        return self._now
+
+
 def test_a_run_lasts_as_long_as_it_should(model, runs, monkeypatch):
-    monkeypatch.setattr(session, "RUN_SECONDS", 0.002)
-    NativeEngine(model).sample([Request([5, 6], 0, 500)], SamplingOptions(max_new_tokens=500, pad_id=0))
-    # A step takes some hundredths of a millisecond, and only a second one is known not to be a first one.
-    assert 2 < max(runs) < 200
+    monkeypatch.setattr(session, "RUN_SECONDS", 4 / 64)
+    monkeypatch.setattr(session, "time", Clock(1 / 64))
+    options = SamplingOptions(max_new_tokens=60, pad_id=0)
+    with NativeEngine(model).session(options) as under_way:
+        under_way.submit(Request([5, 6], 0, 60))
+        # Each run takes 1/64 s by this clock: a step of the first one that much, of the next ones a 4th and a 16th of it.
+        # Before the last one the row has 2 + 4 + 16 of its tokens.
+        for _ in range(4):
+            under_way.advance()
+        assert runs == [4, 16, 38]
+        # Of more rows a single step has to show how long it takes.
+        for seed in range(3):
+            under_way.submit(Request([5, 7], seed, 60))
+        runs.clear()
+        under_way.advance()
+        assert runs == []
+        under_way.advance()
+    assert runs == [4]
+
+
+def test_who_comes_is_looked_after_when_it_has_waited_long_enough(model, monkeypatch):
+    """Beside 20 rows one that comes alone is held for eight steps, however many would go by in a run."""
+    monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
+    engine = NativeEngine(model)
+    with engine.session(SamplingOptions(max_new_tokens=400, pad_id=0)) as under_way:
+        for seed in range(20):
+            under_way.submit(Request([5, 6], seed, 400))
+        for _ in range(3):
+            under_way.advance()
+        before = engine.statistics.num_steps
+        late = under_way.submit(Request([5, 7], 30, 1))
+        ended: list[int] = []
+        while not ended:
+            ended += [ticket for ticket, _ in under_way.advance()]
+    assert ended == [late]
+    # It ends as it enters, and then the others go on.
+    assert 8 < engine.statistics.num_steps - before <= 8 + 64
+
+
+def test_numbers_that_are_none_say_nothing_about_later_weights(model, monkeypatch, caplog):
+    own: list[int] = []
+    original = graphs.step_logits
+    monkeypatch.setattr(graphs, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    engine, weight = NativeEngine(model), model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        before = weight[3, 5].item()
+        weight[3, 5] = torch.nan
+        with pytest.raises(ValueError, match="no finite numbers"):
+            engine.sample(requests(), OPTIONS)
+        weight[3, 5] = before
+    own.clear()
+    engine.sample(requests(), OPTIONS)
+    assert len(own) == 1 and "direct decode step" not in caplog.text
+
+
+def test_norms_that_a_training_pass_left_behind_are_computed_directly(model, runs):
+    model.gradient_checkpointing = True
+    with fine_norms(model):
+        pass
+    assert "forward" in model.model.norm.__dict__
+    NativeEngine(model).sample(requests(), OPTIONS)
+    assert runs
+
+
+@pytest.mark.parametrize("change", ["scaling", "sliding_window", "autocast", "dtype"])
+def test_a_model_that_may_compute_something_else_is_looked_at_anew(change: str, model):
+    knowledge, seen = Knowledge(), []
+    knowledge.of(model, seen.append)
+    knowledge.of(model, seen.append)
+    assert len(seen) == 1
+    if change == "dtype":
+        model.bfloat16()
+    elif change != "autocast":
+        setattr(model.model.layers[1].self_attn, change, 7)
+    with torch.autocast("cpu", enabled=change == "autocast"):
+        knowledge.of(model, seen.append)
+    assert len(seen) == 2
 
 
 def test_requests_that_come_later_do_not_wait_for_others_to_end(model, monkeypatch):

@@ -324,4 +324,4 @@ def test_scores_behind_few_keys_are_rounded_once(width: int):
         hidden = torch.ones(29, 29, dtype=torch.bool).triu(1)
         weights = (width**-0.5 * q @ k.transpose(1, 2)).masked_fill(hidden, float("-inf")).softmax(-1)
         off = found[row.start : row.start + 20].double() - (weights @ v)[:, 9:].transpose(0, 1)
-        assert off.square().mean().sqrt() < 1.3e-7
+        assert off.square().mean().sqrt() < 1.4e-7

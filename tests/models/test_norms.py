@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -82,9 +83,28 @@ def test_layers_that_are_computed_again_are_computed_alike():
         pass
     own_norms(model)
     assert "forward" not in model[0].__dict__
+
+
+def test_a_pass_in_between_leaves_norms_that_are_computed_again_later():
+    model, x = make(Qwen3RMSNorm), torch.randn(3, 48)
+    model.gradient_checkpointing = True
+    with fine_norms(model):
+        kept = model[0].__dict__["forward"]
     with torch.no_grad(), fine_norms(model):
-        pass
-    assert "forward" not in model[0].__dict__
+        model(x)
+    assert model[0].__dict__["forward"] is kept
+
+
+@pytest.mark.parametrize("is_flagged", [False, True])
+def test_somebody_elses_checkpointing_computes_again_what_it_saved(is_flagged: bool):
+    model, x = make(Qwen3RMSNorm), torch.randn(3, 48, requires_grad=True)
+    model.gradient_checkpointing = is_flagged
+    with fine_norms(model):
+        found = checkpoint(model, x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(found.square().sum(), x)
+    own_norms(model)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
 
 
 def compiled(model: Any) -> None:
@@ -110,8 +130,15 @@ def test_what_it_may_not_touch_is_left_alone(change: Any):
     before = model[0].__dict__.get("forward")
     with fine_norms(model):
         assert model[0].__dict__.get("forward") is before
-    with torch.autocast("cpu"), fine_norms(other := make(Qwen3RMSNorm)):
-        assert "forward" not in other[0].__dict__
+
+
+def test_mixed_precision_is_left_to_the_module_itself():
+    model, x = make(LlamaRMSNorm), torch.randn(4, 48)
+    expected = model(x)
+    with fine_norms(model), torch.autocast("cpu"):
+        assert torch.equal(model(x), expected)
+    with fine_norms(model):
+        assert not torch.equal(model(x), expected)
 
 
 def test_other_numbers_than_float32_go_through_the_module_itself():

@@ -87,7 +87,7 @@ class Session(Protocol):
         ...
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Compute a little, about a token for each request under way; those that ended by it, in ticket order."""
+        """Compute a little, a token or a few for each request under way; those that ended by it, in ticket order."""
         ...
 
     @property

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from groupgrad.models.attention import is_checkpointing
+from groupgrad.models.sharded import is_sharded
 
 _KINDS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 """Of transformers, which compute weight * (x / sqrt(mean(x^2) + epsilon)) in this very form."""
@@ -27,16 +28,18 @@ def fine_norms(model: nn.Module) -> Iterator[None]:
     """The float32 RMS norms on CPUs of known kinds inside `model` in float64, as long as this lasts.
 
     With gradient checkpointing they stay so until `own_norms`: layers are computed again when this is long over.
-    Compiled models are left as they are, and norms that somebody else has replaced.
+    Sharded and compiled models are left as they are, and norms that somebody else has replaced. Gradients of gradients
+    do not flow through them.
     """
-    is_off = torch.is_autocast_enabled("cpu") or _is_compiled(model)
-    for module in [] if is_off else [module for module in model.modules() if _is_known(module)]:
-        module.forward = partial(_normalise, module)
+    replaced = [] if is_sharded(model) or _is_compiled(model) else [m for m in model.modules() if _is_known(m)]
+    stays = torch.is_grad_enabled() and is_checkpointing(model)
+    for module in replaced:
+        module.forward = partial(_normalise, module, stays)
     try:
         yield
     finally:
-        if not (torch.is_grad_enabled() and is_checkpointing(model)):
-            own_norms(model)
+        for module in [] if stays else replaced:
+            module.__dict__.pop("forward", None)
 
 
 def own_norms(model: nn.Module) -> None:
@@ -59,10 +62,18 @@ def _is_known(module: nn.Module) -> bool:
     return is_plain and "forward" not in module.__dict__ and kind.forward.__module__ == kind.__module__
 
 
-def _normalise(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if hidden_states.dtype != torch.float32:
+def _normalise(module: Any, stays: bool, hidden_states: torch.Tensor) -> torch.Tensor:
+    is_other = hidden_states.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+    # Somebody else's checkpointing: what is computed again later has to save the same tensors.
+    if is_other or (not stays and _saves_in_another_way()):
         return type(module).forward(module, hidden_states)
     return _Norm.apply(hidden_states, module.weight, module.variance_epsilon)  # pyright: ignore[reportReturnType]
+
+
+def _saves_in_another_way() -> bool:
+    """True if what is saved for the backward pass goes through somebody's hooks."""
+    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return find is not None and find(True) is not None
 
 
 class _Norm(torch.autograd.Function):

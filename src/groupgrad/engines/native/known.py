@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from torch import nn
 
 from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.graphs import Agreement
+
+_ASKED = ("scaling", "sliding_window")
+"""Attributes of transformers' attention layers."""
 
 
 @dataclass(slots=True)
@@ -42,6 +46,10 @@ class Knowledge:
 
 
 def _parts(model: nn.Module) -> tuple[Any, ...]:
-    # The modules themselves and not their addresses, which a later module may come to have.
-    modules: tuple[Any, ...] = tuple(model.modules())
-    return (*modules, *((p.shape, p.dtype, p.device) for p in model.parameters()), torch.is_autocast_enabled("cpu"))
+    # References and not addresses, which a later module may come to have. What attention is asked for may be changed in
+    # place.
+    modules = ((weakref.ref(m), *(m.__dict__.get(name) for name in _ASKED)) for m in model.modules())
+    parameters = [(p.shape, p.dtype, p.device) for p in model.parameters()]
+    kinds = sorted({"cpu", *(device.type for _, _, device in parameters)} - {"meta"})
+    precision = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return (*modules, *parameters, *precision)

@@ -98,7 +98,8 @@ class NativeSession:
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, Sample]]:
-        """Let rows enter and compute a token for each; those that ended by it, in ticket order.
+        """Let rows enter and compute a token for each, or several in about `RUN_SECONDS`; those that ended by it, in
+        ticket order.
 
         ValueError if log-probs are no finite numbers.
         """
@@ -280,6 +281,9 @@ class NativeSession:
         return self._schedule.version, self._store.own.version, self._store.prompts.version
 
     def _make_active(self, rows: list[Row], version: tuple[int, int, int]) -> _Active:
+        if self._active is not None and len(rows) > len(self._active.tokens):
+            # How long a step of more rows takes has to be seen first.
+            self._step_seconds = RUN_SECONDS
         prompt_lengths = [len(row.group.ids) for row in rows]
         standing = Standing([row.group.slot for row in rows], prompt_lengths, [row.num_stored for row in rows])
         return _Active(

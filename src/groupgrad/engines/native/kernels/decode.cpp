@@ -145,6 +145,7 @@ void add_bias(const float *bias, long count, long rows, float *values) {
 
 // What a thread works on.
 struct Scratch {
+    static constexpr long ROOM = std::max(TILE, SCORE_TILE);  // of `tile`, which holds outputs or scores
     float *tile, *other, *queries, *packed, *scores;
 
     static long most_queries(const Model &model) { return std::max<long>(QUERIES, model.heads / model.kv_heads); }
@@ -152,12 +153,12 @@ struct Scratch {
 
     static long size(const Model &model, const Rows &rows) {
         const long queries = in_grains(most_queries(model)), width = padded(model.head_width);
-        return padded(2 * TILE + queries * (2 * width + score_width(rows)) + 2 * LANES);
+        return padded(ROOM + TILE + queries * (2 * width + score_width(rows)) + 2 * LANES);
     }
 
     Scratch(float *memory, const Model &model) {
         const long some = in_grains(most_queries(model)) * padded(model.head_width);
-        tile = memory, other = tile + TILE, queries = other + TILE, packed = queries + some, scores = packed + some;
+        tile = memory, other = tile + ROOM, queries = other + TILE, packed = queries + some, scores = packed + some;
     }
 };
 
