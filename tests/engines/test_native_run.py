@@ -104,8 +104,8 @@ def test_a_run_lasts_as_long_as_it_should(model, runs, monkeypatch):
     options = SamplingOptions(max_new_tokens=60, pad_id=0)
     with NativeEngine(model).session(options) as under_way:
         under_way.submit(Request([5, 6], 0, 60))
-        # Each run takes 1/64 s by this clock: a step of the first one that much, of the next ones a 4th and a 16th of it.
-        # Before the last one the row has 2 + 4 + 16 of its tokens.
+        # Each run takes 1/64 s by this clock: a step of the first one that much, of the next ones a 4th and a 16th of
+        # it. Before the last one the row has 2 + 4 + 16 of its tokens.
         for _ in range(4):
             under_way.advance()
         assert runs == [4, 16, 38]
