@@ -72,7 +72,7 @@ def _normalise(module: Any, stays: bool, hidden_states: torch.Tensor) -> torch.T
 
 def _saves_in_another_way() -> bool:
     """True if what is saved for the backward pass goes through somebody's hooks."""
-    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    find = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return find is not None and find(True) is not None
 
 
