@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     with watch.part("GRPO"):
         trainer.train()
-    print(f"\n{seconds_of_a_step(trainer.state.log_history)}")
+    print(f"\n{seconds_of_a_step(trainer.state.log_history)}\n{mismatch(trainer.state.log_history)}")
     trainer.save_model(options.output_dir)
     output_dir = Path(options.output_dir)
     write_metrics(trainer.state.log_history, output_dir / "metrics.jsonl")
@@ -164,6 +164,13 @@ def seconds_of_a_step(log_history: list[dict[str, float]]) -> str:
     logs = [event for event in log_history if "step_time" in event]
     parts = {key: sum(event[key] for event in logs) / len(logs) for key in logs[0] if key.startswith("time/")}
     return "A step: " + ", ".join(f"{key.removeprefix('time/')} {seconds:.3f} s" for key, seconds in parts.items())
+
+
+def mismatch(log_history: list[dict[str, float]]) -> str:
+    """How far sampled log-probs were from those that training assigned: the largest of each log entry's tokens."""
+    found = [event["sampling/logp_mismatch"] for event in log_history if "sampling/logp_mismatch" in event]
+    numbers = f"{sum(found) / len(found):.1e} on average, {max(found):.1e} at most" if found else "not measured"
+    return f"Sampled and trained log-probs, the largest difference of a log entry's tokens: {numbers}"
 
 
 def report(before: Measured, after: Measured, problems: list[Problem], watch: Stopwatch, output_dir: Path) -> int:

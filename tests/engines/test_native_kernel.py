@@ -186,6 +186,27 @@ def test_norms_are_rounded_once():
     assert torch.tensor(off).square().mean().sqrt() < 1.95e-7
 
 
+def sums_as_mkl_does_here() -> bool:
+    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    return "AuthenticAMD" in cpu and "avx2" in cpu.split() and torch.backends.mkl.is_available()
+
+
+@needs_kernels
+@pytest.mark.skipif(not sums_as_mkl_does_here(), reason="MKL on an AMD processor is needed")
+@pytest.mark.parametrize("width", [64, 192, 256, 384, 512, 1536])
+def test_products_are_those_of_the_training_pass_to_the_last_bit(width: int):
+    torch.manual_seed(width)
+    kernels = library()
+    assert kernels is not None
+    inputs, weight = torch.randn(300, width), torch.randn(96, width)
+    expected = nn.functional.linear(inputs, weight)
+    for rows in (1, 8, 37, 64):
+        found = torch.empty(rows, 96)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, 96, 1) == 0
+        assert torch.equal(found, expected[:rows]), rows
+
+
 def other_machines() -> list[str]:
     """Compiler options for machines with narrower vectors than this one may have, which run here too."""
     flags = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine, graphs, session
@@ -24,20 +24,8 @@ pytestmark = pytest.mark.skipif(library() is None, reason=status())
 
 
 @pytest.fixture
-def model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=301,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
+def model(build: Callable[..., Any]) -> Any:
+    return build("qwen3", vocab_size=301, max_position_embeddings=512)
 
 
 @pytest.fixture
@@ -222,7 +210,8 @@ def test_what_is_known_of_a_model_is_not_asked_for_again(model, monkeypatch):
     assert_close(second, NativeEngine(model).sample(requests(), OPTIONS))
     through.clear()
     # Another part may compute something else.
-    model.model.layers[1].mlp.up_proj = nn.Linear(32, 48, bias=True)
+    old = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = nn.Linear(old.in_features, old.out_features, bias=True)
     third = engine.sample(requests(), OPTIONS)
     assert through == ["last_logits", "step_logits"]
     assert_close(third, NativeEngine(model).sample(requests(), OPTIONS))

@@ -174,3 +174,9 @@ def test_seconds_of_a_step(demo) -> None:
         {"step_time": 2.0, "time/sampling": 1.5, "time/training": 0.75},
     ]
     assert demo.seconds_of_a_step(history) == "A step: sampling 1.000 s, training 0.500 s"
+
+
+def test_the_mismatch_is_that_of_all_log_entries(demo) -> None:
+    entries = [{"sampling/logp_mismatch": 1e-5}, {"loss": 1.0}, {"sampling/logp_mismatch": 3e-5}]
+    assert demo.mismatch(entries).endswith(": 2.0e-05 on average, 3.0e-05 at most")
+    assert demo.mismatch([{"loss": 1.0}]).endswith(": not measured")
