@@ -32,11 +32,15 @@ class EagerStep:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits that follow the rows' newest `tokens` (n,) at `positions` (n,), which are stored."""
-        logits = self._direct_logits(tokens, positions)
-        if logits is None or not self._direct.is_checked:
+        if self._direct.is_checked or self._direct.model is None:
+            logits = self._direct_logits(tokens, positions)
+        else:
             expected = step_logits(self._model, tokens, positions, self._plan)
+            # Last, so that what it stores stays and a first round is like all others.
+            logits = self._direct_logits(tokens, positions)
             self._direct.check(logits, expected)
-            logits = expected
+        if logits is None or self._direct.model is None:
+            logits = step_logits(self._model, tokens, positions, self._plan)
         self._plan.advance()
         return logits
 
