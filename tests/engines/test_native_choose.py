@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from groupgrad.engines.native.kernels import library, status
-from groupgrad.engines.native.kernels.choose import Choice, choose
+from groupgrad.kernels import library, status
+from groupgrad.kernels.choose import Choice, choose
 
 pytestmark = pytest.mark.skipif(library() is None, reason=status())
 

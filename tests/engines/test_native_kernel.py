@@ -22,9 +22,9 @@ from groupgrad.engines.native import NativeEngine, graphs
 from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.direct import DirectModel, direct_model
 from groupgrad.engines.native.forward import last_logits
-from groupgrad.engines.native.kernels import build, library, status
-from groupgrad.engines.native.kernels.choose import choose
-from groupgrad.engines.native.kernels.step import CompiledModel
+from groupgrad.kernels import build, library, status
+from groupgrad.kernels.choose import choose
+from groupgrad.engines.native.compiled import CompiledModel
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
 BASE: dict[str, Any] = {
@@ -341,7 +341,7 @@ def test_mixed_precision_does_not_disturb_the_first_use(fresh: Path):
 
 @needs_kernels
 def test_two_processes_may_compile_at_once(fresh: Path):
-    code = "from groupgrad.engines.native.kernels import status; print(status())"
+    code = "from groupgrad.kernels import status; print(status())"
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
         for _ in range(2)

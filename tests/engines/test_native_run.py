@@ -13,8 +13,8 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine, graphs, session
 from groupgrad.engines.native import engine as engine_module
-from groupgrad.engines.native.kernels import library, status
-from groupgrad.engines.native.kernels.step import CompiledModel
+from groupgrad.kernels import library, status
+from groupgrad.engines.native.compiled import CompiledModel
 from groupgrad.engines.native.known import Knowledge
 from groupgrad.models.norms import fine_norms
 

@@ -45,7 +45,7 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
 
     from groupgrad.engines.base import SamplingOptions
     from groupgrad.engines.choice import EngineOptions, choose_engine
-    from groupgrad.engines.native.kernels import build as kernels
+    from groupgrad.kernels import build as kernels
     from groupgrad.models import load
     from groupgrad.models.forward import ForwardOptions
     from groupgrad.models.startup import check_layout

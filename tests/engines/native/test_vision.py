@@ -20,8 +20,8 @@ from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.direct import direct_model
 from groupgrad.engines.native.forward import last_logits
 from groupgrad.engines.native.graphs import Steps
-from groupgrad.engines.native.kernels import library
-from groupgrad.engines.native.kernels.step import CompiledModel
+from groupgrad.kernels import library
+from groupgrad.engines.native.compiled import CompiledModel
 from groupgrad.engines.native.schedule import Group
 from groupgrad.engines.native.session import _last_place
 from groupgrad.engines.transformers import TransformersEngine

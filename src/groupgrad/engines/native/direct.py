@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupgrad.engines.native.kernels.step import CompiledModel, compiled_model
+from groupgrad.engines.native.compiled import CompiledModel, compiled_model
 from groupgrad.models.attention import AttentionCall, AttentionPlan
 from groupgrad.models.vision import sees
 

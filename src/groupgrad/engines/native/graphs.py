@@ -12,7 +12,7 @@ from torch import nn
 from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
 from groupgrad.engines.native.direct import DirectModel
 from groupgrad.engines.native.forward import step_logits
-from groupgrad.engines.native.kernels.step import CompiledModel, Free
+from groupgrad.engines.native.compiled import CompiledModel, Free
 from groupgrad.engines.native.store import Store
 
 logger = logging.getLogger(__name__)

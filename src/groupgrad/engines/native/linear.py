@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupgrad.engines.native.kernels import library
+from groupgrad.kernels import library
 
 FEW_ROWS = 64
 """Up to which our own kernel is used."""

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupgrad.engines.base import Request
-from groupgrad.engines.native.kernels import library
-from groupgrad.engines.native.kernels.choose import Choice, choose
-from groupgrad.engines.native.kernels.step import Free
+from groupgrad.kernels import library
+from groupgrad.kernels.choose import Choice, choose
+from groupgrad.engines.native.compiled import Free
 from groupgrad.engines.native.options import Choosing
 
 TILE = 1 << 19

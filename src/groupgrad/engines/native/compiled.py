@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from groupgrad.engines.native.attention import Standing
-from groupgrad.engines.native.kernels.build import library
+from groupgrad.kernels.build import library
 from groupgrad.engines.native.linear import is_plain, lies_plainly
 from groupgrad.engines.native.store import Store
 from groupgrad.models.attention import AttentionCall

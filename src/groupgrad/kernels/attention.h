@@ -83,7 +83,10 @@ inline void dots(const float *block, const float *keys, long width, float *tile,
             Vec value = load(block + (k * M + m) * LANES);
             KEEP(value);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sums[n * M + m] += value * key[n];
+            for (int n = 0; n < N; n++) {
+                sums[n * M + m] += value * key[n];
+                if (M * N <= 4) KEEP(sums[n * M + m]);  // see `sum`
+            }
         }
     }
     if (const long rest = width % LANES) {
@@ -178,7 +181,10 @@ inline void mix_columns(const float *weights, long stride, const float *values, 
 #pragma GCC unroll 4
         for (int q = 0; q < Q; q++)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) sums[q][v] += weights[q * stride + p] * value[v];
+            for (int v = 0; v < V; v++) {
+                sums[q][v] += weights[q * stride + p] * value[v];
+                if (Q * V <= 4) KEEP(sums[q][v]);
+            }
     }
     for (int q = 0; q < Q; q++)
         for (int v = 0; v < V; v++) store(output + q * width + v * LANES, sums[q][v]);
@@ -193,7 +199,10 @@ void mix_some(const float *weights, long stride, const float *values, long count
     for (; d + LANES <= width; d += LANES) mix_columns<Q, 1>(weights, stride, values + d, count, width, output + d);
     for (; d < width; d++)
         for (int q = 0; q < Q; q++)
-            for (long p = 0; p < count; p++) output[q * width + d] += weights[q * stride + p] * values[p * width + d];
+            for (long p = 0; p < count; p++) {
+                float &to = output[q * width + d];
+                to = fused(weights[q * stride + p], values[p * width + d], to);
+            }
 }
 
 // output (queries, width) += weights (queries, stride) times values (count, width).

@@ -4,20 +4,13 @@
 // With few rows a step is bound by reading the weights once; with many, by multiplications. One kernel serves both (see
 // `products.h`). All threads go through a step together and take what there is to do piece by piece.
 //
-// `step.py` mirrors the structures below. Plain C types only, so that no header of torch is needed.
-
-#include <cmath>
-#include <memory>
-#include <new>
+// `engines/native/compiled.py` mirrors the structures below. Plain C types only, so that no header of torch is needed.
 
 #include "attention.h"
+#include "memory.h"
+#include "parts.h"
 
 extern "C" {
-
-struct Linear {
-    const float *weight;  // (outputs, width)
-    const float *bias;    // (outputs) or null
-};
 
 struct Layer {
     const float *attention_norm, *query_norm, *key_norm, *gated_norm;  // those of heads may be null
@@ -48,14 +41,6 @@ struct Rows {
 namespace {
 
 constexpr long QUERIES = 16;     // that read a prompt's keys together, unless one row has more heads
-constexpr long SMALL = 1 << 21;  // multiplications that are done before other threads would have begun
-
-// All threads: output (rows, stride) = input times the layer's weight, plus its bias.
-void linear(Turn &turn, const Columns &input, const Linear &layer, float *tile, float *output, long stride) {
-    product(turn, input, layer.weight, tile, [&](const Outputs &outputs) {
-        put_rows(outputs, input.rows, layer.bias, output, stride);
-    });
-}
 
 // All threads: output += input times the layer's weight, plus its bias.
 void add_linear(Turn &turn, const Columns &input, const Linear &layer, float *tile, const Columns &output) {
@@ -69,68 +54,51 @@ void add_linear(Turn &turn, const Columns &input, const Linear &layer, float *ti
     });
 }
 
-// All threads: the rows at which pointers `from(row)` point, side by side.
-template <class From>
-void put_side_by_side(const Columns &output, From from) {
-    constexpr long PART = 128;
-    const long grains = output.padded_rows() / GRAIN, parts = (output.width + PART - 1) / PART;
-#pragma omp for
-    for (long task = 0; task < grains * parts; task++) {
-        const long row = task % grains * GRAIN, start = task / grains * PART;
-        const float *rows[GRAIN];
-        for (long i = 0; i < GRAIN; i++) rows[i] = row + i < output.rows ? from(row + i) : nullptr;
-        output.put(row, rows, start, std::min(output.width, start + PART));
-    }
-}
-
-// ------------------------------------------------------------------------------------------------ small parts
-
-// In float64: an error of the factor is one of all numbers together, which no sum that follows averages out.
-void normalise(const float *input, const float *weight, long width, float epsilon, float *output) {
-    double squares = 0.0;
-#pragma omp simd reduction(+ : squares)
-    for (long i = 0; i < width; i++) squares += static_cast<double>(input[i]) * input[i];
-    const double factor = 1.0 / std::sqrt(squares / width + epsilon);
-    for (long i = 0; i < width; i++) output[i] = static_cast<float>(weight[i] * (input[i] * factor));
-}
-
-void rotate(const float *cosines, const float *sines, long width, float *values) {
-    const long half = width / 2;
-    for (long i = 0; i < half; i++) {
-        const float one = values[i], other = values[half + i];
-        values[i] = one * cosines[i] - other * sines[i];
-        values[half + i] = other * cosines[half + i] + one * sines[half + i];
-    }
-}
-
 // All threads: the rows of `input` normalised.
 void normalise_all(const Columns &input, const float *weight, float epsilon, const Columns &output) {
-    typedef double Doubles __attribute__((vector_size(8 * GRAIN)));
+    typedef double GrainDoubles __attribute__((vector_size(8 * GRAIN)));
 #pragma omp for
     for (long row = 0; row < input.padded_rows(); row += GRAIN) {
         const Columns::Block block = input.block_of(row);
         const float *from = block.data + (row - block.first);
         float *to = output.data + (from - input.data);
-        Doubles squares = {};
-        for (long k = 0; k < input.width; k++) {
-            const Doubles value = __builtin_convertvector(load_as<Grain>(from + k * block.rows), Doubles);
-            squares += value * value;
+        GrainDoubles sums[NORM_SUMS] = {};
+        const auto add = [&](long k, long i) {
+            const auto value = __builtin_convertvector(load_as<Grain>(from + (k + i) * block.rows), GrainDoubles);
+            sums[i] += value * value;
+        };
+        long k = 0;
+        for (; k + NORM_SUMS <= input.width; k += NORM_SUMS)
+#pragma GCC unroll 8
+            for (long i = 0; i < NORM_SUMS; i++) add(k, i);
+        for (long i = 0; i < input.width - k; i++) add(k, i);
+        GrainDoubles factors;
+        for (long i = 0; i < GRAIN; i++) {
+            double squares[NORM_SUMS];
+            for (long j = 0; j < NORM_SUMS; j++) squares[j] = sums[j][i];
+            factors[i] = norm_factor(squares, input.width, epsilon);
         }
-        Doubles factors;
-        for (int i = 0; i < GRAIN; i++) factors[i] = 1.0 / std::sqrt(squares[i] / input.width + epsilon);
-        for (long k = 0; k < input.width; k++) {
-            const Doubles value = __builtin_convertvector(load_as<Grain>(from + k * block.rows), Doubles);
+        for (k = 0; k < input.width; k++) {
+            const auto value = __builtin_convertvector(load_as<Grain>(from + k * block.rows), GrainDoubles);
             store_as(to + k * block.rows, __builtin_convertvector(weight[k] * (value * factors), Grain));
         }
     }
 }
 
-// to = silu(gates) * ups, of `count` numbers.
-void gate_values(const float *gates, const float *ups, long count, float *to) {
-    for (long i = 0; i < count; i += LANES) {
-        const Vec gate = load_some(gates + i, count - i);
-        const Vec value = gate / (1.0f + exponential(-gate)) * load_some(ups + i, count - i);
-        std::memcpy(to + i, &value, std::min<long>(LANES, count - i) * sizeof(float));
+// As torch rounds it: both products, then their sum.
+void rotate(const float *cosines, const float *sines, long width, float *values) {
+    const long half = width / 2;
+    for (long i = 0; i < half; i += LANES) {
+        const long count = half - i;
+        const Vec one = load_some(values + i, count), other = load_some(values + half + i, count);
+        Vec a = one * load_some(cosines + i, count), b = other * load_some(sines + i, count);
+        Vec c = other * load_some(cosines + half + i, count), d = one * load_some(sines + half + i, count);
+        ROUND(a);
+        ROUND(b);
+        ROUND(c);
+        ROUND(d);
+        store_some(values + i, a - b, count);
+        store_some(values + half + i, c + d, count);
     }
 }
 
@@ -329,29 +297,6 @@ struct Step {
     }
 };
 
-// Uninitialised parts of one piece, each of which begins where a cache line does: a vector over two lines is read twice.
-class Memory {
-    static constexpr long LINE_FLOATS = LINE / 4;
-    std::unique_ptr<float[]> all;
-    float *next = nullptr;
-
-public:
-    // How much a part of so many takes.
-    static long whole(long floats) { return (floats + LINE_FLOATS - 1) / LINE_FLOATS * LINE_FLOATS; }
-
-    // For parts that take so much together.
-    explicit Memory(long floats) : all(new (std::nothrow) float[floats + LINE_FLOATS]) {
-        if (all) next = all.get() + (-reinterpret_cast<uintptr_t>(all.get()) / 4) % LINE_FLOATS;
-    }
-
-    bool is_there() const { return next != nullptr; }
-
-    float *take(long floats) {
-        next += whole(floats);
-        return next - whole(floats);
-    }
-};
-
 }  // namespace
 
 extern "C" {
@@ -382,26 +327,6 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
     Step::plan_products(*model, plan, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     step.run(plan, Scratch(scratch + omp_get_thread_num() * Memory::whole(each), *model), logits);
-    return 0;
-}
-
-// output (rows, outputs) = input (rows, width) times weight (outputs, width), plus bias; 1 if there is no memory for it.
-int groupgrad_linear(const float *input, const float *weight, const float *bias, float *output, int64_t rows,
-                     int64_t width, int64_t outputs, int threads) {
-    Memory memory(Memory::whole(in_grains(rows) * width) + threads * TILE);
-    if (!memory.is_there()) return 1;
-    const Columns columns{memory.take(in_grains(rows) * width), rows, width};
-    float *tiles = memory.take(threads * TILE);
-    if (rows * width * outputs < SMALL) threads = 1;
-    Product only;
-    Plan plan(&only);
-    plan.add(weight, nullptr, outputs, width, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        Turn turn(plan);
-        put_side_by_side(columns, [&](long row) { return input + row * width; });
-        linear(turn, columns, {weight, bias}, tiles + omp_get_thread_num() * TILE, output, outputs);
-    }
     return 0;
 }
 }

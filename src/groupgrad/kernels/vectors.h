@@ -48,6 +48,13 @@ typedef int32_t GrainWhole __attribute__((vector_size(4 * GRAIN)));
 #define KEEP(value)
 #endif
 
+// A product is rounded before it is added to something.
+#if defined(__aarch64__)
+#define ROUND(value) asm("" : "+w"(value))
+#else
+#define ROUND(value) KEEP(value)
+#endif
+
 namespace {
 
 inline Vec load(const float *from) { return *reinterpret_cast<const Loose *>(from); }
@@ -73,7 +80,23 @@ inline Vec load_part(const float *from, long count) {
 
 inline Vec load_some(const float *from, long count) { return count >= LANES ? load(from) : load_part(from, count); }
 
+inline void store_some(float *to, Vec value, long count) {
+    if (count >= LANES)
+        store(to, value);
+    else
+        std::memcpy(to, &value, count * sizeof(float));
+}
+
 inline long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
+
+// a * b + c, rounded once where the machine can.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 inline Vec splat(float value) { return value - Vec{}; }
 

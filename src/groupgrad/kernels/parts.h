@@ -1,0 +1,95 @@
+// The parts of a layer that decode steps and passes over many tokens have in common. Each gives a token the same numbers
+// to the last bit, whatever tokens are computed beside it.
+
+#pragma once
+
+#include <cmath>
+
+#include "products.h"
+
+extern "C" {
+
+struct Linear {
+    const float *weight;  // (outputs, width)
+    const float *bias;    // (outputs) or null
+};
+}
+
+namespace {
+
+constexpr long SMALL = 1 << 21;       // multiplications that are done before other threads would have begun
+constexpr long SMALL_PART = 1 << 15;  // numbers of which the same is true
+
+// All threads: the rows at which pointers `from(row)` point, side by side.
+template <class From>
+void put_side_by_side(const Columns &output, From from) {
+    constexpr long PART = 128;
+    const long grains = output.padded_rows() / GRAIN, parts = (output.width + PART - 1) / PART;
+#pragma omp for
+    for (long task = 0; task < grains * parts; task++) {
+        const long row = task % grains * GRAIN, start = task / grains * PART;
+        const float *rows[GRAIN];
+        for (long i = 0; i < GRAIN; i++) rows[i] = row + i < output.rows ? from(row + i) : nullptr;
+        output.put(row, rows, start, std::min(output.width, start + PART));
+    }
+}
+
+// All threads: output (rows, stride) = input times the layer's weight, plus its bias.
+void linear(Turn &turn, const Columns &input, const Linear &layer, float *tile, float *output, long stride) {
+    product(turn, input, layer.weight, tile, [&](const Outputs &outputs) {
+        put_rows(outputs, input.rows, layer.bias, output, stride);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------ norms
+
+// In float64: an error of the factor is one of all numbers together, which no sum that follows averages out. The squares
+// of every eighth number are summed, then the eight sums by halves.
+constexpr long NORM_SUMS = 8;
+
+typedef double Doubles __attribute__((vector_size(8 * NORM_SUMS)));
+typedef float Floats __attribute__((vector_size(4 * NORM_SUMS)));
+
+inline Doubles doubles(const float *from) { return __builtin_convertvector(load_as<Floats>(from), Doubles); }
+
+// The factor of a vector of so many numbers, whose squares have these sums.
+inline double norm_factor(const double *squares, long width, float epsilon) {
+    double sums[NORM_SUMS];
+    std::memcpy(sums, squares, sizeof(sums));
+    for (long half = NORM_SUMS / 2; half > 0; half /= 2)
+        for (long i = 0; i < half; i++) sums[i] += sums[half + i];
+    return 1.0 / std::sqrt(sums[0] / width + epsilon);
+}
+
+inline float normalised(float value, double factor, float weight) {
+    return static_cast<float>(weight * (value * factor));
+}
+
+// The normalised numbers of a vector; its factor.
+double normalise(const float *input, const float *weight, long width, float epsilon, float *output) {
+    Doubles sums = {};
+    const long whole = width / NORM_SUMS * NORM_SUMS;
+    for (long i = 0; i < whole; i += NORM_SUMS) {
+        const Doubles value = doubles(input + i);
+        sums += value * value;
+    }
+    double squares[NORM_SUMS];
+    std::memcpy(squares, &sums, sizeof(sums));
+    for (long i = whole; i < width; i++) squares[i - whole] += static_cast<double>(input[i]) * input[i];
+    const double factor = norm_factor(squares, width, epsilon);
+    for (long i = 0; i < width; i++) output[i] = normalised(input[i], factor, weight[i]);
+    return factor;
+}
+
+// ------------------------------------------------------------------------------------------------ gates
+
+// to = silu(gates) * ups, of `count` numbers.
+void gate_values(const float *gates, const float *ups, long count, float *to) {
+    for (long i = 0; i < count; i += LANES) {
+        const Vec gate = load_some(gates + i, count - i);
+        const Vec value = gate / (1.0f + exponential(-gate)) * load_some(ups + i, count - i);
+        store_some(to + i, value, count - i);
+    }
+}
+
+}  // namespace
