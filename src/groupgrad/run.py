@@ -31,7 +31,7 @@ from groupgrad.models.attention import unplug
 from groupgrad.models.checkpoint import load_renamed
 from groupgrad.models.forward import unwrap
 from groupgrad.models.liger import kernels_in_force
-from groupgrad.models.norms import own_norms
+from groupgrad.models.parts import own_parts
 from groupgrad.models.reference import Reference
 from groupgrad.models.sharded import is_sharded
 from groupgrad.rollout.base import row_seed
@@ -155,7 +155,7 @@ class TrainingRun(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
             unplug(self.model)
-            own_norms(self.model)
+            own_parts(self.model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, graphs
 from groupgrad.engines.native.attention import ProbePlan
+from groupgrad.engines.native.compiled import CompiledModel
 from groupgrad.engines.native.direct import DirectModel, direct_model
 from groupgrad.engines.native.forward import last_logits
 from groupgrad.kernels import build, library, status
 from groupgrad.kernels.choose import choose
-from groupgrad.engines.native.compiled import CompiledModel
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
 BASE: dict[str, Any] = {

@@ -13,10 +13,10 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine, graphs, session
 from groupgrad.engines.native import engine as engine_module
-from groupgrad.kernels import library, status
 from groupgrad.engines.native.compiled import CompiledModel
 from groupgrad.engines.native.known import Knowledge
-from groupgrad.models.norms import fine_norms
+from groupgrad.kernels import library, status
+from groupgrad.models.parts import compiled_parts
 
 OPTIONS = SamplingOptions(max_new_tokens=90, eos_ids=(1, 3), pad_id=0, temperature=1.3)
 
@@ -144,7 +144,7 @@ def test_numbers_that_are_none_say_nothing_about_later_weights(model, monkeypatc
 
 def test_norms_that_a_training_pass_left_behind_are_computed_directly(model, runs):
     model.gradient_checkpointing = True
-    with fine_norms(model):
+    with compiled_parts(model):
         pass
     assert "forward" in model.model.norm.__dict__
     NativeEngine(model).sample(requests(), OPTIONS)

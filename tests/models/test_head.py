@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupgrad.kernels.build import SWITCH
 from groupgrad.models.head import Foreseen, HeadRecipe, Tiles, foreseen_scores, tiled_scores
 from groupgrad.models.tiles import slices
 from groupgrad.types import TokenScores
@@ -369,10 +370,12 @@ def test_with_foresight_tiles_are_computed_once(monkeypatch):
     from groupgrad.models import tiles
 
     passes: list[int] = []
-    compute = tiles._Grid.logits
-    monkeypatch.setattr(
-        tiles._Grid, "logits", lambda self, h, w, b: (passes.append(len(h) * len(w)), compute(self, h, w, b))[1]
-    )
+
+    def counted(compute):
+        return lambda self, h, w, b: (passes.append(len(h) * len(w)), compute(self, h, w, b))[1]
+
+    for way in ("logits", "raw_logits"):
+        monkeypatch.setattr(tiles._Grid, way, counted(getattr(tiles._Grid, way)))
     case = make_case(12, 36, tiles=Tiles(5, 16))
     case.gradients()
     assert sum(passes) == 2 * 12 * 36
@@ -473,7 +476,8 @@ def test_on_cuda_it_is_as_on_the_processor(dtype):
         torch.testing.assert_close(ours.cpu(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
-def test_the_logits_of_a_small_vocabulary_are_rounded_once():
+def test_without_kernels_the_logits_of_a_small_vocabulary_are_rounded_once(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
     torch.manual_seed(0)
     hidden, weight, tokens = torch.randn(4000, 64), 0.6 * torch.randn(19, 64), torch.randint(19, (4000,))
     expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)

@@ -33,8 +33,8 @@ TIMEOUT_S = 120.0
 _SOURCES, _HEADERS = (
     [Path(__file__).with_name(name) for name in names]
     for names in (
-        ("choose.cpp", "decode.cpp", "forward.cpp", "sample.cpp"),
-        ("attention.h", "memory.h", "parts.h", "products.h", "soon.h", "vectors.h"),
+        ("choose.cpp", "decode.cpp", "forward.cpp", "head.cpp", "sample.cpp"),
+        ("attention.h", "chances.h", "memory.h", "parts.h", "products.h", "soon.h", "vectors.h"),
     )
 )
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
@@ -216,13 +216,11 @@ def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.groupgrad_norm_gradient.argtypes = [pointer] * 6 + [number] * 2 + [ctypes.c_int]
     found.groupgrad_gate.argtypes = [pointer] * 3 + [number, ctypes.c_int]
     found.groupgrad_gate_gradient.argtypes = [pointer] * 5 + [number, ctypes.c_int]
-    for quiet in (
-        found.groupgrad_norm,
-        found.groupgrad_norm_gradient,
-        found.groupgrad_gate,
-        found.groupgrad_gate_gradient,
-    ):
-        quiet.restype = None
+    for quiet in ("norm", "norm_gradient", "gate", "gate_gradient", "score", "tile", "finish"):
+        getattr(found, f"groupgrad_{quiet}").restype = None
+    found.groupgrad_score.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 3 + [ctypes.c_int]
+    found.groupgrad_tile.argtypes = [pointer, ctypes.c_int]
+    found.groupgrad_finish.argtypes = [pointer] * 2 + [number] + [pointer] * 3
     found.groupgrad_attend.argtypes = [pointer, pointer, number, ctypes.c_int]
     inputs, weight, bias, output = (torch.linspace(-1, 1, n) for n in (9 * 37, 29 * 37, 29, 9 * 29))
     pointers = [x.data_ptr() for x in (inputs, weight, bias, output)]

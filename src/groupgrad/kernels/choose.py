@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from groupgrad.kernels.head import BITS
+
 
 @dataclass(slots=True, frozen=True)
 class Choice:
@@ -27,10 +29,33 @@ def choose(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, draws
     float32 in one piece on a CPU, and where memory is short. A row whose logits are no finite numbers gets a log-prob
     that is none either.
     """
-    if logits.dtype != torch.float32 or logits.device.type != "cpu" or not logits.is_contiguous() or not logits.numel():
+    if not _is_readable(logits):
         return None
     draws, tokens = draws.contiguous(), torch.empty(len(logits), dtype=torch.int64)
     logprobs, entropies = torch.empty(2, len(logits)).unbind()
     pointers = [x.data_ptr() for x in (draws, tokens, logprobs, entropies)]
-    failed = kernels.groupgrad_choose(logits.data_ptr(), *logits.shape, temperature, *pointers, torch.get_num_threads())
+    factor, threads = bits_factor(temperature), torch.get_num_threads()
+    failed = kernels.groupgrad_choose(logits.data_ptr(), *logits.shape, factor, *pointers, threads)
     return None if failed else Choice(tokens, logprobs, entropies)
+
+
+def score(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, tokens: torch.Tensor) -> Choice | None:
+    """`tokens` (n,) that were chosen in another way, with the log-probs and entropies that `choose` would give."""
+    if not _is_readable(logits):
+        return None
+    tokens = tokens.contiguous()
+    logprobs, entropies = torch.empty(2, len(logits)).unbind()
+    pointers = [x.data_ptr() for x in (tokens, logprobs, entropies)]
+    factor, threads = bits_factor(temperature), torch.get_num_threads()
+    kernels.groupgrad_score(logits.data_ptr(), *logits.shape, factor, *pointers, threads)
+    return Choice(tokens, logprobs, entropies)
+
+
+def bits_factor(temperature: float) -> float:
+    """What logits are multiplied with to be in bits."""
+    return 1.0 / temperature * BITS
+
+
+def _is_readable(logits: torch.Tensor) -> bool:
+    is_float = logits.dtype == torch.float32 and logits.device.type == "cpu"
+    return is_float and logits.is_contiguous() and logits.numel() > 0

@@ -12,7 +12,7 @@ struct Model;
 struct Rows;
 int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens, const int64_t *positions,
                      float *logits, int threads);
-int groupgrad_choose(const float *logits, int64_t rows, int64_t vocabulary, float temperature, const double *draws,
+int groupgrad_choose(const float *logits, int64_t rows, int64_t vocabulary, float factor, const double *draws,
                      int64_t *tokens, float *logprobs, float *entropies, int threads);
 
 struct Choosing {
@@ -22,7 +22,7 @@ struct Choosing {
     const int64_t *requests, *counts;   // of each row: its place in the tables, and the tokens it has there
     const int64_t *ends;                // tokens that end a row
     int64_t num_ends;
-    float temperature;
+    float factor;  // of logits in bits
 };
 
 // Up to `steps` tokens (steps, n) for each row, from the newest `tokens` (n) at `positions` (n) on, and how many: fewer if
@@ -41,7 +41,7 @@ int64_t groupgrad_sample(const Model *model, const Rows *rows, const Choosing *c
         };
         for (int64_t row = 0; row < count; row++) draws[row] = choosing->draws[at(row)];
         if (groupgrad_decode(model, rows, tokens, places.get(), logits, threads)) return -1;
-        if (groupgrad_choose(logits, count, vocabulary, choosing->temperature, draws.get(), chosen, numbers.get(),
+        if (groupgrad_choose(logits, count, vocabulary, choosing->factor, draws.get(), chosen, numbers.get(),
                              numbers.get() + count, threads))
             return -1;
         bool has_ended = false;

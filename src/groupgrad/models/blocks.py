@@ -9,11 +9,14 @@ again.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from groupgrad.kernels import library
+from groupgrad.kernels.attend import attend, flat_spans
 from groupgrad.models.attention import AttentionCall
 
 QUERY_TILE = 256
@@ -137,16 +140,23 @@ def _make_masks(block: Block, window: int | None) -> _Masks:
 
 
 def attend_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: list[Block], call: AttentionCall
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: list[Block],
+    call: AttentionCall,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(T, Hq, D) outputs for query (Hq, T, D), key and value (Hkv, T, D); every token is a query of one block.
 
-    Differentiable in query, key, value and the sinks. Scores and weights are float32 whatever the inputs are.
+    Differentiable in query, key, value and the sinks. Scores and weights are float32 whatever the inputs are. `rows`
+    (n, 4) are the same rows as `kernels.attend.flat_spans` wants them: outputs are then computed by the kernels, if
+    these can, as they are when tokens are sampled.
     """
     if call.dropout:
         raise ValueError(f"attention dropout of {call.dropout} cannot be used in the shared-prompt layout")
     arguments = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), call.sinks)
-    return _BlockAttention.apply(*arguments, blocks, call)  # pyright: ignore[reportReturnType]
+    return _BlockAttention.apply(*arguments, blocks, rows, call)  # pyright: ignore[reportReturnType]
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -158,13 +168,16 @@ class _BlockAttention(torch.autograd.Function):
         value: torch.Tensor,
         sinks: torch.Tensor | None,
         blocks: list[Block],
+        rows: torch.Tensor | None,
         call: AttentionCall,
     ) -> torch.Tensor:
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        with torch.autocast(query.device.type, enabled=False):
-            for block in blocks:
-                weights, _ = _weights(_scores(block, query, key, call, finely=True), block, sinks, call)
-                _put(output, block, _Keys(block, value).mix(weights))
+        output = None if rows is None else _compiled_output(query, key, value, rows, call)
+        if output is None:
+            output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            with torch.autocast(query.device.type, enabled=False):
+                for block in blocks:
+                    weights, _ = _weights(_scores(block, query, key, call, finely=True), block, sinks, call)
+                    _put(output, block, _Keys(block, value).mix(weights))
         ctx.save_for_backward(query, key, value, sinks, output)
         ctx.blocks, ctx.call = blocks, call
         return output
@@ -183,7 +196,27 @@ class _BlockAttention(torch.autograd.Function):
             for block in ctx.blocks:
                 _backward_block(block, ctx.call, (query, key, value, sinks), (output, grad), grads)
         grad_sinks = None if sinks is None or grads.sinks is None else grads.sinks.to(sinks.dtype)
-        return grads.query, grads.key, grads.value, grad_sinks, None, None
+        return grads.query, grads.key, grads.value, grad_sinks, None, None, None
+
+
+def _compiled_output(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, call: AttentionCall
+) -> torch.Tensor | None:
+    """(T, Hq, D) outputs by the kernels, from tensors (T, H, D); None if these cannot."""
+    kernels = kernel_for(query, key, value, call)
+    if kernels is None:
+        return None
+    key, value = (x.transpose(0, 1).contiguous() for x in (key, value))
+    spans = flat_spans(rows, key, value)
+    return attend(kernels, query.transpose(0, 1), spans, len(key), scale=call.scale, window=call.window)
+
+
+def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> ctypes.CDLL | None:
+    """The kernels, if they know this attention."""
+    if call.softcap is not None or call.sinks is not None or key.shape[-1] != value.shape[-1]:
+        return None
+    is_known = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (query, key, value))
+    return library() if is_known else None
 
 
 @dataclass(slots=True)

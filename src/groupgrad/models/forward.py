@@ -21,7 +21,7 @@ from torch import nn
 from groupgrad.models.attention import AttentionPlan, attention_dropout, plannable, run_planned
 from groupgrad.models.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
 from groupgrad.models.layout import FlatLayout, flat_layout
-from groupgrad.models.norms import fine_norms
+from groupgrad.models.parts import compiled_parts
 from groupgrad.models.recipe import head_layer, head_recipe
 from groupgrad.models.sharded import is_sharded, runnable
 from groupgrad.models.shortage import scored_in_parts
@@ -131,7 +131,7 @@ def _score_places(
     if asked is not None:
         rows, positions = rows[asked], positions[asked]
     head = _head_on(model, (rows, positions), source.shape, tokens, options, foreseen)
-    with view.shown(model), fine_norms(model), head as seen:
+    with view.shown(model), compiled_parts(model), head as seen:
         if source.plan is None or source.places is None:
             output = model(input_ids=view.ids, use_cache=False, **source.extra)
         else:

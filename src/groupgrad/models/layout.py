@@ -52,8 +52,9 @@ class Stretch:
 class BlockPlan:
     """The attention plan (see `attention.AttentionPlan`) of rows that share prompts."""
 
-    def __init__(self, blocks: list[Block], places: TokenPlaces):
+    def __init__(self, blocks: list[Block], places: TokenPlaces, rows: torch.Tensor):
         cpu = torch.device("cpu")
+        self._rows = rows
         self._blocks, self._places = {cpu: blocks}, {cpu: places}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -68,7 +69,7 @@ class BlockPlan:
             output = attend_flex(query, key, value, self._places[device], call)
             if output is not None:
                 return output
-        return attend_blocks(query, key, value, self._blocks[device], call)
+        return attend_blocks(query, key, value, self._blocks[device], call, self._rows)
 
 
 @dataclass(slots=True)
@@ -132,9 +133,20 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
             if len(completions[i]):
                 predictors[i] = np.concatenate([[last], np.arange(first, first + len(completions[i]) - 1)])
             rows.append(row)
-    plan = BlockPlan(make_blocks([*groups.values(), *rows], groups), _token_places(groups, rows, positions))
+    all_rows = [*groups.values(), *rows]
+    plan = BlockPlan(
+        make_blocks(all_rows, groups), _token_places(groups, rows, positions), _row_table(all_rows, groups)
+    )
     device = batch.completion_ids.device
     return FlatLayout(_tensor(ids, device), _tensor(positions, device), _tensor(predictors, device), plan, stretches)
+
+
+def _row_table(rows: Sequence[Row], groups: dict[int, Row]) -> torch.Tensor:
+    """(n, 4) int64: the start and the length of each row, and of its prompt."""
+    none = Row(0, 0)
+    prompts = [groups.get(row.group, none) for row in rows]
+    table = [(r.start, r.length, p.start, p.length) for r, p in zip(rows, prompts)]
+    return torch.tensor(table, dtype=torch.int64).view(-1, 4)
 
 
 def _token_places(groups: dict[int, Row], rows: Sequence[Row], positions: list[np.ndarray]) -> TokenPlaces:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-BITS = math.log2(math.e)
-"""Bits in a nat."""
+from groupgrad.kernels import library
+from groupgrad.kernels.head import BITS, ExactSums, Wanted, pass_tile
+from groupgrad.kernels.parts import product
+
 NATS = math.log(2.0)
 """Nats in a bit."""
 
@@ -168,6 +170,8 @@ class Sums:
     """(L,) sum of p, 1 if the normaliser is right."""
     moment: torch.Tensor
     """(L,) sum of p * log2 p."""
+    exact: Scores | None = None
+    """The scores, if they have been found already."""
 
     @classmethod
     def zeros(cls, like: torch.Tensor) -> Sums:
@@ -176,6 +180,8 @@ class Sums:
 
     def scores(self, normaliser: torch.Tensor) -> Scores:
         """The scores under the distributions made exact."""
+        if self.exact is not None:
+            return self.exact
         excess = self.total.log2()
         entropy = excess - self.moment / self.total
         return Scores((self.chosen - excess) * NATS, entropy * NATS, normaliser + excess)
@@ -200,14 +206,16 @@ class _Grid:
         self._weight, self._bias, self._job = weight, bias, job
         self.tokens = list(slices(num_tokens, job.tiles.tokens))
         """Slices of the tokens; the first is the longest."""
-        self._columns = list(slices(len(weight), job.tiles.vocab))
+        self._columns = list(slices(len(weight), job.tiles.vocab, 128))
         size = (self.tokens[0].stop if self.tokens else 0) * self.vocab_size
         self._logits = torch.empty(size, dtype=job.exact, device=weight.device)
         self._chances = torch.empty_like(self._logits)
         self._slopes = None if job.cap is None else torch.empty_like(self._logits)
         self._rounded = None if job.dtype == job.exact else torch.empty_like(self._logits, dtype=job.dtype)
-        # A head of few tokens is a small part of its model, and can be summed in float64.
         is_float = job.dtype == torch.float32 and weight.device.type == "cpu"
+        self.kernels = library() if is_float and job.cap is None else None
+        """Compiled ones, which give a token the score that it is given when it is sampled."""
+        # A head of few tokens is a small part of its model, and can be summed in float64.
         self._is_fine = is_float and len(weight) <= weight.shape[1]
 
     def vocab(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
@@ -242,6 +250,12 @@ class _Grid:
             torch.addmm(bias, hidden, weight.t(), beta=factor, alpha=factor, out=logits)
         return logits if cap is None else logits.tanh_().mul_(cap)
 
+    def raw_logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """(t, v) logits by the kernels, before scale and temperature."""
+        assert self.kernels is not None
+        logits = _view(self._logits, (hidden.shape[0], weight.shape[0]))
+        return product(self.kernels, hidden, weight, bias, out=logits)
+
     def cap_slope(self, logits: torch.Tensor) -> torch.Tensor | None:
         """(t, v) slope of the cap at these logits; None without a cap."""
         cap = self._job.cap
@@ -264,6 +278,8 @@ def score_pass(
 ) -> Scores:
     """Scores in one pass: sums are rescaled whenever a larger logit appears. `hidden` is of the products' dtype."""
     grid = _Grid(len(hidden), weight, bias, job)
+    if grid.kernels is not None:
+        return _compiled_scores(grid, hidden, weight, tokens, job)
     like: dict[str, Any] = {"dtype": job.exact, "device": weight.device}
     # `top` stays finite so that no difference of it is NaN.
     top = torch.full((len(hidden),), torch.finfo(job.exact).min / 4, **like)
@@ -300,6 +316,29 @@ def score_pass(
     return scores
 
 
+def _compiled_scores(grid: _Grid, hidden: torch.Tensor, weight: HeadWeight, tokens: torch.Tensor, job: Job) -> Scores:
+    kernels, sums = grid.kernels, ExactSums.of_nothing(len(hidden))
+    assert kernels is not None
+    mean = torch.zeros_like(hidden) if job.keep_direction else None
+    for columns, w, b in grid.vocab():
+        for rows in grid.tokens:
+            tile, seen = grid.raw_logits(hidden[rows], w, b), sums.at(rows)
+            before = seen.sums[:, 0].clone()
+            pass_tile(kernels, tile, tokens[rows], columns.start, job.factor, sums=seen)
+            if mean is not None:
+                peaks = seen.sums[:, 0]
+                # The token's own share is left out: it nearly cancels, and is added exactly below.
+                wanted = Wanted(peaks.float(), torch.ones(len(peaks)))
+                pass_tile(kernels, tile, tokens[rows], columns.start, job.factor, wanted=wanted)
+                mean[rows] *= (before - peaks).exp2().float()[:, None]
+                _accumulate(mean[rows], tile, w)
+    scores = Scores(*sums.finish(kernels))
+    if mean is not None:
+        own = -torch.expm1(scores.logprobs)
+        scores.direction = weight[tokens] * own[:, None] - mean / sums.sums[:, 1:2].float()
+    return scores
+
+
 def gradient_pass(
     hidden: torch.Tensor,
     weight: HeadWeight,
@@ -316,6 +355,7 @@ def gradient_pass(
     `hidden` is of the products' dtype and holds the tokens of `pull` alone, as does `found.hidden`.
     """
     grid = _Grid(len(hidden), weight, bias, job)
+    seen_exactly = ExactSums.of_nothing(len(hidden)) if grid.kernels is not None and sums is not None else None
     # Half weights: the slice's gradient is summed in float32 and rounded once, when it is finished.
     own_sum = None
     if found.weight is not None and found.weight.dtype != job.exact:
@@ -325,9 +365,15 @@ def gradient_pass(
         if slice_sum is not None and own_sum is not None:
             slice_sum = own_sum[: len(w)]
         for rows in grid.tokens:
-            logits = grid.logits(hidden[rows], w, b)
-            seen = None if sums is None else Sums(sums.chosen[rows], sums.total[rows], sums.moment[rows])
-            tile = grid.rounded(_pull_tile(grid, logits, pull.at(rows), columns, job, seen))
+            if grid.kernels is not None:
+                tile = grid.raw_logits(hidden[rows], w, b)
+                seen = None if seen_exactly is None else seen_exactly.at(rows)
+                wanted, ids = _wanted(pull.at(rows), job), pull.tokens[rows]
+                pass_tile(grid.kernels, tile, ids, columns.start, job.factor, sums=seen, wanted=wanted)
+            else:
+                logits = grid.logits(hidden[rows], w, b)
+                seen = None if sums is None else Sums(sums.chosen[rows], sums.total[rows], sums.moment[rows])
+                tile = grid.rounded(_pull_tile(grid, logits, pull.at(rows), columns, job, seen))
             first = rows.start == 0 and not add
             if found.hidden is not None:
                 _accumulate(found.hidden[rows], tile, w, first=columns.start == 0)
@@ -338,6 +384,19 @@ def gradient_pass(
                 found.bias[columns] = part if first else found.bias[columns] + part
         if found.weight is not None and own_sum is not None and grid.tokens:
             found.weight[columns] = own_sum[: len(w)]
+    if grid.kernels is not None and sums is not None and seen_exactly is not None:
+        sums.exact = Scores(*seen_exactly.finish(grid.kernels))
+        sums.chosen = seen_exactly.chosen - pull.normaliser
+        sums.total = (seen_exactly.normaliser() - pull.normaliser).exp2().float()
+
+
+def _wanted(pull: Pull, job: Job) -> Wanted:
+    """d loss / d (h @ W.T + b) as the kernels are asked for it."""
+    of_chances, of_bits = -pull.of_chances * job.slope, None
+    if pull.to_entropy is not None and pull.entropy is not None:
+        to_entropy = -pull.to_entropy * job.slope
+        of_chances, of_bits = of_chances + to_entropy * pull.entropy, NATS * to_entropy
+    return Wanted(pull.normaliser, of_chances, pull.of_token * job.slope, of_bits)
 
 
 def _pull_tile(
@@ -376,10 +435,10 @@ def chosen_logits(
     return torch.where(ids == tokens, logits, math.nan)
 
 
-def slices(total: int, bound: int) -> Iterator[slice]:
-    """0 to total in slices of about equal length, at most `bound`, all but the last multiples of 64 if they can be."""
+def slices(total: int, bound: int, multiple: int = 64) -> Iterator[slice]:
+    """0 to total in slices of about equal length, at most `bound`; all but the last are multiples if they can be."""
     step = -(-total // -(-total // bound)) if total else 1
-    multiple = min(64, bound)
+    multiple = min(multiple, bound)
     step = min(-(-step // multiple) * multiple, bound)
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))

@@ -17,14 +17,14 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions, open_sessio
 from groupgrad.engines.choice import EngineOptions, choose_engine
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.attention import ProbePlan
+from groupgrad.engines.native.compiled import CompiledModel
 from groupgrad.engines.native.direct import direct_model
 from groupgrad.engines.native.forward import last_logits
 from groupgrad.engines.native.graphs import Steps
-from groupgrad.kernels import library
-from groupgrad.engines.native.compiled import CompiledModel
 from groupgrad.engines.native.schedule import Group
 from groupgrad.engines.native.session import _last_place
 from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.kernels import library
 from groupgrad.models import vision
 from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.types import Media, Rollout

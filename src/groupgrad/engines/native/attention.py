@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from groupgrad.engines.native.store import LayerShape, Slab, Store
+from groupgrad.kernels.attend import Span, Stored, attend
 from groupgrad.models.attention import AttentionCall
+from groupgrad.models.blocks import kernel_for
 
 QUERY_TILE = 256
 """Queries whose scores are computed at a time where the library's kernel does not fit."""
@@ -68,13 +70,19 @@ class PrefillPlan:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
+        for segment in self._segments:
+            span = slice(segment.start, segment.start + segment.length)
+            place, end = segment.place, segment.place.offset + segment.length
+            place.slab.keys[call.layer][place.slot, :, place.offset : end] = key[:, span]
+            place.slab.values[call.layer][place.slot, :, place.offset : end] = value[:, span]
+        kernels = kernel_for(query, key, value, call)
+        if kernels is not None and self._prompts.keys[call.layer].dtype == torch.float32:
+            spans = torch.tensor([self._span(segment, call.layer).record() for segment in self._segments])
+            return attend(kernels, query, spans, len(key), scale=call.scale, window=call.window)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
         for segment in self._segments:
             span = slice(segment.start, segment.start + segment.length)
-            keys, values = key[:, span], value[:, span]
-            place, end = segment.place, segment.place.offset + segment.length
-            place.slab.keys[call.layer][place.slot, :, place.offset : end] = keys
-            place.slab.values[call.layer][place.slot, :, place.offset : end] = values
+            keys, values, place = key[:, span], value[:, span], segment.place
             before = self._before(place)
             if before:
                 stored = [slab.keys[call.layer][at].to(keys.dtype) for slab, at in before]
@@ -83,6 +91,19 @@ class PrefillPlan:
                 values = torch.cat([*stored, values], dim=1)
             output[span] = causal_attention(query[:, span], keys, values, call).transpose(0, 1)
         return output
+
+    def _span(self, segment: Segment, layer: int) -> Span:
+        place, prompts = segment.place, self._prompts
+        own = Stored(place.slab.keys[layer][place.slot], place.slab.values[layer][place.slot])
+        prompt = Stored(prompts.keys[layer][place.prefix_slot], prompts.values[layer][place.prefix_slot])
+        return Span(
+            segment.start,
+            segment.length,
+            own,
+            place.offset,
+            prompt if place.prefix_length else None,
+            place.prefix_length,
+        )
 
     def _before(self, place: Place) -> list[tuple[Slab, tuple[int, slice, slice]]]:
         """Where the tokens before a sequence lie, in order."""

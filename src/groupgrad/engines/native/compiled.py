@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from groupgrad.engines.native.attention import Standing
-from groupgrad.kernels.build import library
 from groupgrad.engines.native.linear import is_plain, lies_plainly
 from groupgrad.engines.native.store import Store
+from groupgrad.kernels.build import library
+from groupgrad.kernels.choose import bits_factor
 from groupgrad.models.attention import AttentionCall
 
 ROTARY_KINDS = frozenset({"default", "linear", "llama3", "yarn"})
@@ -65,7 +66,7 @@ class _Choosing(ctypes.Structure):
         ("longest", _Number),
         *((name, _Pointer) for name in ("requests", "counts", "ends")),
         ("num_ends", _Number),
-        ("temperature", ctypes.c_float),
+        ("factor", ctypes.c_float),
     )
 
 
@@ -192,7 +193,7 @@ class CompiledModel:
         choosing = _Choosing(
             longest=free.draws.shape[1],
             num_ends=len(free.ends),
-            temperature=free.temperature,
+            factor=bits_factor(free.temperature),
             **{
                 name: getattr(free, name).data_ptr()
                 for name in ("draws", "logprobs", "entropies", "requests", "counts", "ends")

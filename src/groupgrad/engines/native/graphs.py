@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
+from groupgrad.engines.native.compiled import CompiledModel, Free
 from groupgrad.engines.native.direct import DirectModel
 from groupgrad.engines.native.forward import step_logits
-from groupgrad.engines.native.compiled import CompiledModel, Free
 from groupgrad.engines.native.store import Store
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupgrad.kernels import library
-
-FEW_ROWS = 64
-"""Up to which our own kernel is used."""
+from groupgrad.kernels.parts import linear
 
 
 @contextmanager
@@ -46,26 +44,9 @@ def fast_linears(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
 def _forward(module: nn.Linear, weight: torch.Tensor, own: ctypes.CDLL | None, input: torch.Tensor) -> torch.Tensor:
     if input.dtype != torch.float32:
         return F.linear(input, module.weight, module.bias)
-    num_rows = input.numel() // module.in_features
-    if own is not None and 0 < num_rows <= FEW_ROWS and input.shape[-1] == module.in_features:
-        return _own_product(module, own, input.contiguous(), num_rows)
+    if own is not None and input.shape[-1] == module.in_features:
+        return linear(own, input, module.weight, module.bias)
     return _kernel(input, weight, module.bias, "none", [], "")
-
-
-def _own_product(module: nn.Linear, own: ctypes.CDLL, input: torch.Tensor, num_rows: int) -> torch.Tensor:
-    weight, bias = module.weight, module.bias
-    output = input.new_empty(*input.shape[:-1], len(weight))
-    failed = own.groupgrad_linear(
-        input.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        output.data_ptr(),
-        num_rows,
-        input.shape[-1],
-        len(weight),
-        torch.get_num_threads(),
-    )
-    return F.linear(input, weight, bias) if failed else output
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

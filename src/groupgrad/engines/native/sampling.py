@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupgrad.engines.base import Request
-from groupgrad.kernels import library
-from groupgrad.kernels.choose import Choice, choose
 from groupgrad.engines.native.compiled import Free
 from groupgrad.engines.native.options import Choosing
+from groupgrad.kernels import library
+from groupgrad.kernels.choose import Choice, choose, score
 
 TILE = 1 << 19
 """Logits that are worked on at a time on a CPU: with their exponentials they stay in its cache."""
@@ -51,8 +51,9 @@ class Sampler:
         self._warpers = _warpers(choosing)
         self._scratch: dict[str, torch.Tensor] = {}
         self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
-        is_plain = device.type == "cpu" and not choosing.greedy and not choosing.is_cut
-        self._kernels = library() if is_plain else None
+        self._library = library() if device.type == "cpu" else None
+        self._kernels = None if choosing.greedy or choosing.is_cut else self._library
+        """Those that choose tokens, where a draw is all that a choice needs."""
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """The rows of requests that begin; everything before their first token counts as their prompts."""
@@ -139,6 +140,8 @@ class Sampler:
             tokens = _invert(spread, draws)
         # Logits that are no numbers find no place; `NativeEngine.sample` reports them by their log-probs.
         tokens = tokens.clamp_(max=logits.shape[1] - 1)
+        if self._library is not None and (found := score(self._library, logits, choosing.temperature, tokens)):
+            return found.tokens, found.logprobs, found.entropies
         chosen = logits.gather(-1, tokens[:, None]).sub_(spread.peak).div_(choosing.temperature).squeeze(-1)
         return tokens, chosen.double().sub_(log_total).float(), entropies.float()
 
