@@ -80,11 +80,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         grad, (_, of_input, of_weight, of_bias) = incoming[0], ctx.needs_input_grad
-        flat = grad.flatten(0, -2)
+        flat = grad.reshape(-1, grad.shape[-1])
         return (
             None,
-            flat.mm(weight).view(*grad.shape[:-1], -1) if of_input else None,
-            flat.t().mm(input.flatten(0, -2)) if of_weight else None,
+            flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if of_input else None,
+            flat.t().mm(input.reshape(-1, input.shape[-1])) if of_weight else None,
             flat.sum(0) if of_bias else None,
         )
 
