@@ -1,0 +1,233 @@
+"""Attention of many tokens: numbers of float64, and for each query the same bits whatever is computed beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from groupgrad.kernels.attend import Span, Stored, attend, flat_spans
+from groupgrad.models.attention import AttentionCall
+
+
+@dataclass
+class Heads:
+    """How many, and how wide."""
+
+    of_keys: int
+    repeat: int
+    width: int
+
+    def stored(self, places: int, spare: int = 3) -> Stored:
+        """Random keys and values; what lies in a head behind its places is no number."""
+        keys, values = torch.randn(2, self.of_keys, places + spare, self.width)
+        keys[:, places:] = values[:, places:] = torch.nan
+        return Stored(keys, values)
+
+    def queries(self, num_tokens: int) -> torch.Tensor:
+        return torch.randn(self.of_keys * self.repeat, num_tokens, self.width)
+
+
+def asked(heads: Heads, window: int | None = None, **changes: object) -> AttentionCall:
+    scale = heads.width**-0.5
+    return replace(AttentionCall(layer=0, scale=scale, window=window, softcap=None, sinks=None, dropout=0.0), **changes)
+
+
+def computed(kernels: ctypes.CDLL, query: torch.Tensor, spans: Sequence[Span], call: AttentionCall) -> torch.Tensor:
+    records = torch.tensor([span.record() for span in spans])
+    return attend(kernels, query, records, len(spans[0].own.keys), call)
+
+
+def exact(query: torch.Tensor, spans: Sequence[Span], call: AttentionCall) -> torch.Tensor:
+    """(T, Hq, D) float64, a span at a time."""
+    output = torch.full((query.shape[1], query.shape[0], query.shape[2]), torch.nan, dtype=torch.float64)
+    for span in (span for span in spans if span.length):
+        num_keys, repeat = span.prompt_length + span.offset + span.length, len(query) // len(span.own.keys)
+        parts = [(span.prompt, span.prompt_length), (span.own, span.offset + span.length)]
+        keys = torch.cat([x.keys[:, :n] for x, n in parts if x is not None], dim=1).double()
+        values = torch.cat([x.values[:, :n] for x, n in parts if x is not None], dim=1).double()
+        keys, values = (x.repeat_interleave(repeat, dim=0) for x in (keys, values))
+        at = slice(span.start, span.start + span.length)
+        scores = call.scale * query[:, at].double() @ keys.transpose(1, 2)
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        behind = torch.arange(num_keys - span.length, num_keys)[:, None] - torch.arange(num_keys)
+        scores = scores.masked_fill((behind < 0) | (behind >= (call.window or num_keys)), -torch.inf)
+        if call.sinks is not None:
+            scores = torch.cat([scores, call.sinks.double()[:, None, None].expand(-1, span.length, 1)], dim=2)
+        output[at] = (scores.softmax(-1)[..., :num_keys] @ values).transpose(0, 1)
+    return output
+
+
+def laid(heads: Heads, sizes: Sequence[tuple[int, int, int]], prompts: Sequence[int]) -> tuple[list[Span], int]:
+    """Spans of these (prompt's number or -1, offset, length) one after the other, and their tokens together."""
+    stored = [heads.stored(length) for length in prompts]
+    spans, end = [], 0
+    for number, offset, length in sizes:
+        prompt, prompt_length = (None, 0) if number < 0 else (stored[number], prompts[number])
+        spans.append(Span(end, length, heads.stored(offset + length), offset, prompt, prompt_length))
+        end += length
+    return spans, end
+
+
+def drawn(seed: int) -> list[tuple[int, int, int]]:
+    """A dozen spans behind three prompts or none; some resumed, some of one token, one long."""
+    draw = random.Random(seed)
+    sizes = [(draw.randrange(-1, 3), draw.choice((0, 0, 1, 17, 40)), draw.choice((1, 2, 5, 16, 23))) for _ in range(11)]
+    return [*sizes, (draw.randrange(-1, 3), draw.choice((0, 9)), 70)]
+
+
+PROMPTS = (1, 13, 61)
+KINDS = [(1, 8), (1, 80), (2, 20), (2, 64), (8, 8), (8, 20), (8, 64), (3, 33), (12, 4)]
+
+
+@pytest.mark.parametrize(("repeat", "width"), KINDS)
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+def test_numbers_are_those_of_float64(
+    repeat: int, width: int, window: int | None, kernels: ctypes.CDLL, threads: Callable[[int], None]
+):
+    seed = repeat * 100 + width + (window or 0)
+    torch.manual_seed(seed)
+    threads(1 + seed % 2)
+    heads = Heads(1 + seed % 3, repeat, width)
+    spans, num_tokens = laid(heads, drawn(seed), PROMPTS)
+    query, call = 2 * heads.queries(num_tokens), asked(heads, window)
+    torch.testing.assert_close(
+        computed(kernels, query, spans, call).double(), exact(query, spans, call), rtol=1e-5, atol=3e-6
+    )
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_caps_and_sinks(window: int | None, kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    heads = Heads(2, 3, 20)
+    spans, num_tokens = laid(heads, drawn(3), PROMPTS)
+    query = 5 * heads.queries(num_tokens)
+    sinks = torch.tensor([0.0, 30.0, -200.0, 3.0, -1.0, 9.0])
+    plain = computed(kernels, query, spans, asked(heads, window))
+    for changes in ({"softcap": 3.0}, {"softcap": 50.0}, {"sinks": sinks}, {"softcap": 8.0, "sinks": sinks}):
+        call = asked(heads, window, **changes)
+        found = computed(kernels, query, spans, call)
+        torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=5e-6)
+        assert not torch.allclose(found, plain, atol=1e-3)
+
+
+def test_sequences_longer_than_a_tile_of_scores(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    heads = Heads(1, 2, 8)
+    # 70 000 keys leave room for one token a tile, 9 000 for three.
+    for sizes, prompt in (([(0, 2, 3)], 70_000), ([(0, 1, 7), (-1, 3000, 5)], 9000)):
+        spans, num_tokens = laid(heads, sizes, [prompt])
+        query = heads.queries(num_tokens)
+        for window in (None, 600):
+            call = asked(heads, window)
+            torch.testing.assert_close(
+                computed(kernels, query, spans, call).double(), exact(query, spans, call), rtol=1e-5, atol=1e-6
+            )
+
+
+def cut(span: Span, lengths: Sequence[int]) -> list[Span]:
+    """The same tokens as several spans that resume each other."""
+    found, done = [], 0
+    for length in lengths:
+        part = replace(span, start=span.start + done, length=length, offset=span.offset + done)
+        found.append(part)
+        done += length
+    assert done == span.length
+    return found
+
+
+@pytest.mark.parametrize(("repeat", "width"), KINDS)
+@pytest.mark.parametrize("window", [None, 1, 6, 40])
+@pytest.mark.parametrize("special", [False, True])
+def test_a_query_gets_the_same_bits_whatever_is_computed_with_it(
+    repeat: int,
+    width: int,
+    window: int | None,
+    special: bool,
+    kernels: ctypes.CDLL,
+    threads: Callable[[int], None],
+):
+    torch.manual_seed(repeat + width)
+    heads = Heads(2, repeat, width)
+    spans, num_tokens = laid(heads, [(0, 0, 150), (-1, 0, 77), (1, 19, 20)], [50, 200])
+    changes = {"softcap": 4.0, "sinks": torch.randn(2 * repeat)} if special else {}
+    query, call = 3 * heads.queries(num_tokens), asked(heads, window, **changes)
+    threads(1)
+    whole = computed(kernels, query, spans, call)
+    single = [part for span in spans for part in cut(span, [1] * span.length)]
+    assert torch.equal(computed(kernels, query, single, call), whole)
+    uneven = [part for span in spans for part in cut(span, [3, span.length - 14, 11])]
+    threads(3)
+    assert torch.equal(computed(kernels, query, uneven[::-1], call), whole)
+    for part in (single[5], uneven[1], uneven[8]):
+        alone = replace(part, start=0)
+        at = slice(part.start, part.start + part.length)
+        assert torch.equal(computed(kernels, query[:, at], [alone], call), whole[at])
+
+
+def test_keys_may_lie_among_those_of_the_other_tokens(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    heads = Heads(2, 2, 20)
+    # Two prompts of 9 and 4 tokens, behind them three rows; the last one continues the second prompt.
+    rows = torch.tensor([[0, 9, 0, 0], [9, 4, 5, 0], [13, 7, 0, 9], [20, 1, 0, 9], [21, 30, 9, 4]])
+    query, key, value = heads.queries(51), torch.randn(2, 51, 20), torch.randn(2, 51, 20)
+
+    def part(start: int, length: int) -> Stored:
+        return Stored(key[:, start : start + length], value[:, start : start + length])
+
+    spans = [
+        Span(start, length, part(start, length), 0, part(before, many) if many else None, many)
+        for start, length, before, many in rows.tolist()
+    ]
+    call = asked(heads)
+    found = attend(kernels, query, flat_spans(rows, key, value), 2, call)
+    assert torch.equal(found, computed(kernels, query, spans, call))
+    torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=1e-6)
+
+
+def test_queries_may_lie_anyhow(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    heads = Heads(2, 2, 20)
+    spans, num_tokens = laid(heads, drawn(1), PROMPTS)
+    query, call = heads.queries(num_tokens), asked(heads)
+    expected = computed(kernels, query, spans, call)
+    by_token = query.transpose(0, 1).contiguous().transpose(0, 1)
+    backwards = query.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    among_others = torch.randn(4, num_tokens, 60)[..., 20:40].copy_(query)
+    for other in (by_token, backwards, among_others):
+        assert not other.is_contiguous()
+        assert torch.equal(computed(kernels, other, spans, call), expected)
+
+
+def test_rows_without_tokens_of_their_own(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    heads = Heads(2, 1, 8)
+    spans, num_tokens = laid(heads, [(0, 0, 0), (0, 0, 4), (1, 0, 0), (1, 3, 0), (0, 2, 5), (1, 0, 0)], [6, 9])
+    query, call = heads.queries(num_tokens), asked(heads)
+    found = computed(kernels, query, spans, call)
+    torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_that_are_no_numbers_stay_in_their_rows(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    heads = Heads(1, 2, 20)
+    spans, num_tokens = laid(heads, [(-1, 0, 5), (0, 0, 3)], [6])
+    query, call = heads.queries(num_tokens), asked(heads)
+    plain = computed(kernels, query, spans, call)
+    spans[0].own.keys[0, 0, 3] = torch.nan
+    found = computed(kernels, query, spans, call)
+    assert found[:5].isnan().all() and torch.equal(found[5:], plain[5:])
+
+
+def test_scores_far_apart(kernels: ctypes.CDLL):
+    heads = Heads(1, 1, 8)
+    spans, _ = laid(heads, [(0, 0, 40)], [30])
+    query, call = 1000 * heads.queries(40), asked(heads)
+    found = computed(kernels, query, spans, call)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-3, atol=1e-3)
