@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -14,8 +15,8 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_width", "window")),
         *((name, ctypes.c_int64) for name in ("head_stride", "token_stride")),
-        *((name, ctypes.c_void_p) for name in ("queries", "output")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("queries", "output", "sinks")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
 
@@ -57,6 +58,10 @@ class Span:
         )  # fmt: skip
 
 
+OFFSET = 2
+"""Place of `Span.offset` in a record."""
+
+
 def flat_spans(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """(n, 10) records of rows whose keys and values (Hkv, T, D) lie among the queries' own, in one piece.
 
@@ -69,33 +74,47 @@ def flat_spans(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     return torch.stack([start, length, torch.zeros_like(start), prompt_length, stride, stride, *addresses], dim=1)
 
 
+class Scores(Protocol):
+    """What is asked of attention's scores; see `models.attention.AttentionCall`."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def sinks(self) -> torch.Tensor | None: ...
+
+
 def attend(
     kernels: ctypes.CDLL,
     query: torch.Tensor,
     spans: torch.Tensor,
     num_key_heads: int,
-    *,
-    scale: float,
-    window: int | None,
+    scores: Scores,
 ) -> torch.Tensor:
     """(T, Hq, D) float32 outputs of queries (Hq, T, D), whose numbers of a head lie side by side.
 
-    `spans` (n, 10) int64 are their records; every query belongs to one. A query sees the `window` newest keys, its own
-    included, or all. MemoryError if there is no room for the scores of some tokens.
+    `spans` (n, 10) int64 are their records; every query belongs to one. MemoryError if there is no room for the scores
+    of some tokens.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_heads, num_tokens, width = query.shape
     output = query.new_empty(num_tokens, num_heads, width)
+    sinks = None if scores.sinks is None else scores.sinks.detach().float().contiguous()
     call = _Attention(
         heads=num_heads,
         kv_heads=num_key_heads,
         head_width=width,
-        window=window or 0,
+        window=scores.window or 0,
         head_stride=query.stride(0),
         token_stride=query.stride(1),
         queries=query.data_ptr(),
         output=output.data_ptr(),
-        scale=scale,
+        sinks=None if sinks is None else sinks.data_ptr(),
+        scale=scores.scale,
+        softcap=scores.softcap or 0.0,
     )
     failed = kernels.groupgrad_attend(ctypes.addressof(call), spans.data_ptr(), len(spans), torch.get_num_threads())
     if failed:

@@ -146,9 +146,9 @@ void score_together(
 
 // ------------------------------------------------------------------------------------------------ weights and values
 
-// Exponentials in place, divided by their sum.
-void softmax(float *scores, long count) {
-    float peak = scores[0], total = 0.0f;
+// Exponentials in place, divided by their sum, to which a sink adds its own, or null.
+void softmax(float *scores, long count, const float *sink = nullptr) {
+    float peak = sink ? *sink : scores[0], total = 0.0f;
 #pragma omp simd reduction(max : peak)
     for (long i = 0; i < count; i++) peak = std::max(peak, scores[i]);
     long i = 0;
@@ -164,8 +164,25 @@ void softmax(float *scores, long count) {
         for (long j = i; j < count; j++) total += scores[j];
     }
     for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    if (sink) total += exponential(splat(*sink - peak))[0];
     const float factor = 1.0f / total;
     for (long j = 0; j < count; j++) scores[j] *= factor;
+}
+
+// cap * tanh(score / cap) in place.
+void cap_scores(float *scores, long count, float cap) {
+    for (long i = 0; i < count; i += LANES) {
+        const Vec x = load_some(scores + i, count - i) / cap, square = x * x, negative = -x;
+        // Near 0 the quotient of exponentials would have few digits.
+        Vec series = splat(62.0f / 2835);
+        series = series * square - 17.0f / 315;
+        series = series * square + 2.0f / 15;
+        series = series * square - 1.0f / 3;
+        series = x + x * square * series;
+        const Vec shrunk = exponential(2.0f * (x > 0.0f ? negative : x)), large = (1.0f - shrunk) / (1.0f + shrunk);
+        const Vec signed_large = x > 0.0f ? large : -large;
+        store_some(scores + i, cap * (square < 0.0625f ? series : signed_large), count - i);
+    }
 }
 
 // output[q] += the sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns.

@@ -6,8 +6,7 @@
 
 extern "C" {
 
-// Consecutive tokens of a sequence, whose keys and values are stored, and what comes before them. `models/kernels.py`
-// mirrors it.
+// Consecutive tokens of a sequence, whose keys and values are stored, and what comes before them. `attend.py` mirrors it.
 struct Span {
     int64_t query, length;  // places of the tokens among the queries
     int64_t offset;         // of the first of them in its sequence, behind the prompt
@@ -20,8 +19,9 @@ struct Attention {
     int64_t heads, kv_heads, head_width, window;  // `window`: keys that a query sees, its own included; 0: all
     int64_t head_stride, token_stride;            // of the queries
     const float *queries;
-    float *output;  // (tokens, heads, head_width)
-    float scale;
+    float *output;       // (tokens, heads, head_width)
+    const float *sinks;  // (heads) one more score each, of nothing; or null
+    float scale, softcap;  // scores become softcap * tanh(score / softcap), unless that is 0
 };
 }
 
@@ -81,7 +81,10 @@ public:
         score_prompt(prompt_begin);
         score_own(own_begin);
         for (long i = 0; i < tokens; i++)
-            for (long q = i * repeat(); q < (i + 1) * repeat(); q++) weigh(scores + q * stride(), i, begin);
+            for (long j = 0; j < repeat(); j++) {
+                const float *sink = call.sinks ? call.sinks + head * repeat() + j : nullptr;
+                weigh(scores + (i * repeat() + j) * stride(), i, begin, sink);
+            }
         float *mixed = queries;  // they are not needed any more
         std::fill(mixed, mixed + num_queries() * width, 0.0f);
         mix(num_queries(), scores + prompt_begin, stride(),
@@ -124,10 +127,11 @@ private:
     }
 
     // The weights of a token's query over all keys from `begin` on; 0 for those that it does not see.
-    void weigh(float *of_query, long token, long begin) const {
+    void weigh(float *of_query, long token, long begin, const float *sink) const {
         const long from = first_key(token), end = position(token) + 1;
         std::fill(of_query + begin, of_query + from, 0.0f);
-        softmax(of_query + from, end - from);
+        if (call.softcap != 0.0f) cap_scores(of_query + from, end - from, call.softcap);
+        softmax(of_query + from, end - from, sink);
         std::fill(of_query + end, of_query + stride(), 0.0f);
     }
 };

@@ -203,20 +203,18 @@ def _compiled_output(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, call: AttentionCall
 ) -> torch.Tensor | None:
     """(T, Hq, D) outputs by the kernels, from tensors (T, H, D); None if these cannot."""
-    kernels = kernel_for(query, key, value, call)
+    kernels = kernel_for(query, key, value)
     if kernels is None:
         return None
     key, value = (x.transpose(0, 1).contiguous() for x in (key, value))
     spans = flat_spans(rows, key, value)
-    return attend(kernels, query.transpose(0, 1), spans, len(key), scale=call.scale, window=call.window)
+    return attend(kernels, query.transpose(0, 1), spans, len(key), call)
 
 
-def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> ctypes.CDLL | None:
-    """The kernels, if they know this attention."""
-    if call.softcap is not None or call.sinks is not None or key.shape[-1] != value.shape[-1]:
-        return None
+def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ctypes.CDLL | None:
+    """The kernels, if they know such tensors (..., D)."""
     is_known = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (query, key, value))
-    return library() if is_known else None
+    return library() if is_known and key.shape[-1] == value.shape[-1] else None
 
 
 @dataclass(slots=True)

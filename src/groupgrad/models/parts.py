@@ -59,8 +59,13 @@ def compiled_parts(model: nn.Module) -> Iterator[None]:
 def own_parts(model: nn.Module) -> None:
     """Give the parts inside `model` back what their classes compute."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), _Replaced):
+        if is_replaced(module):
             del module.forward
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """True if `compiled_parts` has taken the module over."""
+    return isinstance(module.__dict__.get("forward"), _Replaced)
 
 
 class _Replaced:

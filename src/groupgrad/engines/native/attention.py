@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from groupgrad.engines.native.store import LayerShape, Slab, Store
-from groupgrad.kernels.attend import Span, Stored, attend
+from groupgrad.kernels.attend import OFFSET, Span, Stored, attend
 from groupgrad.models.attention import AttentionCall
 from groupgrad.models.blocks import kernel_for
 
@@ -75,10 +75,10 @@ class PrefillPlan:
             place, end = segment.place, segment.place.offset + segment.length
             place.slab.keys[call.layer][place.slot, :, place.offset : end] = key[:, span]
             place.slab.values[call.layer][place.slot, :, place.offset : end] = value[:, span]
-        kernels = kernel_for(query, key, value, call)
+        kernels = kernel_for(query, key, value)
         if kernels is not None and self._prompts.keys[call.layer].dtype == torch.float32:
             spans = torch.tensor([self._span(segment, call.layer).record() for segment in self._segments])
-            return attend(kernels, query, spans, len(key), scale=call.scale, window=call.window)
+            return attend(kernels, query, spans, len(key), call)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
         for segment in self._segments:
             span = slice(segment.start, segment.start + segment.length)
@@ -213,6 +213,7 @@ class DecodePlan:
         self._places: dict[tuple[int, torch.device], _Places] = {}
         self._masks: dict[tuple[int | None, int, torch.device], _Masks] = {}
         self._row_tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._spans: torch.Tensor | None = None
         longest, prompt = max(standing.lengths), max(standing.prompt_lengths)
         self._num_steps = 0
         self._is_even = shape is None and min(standing.lengths) == longest
@@ -231,6 +232,8 @@ class DecodePlan:
         for (name, _), tensor in self._row_tensors.items():
             if name == "lengths":
                 tensor.add_(num_tokens)
+        if self._spans is not None:
+            self._spans[:, OFFSET] += num_tokens
         # Masks of prompts outlive a step unless a window moves over them.
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks.own is None}
 
@@ -254,6 +257,9 @@ class DecodePlan:
         pairs, num_prompt = self._num_groups * heads, self._num_prompt
         own_keys, own_values = store.own.keys[call.layer][:rows], store.own.values[call.layer][:rows]
         self._write(own_keys, own_values, key, value)
+        kernels = None if self._shape is not None or own_keys.dtype != torch.float32 else kernel_for(query, key, value)
+        if kernels is not None:
+            return attend(kernels, query, self._spans_of(call.layer), heads, call)
         own_keys = own_keys.flatten(0, 1)[:, : self._num_own]
         own_values = own_values.flatten(0, 1)[:, : self._num_own]
         prompt_keys = store.prompts.keys[call.layer].flatten(0, 1)[:pairs, :num_prompt]
@@ -270,6 +276,18 @@ class DecodePlan:
         own_weights = weights[..., num_prompt : num_prompt + self._num_own]
         mixed = torch.baddbmm(mixed.index_select(0, places.of_row), own_weights, own_values)
         return mixed.view(rows, -1, own_values.shape[2]).to(query.dtype)
+
+    def _spans_of(self, layer: int) -> torch.Tensor:
+        """(n, 10) the rows' records for the kernels, a span of one token each (see `kernels.attend.Span`)."""
+        own, prompts, standing = self._store.own, self._store.prompts, self._standing
+        if self._spans is None:
+            rows, groups = torch.arange(len(standing.groups)), torch.tensor(standing.groups)
+            one, lengths = torch.ones_like(rows), torch.tensor(standing.lengths) + self._num_steps
+            counts = (rows, one, lengths, torch.tensor(standing.prompt_lengths))
+            self._spans = torch.stack([*counts, one, one, groups, groups, rows, rows], dim=1)
+        tensors = (prompts.keys[layer], prompts.values[layer], own.keys[layer], own.values[layer])
+        strides = [1, 1, 1, 1, tensors[0].stride(1), tensors[2].stride(1), *(4 * x.stride(0) for x in tensors)]
+        return self._spans * torch.tensor(strides) + torch.tensor([0] * 6 + [x.data_ptr() for x in tensors])
 
     def _weights(self, scores: torch.Tensor, call: AttentionCall, heads: int) -> torch.Tensor:
         scores = finish_scores(scores, call)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupgrad.engines.native.compiled import CompiledModel, compiled_model
+from groupgrad.kernels import library, parts
 from groupgrad.models.attention import AttentionCall, AttentionPlan
+from groupgrad.models.parts import is_replaced
 from groupgrad.models.vision import sees
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -53,7 +56,8 @@ class _Layer:
     output: _Map
     gated_norm: _Map
     gate: _Map
-    activation: _Map
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Of what `gate` and `up` give."""
     up: _Map
     down: _Map
 
@@ -81,12 +85,12 @@ class DirectModel:
                 query, key = layer.query_norm(query), layer.key_norm(key)
             num_heads = query.shape[1]
             both = torch.cat([query, key], dim=1)
-            both = torch.addcmul(both * cos, both.roll(half, -1), sin).transpose(0, 1)
+            both = (both * cos + both.roll(half, -1) * sin).transpose(0, 1)
             value = layer.value(normed).unflatten(-1, (-1, layer.head_width)).transpose(0, 1)
             mixed = plan.attend(both[:num_heads], both[num_heads:], value, layer.call)
             hidden = hidden + layer.output(mixed.flatten(1))
             normed = layer.gated_norm(hidden)
-            hidden = hidden + layer.down(layer.activation(layer.gate(normed)).mul_(layer.up(normed)))
+            hidden = hidden + layer.down(layer.gated(layer.gate(normed), layer.up(normed)))
         return self._head(self._norm(hidden))
 
 
@@ -135,7 +139,7 @@ def _is_watched(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
-        or ("forward" in module.__dict__ and type(module) is not nn.Linear)
+        or ("forward" in module.__dict__ and type(module) is not nn.Linear and not is_replaced(module))
     )
 
 
@@ -153,7 +157,7 @@ def _read_layer(layer: Any, calls: dict[int, AttentionCall]) -> _Layer:
         output=_map(attention.o_proj),
         gated_norm=_map(layer.post_attention_layernorm),
         gate=_map(gated.gate_proj),
-        activation=F.silu if isinstance(gated.act_fn, nn.SiLU) else gated.act_fn,
+        gated=_gated(gated.act_fn),
         up=_map(gated.up_proj),
         down=_map(gated.down_proj),
     )
@@ -164,6 +168,16 @@ def _map(module: Any) -> _Map:
     if type(module) is nn.Linear:
         return module.forward
     if type(module).__name__.endswith("RMSNorm") and set(module._parameters) == {"weight"}:
-        weight, epsilon = module.weight, module.variance_epsilon
+        weight, epsilon, kernels = module.weight, module.variance_epsilon, library()
+        if kernels is not None:
+            return lambda hidden: parts.norm(kernels, hidden, weight, epsilon)
         return lambda hidden: F.rms_norm(hidden, weight.shape, weight, epsilon)
     return module
+
+
+def _gated(activation: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """activation(gate) * up."""
+    kernels = library() if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation" else None
+    if kernels is not None:
+        return partial(parts.gated, kernels)
+    return lambda gate, up: activation(gate).mul_(up)

@@ -25,7 +25,7 @@ from groupgrad.engines.native.stops import StopStrings
 from groupgrad.engines.native.store import LayerShape, Store
 from groupgrad.models.forward import evaluation_mode, unwrap
 from groupgrad.models.memory import free_bytes
-from groupgrad.models.parts import own_parts
+from groupgrad.models.parts import compiled_parts, own_parts
 
 MEMORY_SHARE = 0.5
 """Share of the free memory that keys and values may take if no bound is given."""
@@ -90,7 +90,8 @@ class NativeEngine:
         model = unwrap(self._model)
         # Whoever trains without the trainer may have left them otherwise, and then nothing is computed directly.
         own_parts(model)
-        with evaluation_mode(self._model), self._precision(), fast_linears(model, pack=self._pack_weights):
+        linears = fast_linears(model, pack=self._pack_weights)
+        with evaluation_mode(self._model), self._precision(), linears, compiled_parts(model):
             session = self._make_session(model, choosing, statistics)
             try:
                 yield session

@@ -11,7 +11,6 @@ from torch import nn
 
 from groupgrad.models.attention import AttentionPlan, run_planned
 from groupgrad.models.forward import output_head
-from groupgrad.models.parts import compiled_parts
 
 
 def last_logits(
@@ -21,7 +20,7 @@ def last_logits(
 
     `extra` are further arguments of the model, its images. ValueError if the model cannot run plans.
     """
-    with compiled_parts(model), _head_on(model, last, ids.shape[0]) as seen:
+    with _head_on(model, last, ids.shape[0]) as seen:
         logits = run_planned(model, ids, positions, plan, **extra).logits[0]
     # The head's input was narrowed unless this model computes its logits in another way.
     return logits if seen["narrowed"] else logits[last.to(logits.device)]
