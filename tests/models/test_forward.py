@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from unordered import UnorderedSums
 
 from groupgrad.models.forward import (
     ForwardOptions,
@@ -326,3 +327,21 @@ def test_only_loss_tokens_are_scored(layout: Any, tiled: bool, build, batch, mon
     torch.testing.assert_close(found.logprobs, expected.logprobs * trained, **TOLERANCE)
     torch.testing.assert_close(found.entropy, expected.entropy * trained, **TOLERANCE)
     assert_same_gradients(gradients(model, (weights * found.logprobs).sum()), reference)
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "dense"])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_gradients_are_added_up_in_a_fixed_order(layout: Any, tiled: bool, build, batch):
+    """The last token of a shared prompt predicts the first of every row; a run that is resumed adds up as before."""
+    model = build("qwen3")
+    with UnorderedSums() as sums:
+        scores = score_tokens(model, batch, ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True))
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    assert sums.found == []
+
+
+def test_gradients_are_added_up_in_a_fixed_order_where_the_head_is_not_known(build, batch, monkeypatch):
+    monkeypatch.setattr("groupgrad.models.forward.output_head", lambda model: None)
+    with UnorderedSums() as sums:
+        score_tokens(build("qwen3"), batch, ForwardOptions(tiled_head=False)).logprobs.sum().backward()
+    assert sums.found == []

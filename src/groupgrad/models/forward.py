@@ -141,7 +141,7 @@ def _score_places(
         return replace(seen.scores, aux_loss=aux_loss)
     # The head's input was narrowed to the completion tokens unless this model computes its logits in another way.
     logits = output.logits
-    logits = logits[0] if seen.narrowed else logits[rows, positions + logits.shape[1] - source.shape[1]]
+    logits = logits[0] if seen.narrowed else _at(logits, rows, positions + logits.shape[1] - source.shape[1])
     return _scores(logits, tokens, options, aux_loss)
 
 
@@ -278,6 +278,18 @@ def _dense_layout(batch: Batch, pad_id: int) -> tuple[torch.Tensor, torch.Tensor
     return ids, mask.long(), rows, prompt_lengths[rows] + place_in_row - 1
 
 
+def _at(states: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """(L, H) of states (B, T, H) at these rows and positions.
+
+    What a prompt's last token predicts is the first token of many rows, whose gradients add up there: in a fixed order,
+    or runs of the same seed would part.
+    """
+    rows, positions = rows.to(states.device), positions.to(states.device)
+    if states.device.type != "cpu":
+        return states[rows, positions]  # on GPUs it is this that adds up in a fixed order
+    return states.flatten(0, 1).index_select(0, rows * states.shape[1] + positions)
+
+
 @dataclass(slots=True)
 class _Seen:
     """What was found at the output head during a forward pass."""
@@ -317,7 +329,7 @@ def _head_on(
             return None
         seen.narrowed = True
         # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
-        hidden = hidden[rows.to(hidden.device), (positions + hidden.shape[1] - width).to(hidden.device)]
+        hidden = _at(hidden, rows, positions + hidden.shape[1] - width)
         if recipe is None or inside:
             return (hidden.unsqueeze(0), *inputs[1:])
         seen.scores = _tiled(module, hidden, tokens, recipe, options, foreseen)

@@ -72,4 +72,5 @@ def spread(values: PerToken | PerRow, layout: Layout) -> torch.Tensor:
     """(L,) the value that holds for each token: its own, or its row's."""
     if isinstance(values, PerToken):
         return values.values
-    return values.values[layout.row_of_token]
+    # Not values[rows]: on a CPU the gradient of that adds up in the order in which threads come by.
+    return values.values.index_select(0, layout.row_of_token)
