@@ -36,6 +36,7 @@ from groupgrad.rollout.totals import step_totals
 from groupgrad.run import TrainingRun
 from groupgrad.step.foresight import foresee
 from groupgrad.step.memory import Trained, memory_guard
+from groupgrad.step.ordering import ordered_sums
 from groupgrad.step.sampled import SampledNumbers
 from groupgrad.step.scores import needed_scores
 from groupgrad.step.work import has_gradient, share_out
@@ -231,7 +232,7 @@ class GRPOTrainer(TrainingRun):
                 self._micro_batches = self._make_step(inputs.ticks)
                 self.memory.begin_step()
             batch = self._micro_batches[inputs.index]
-            with self._joined(is_last=inputs.index == len(inputs.ticks) - 1):
+            with self._joined(is_last=inputs.index == len(inputs.ticks) - 1), ordered_sums(model):
                 trained = self.memory.train(batch, lambda part: self._forward_and_backward(model, part))
         self.metric_store.add(trained.metrics)
         self.entropy_controller.observe(trained.metrics["entropy"])

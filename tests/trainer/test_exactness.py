@@ -256,3 +256,14 @@ def test_the_sampler_computes_in_trainings_precision(make_trainer, adapted, bf16
     trainer.train()
     for batch in trainer.buffer.get(0):
         torch.testing.assert_close(batch.sampling_logprobs, batch.old_logprobs, rtol=0, atol=1e-5)
+
+
+def test_training_adds_up_in_a_fixed_order_and_leaves_the_users_setting_alone(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    seen = []
+    handle = trainer.model.model.layers[-1].register_full_backward_pre_hook(
+        lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
+    trainer.train()
+    handle.remove()
+    assert seen and all(seen) and not torch.are_deterministic_algorithms_enabled()
