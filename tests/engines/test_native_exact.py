@@ -1,7 +1,8 @@
-"""On a CPU in float32 a token's log-prob is the same number, to the last bit, when it is sampled and when it is trained."""
+"""In float32 on a CPU a token has the same log-prob, to the last bit, when it is sampled and when it is trained."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,14 @@ class Row:
     entropies: list[float]
     sampled: list[bool] | None = None
 
+    def add(self, ids: list[int], sample: Sample | None) -> None:
+        """More tokens, sampled or given."""
+        none = [math.nan] * len(ids)
+        self.ids += ids
+        self.logprobs += none if sample is None else sample.logprobs or none
+        self.entropies += none if sample is None else sample.entropies or none
+        self.sampled = [*(self.sampled or ()), *[sample is not None] * len(ids)]
+
 
 def requests(vocabulary: int, num_rows: int = 14, longest: int = 40) -> list[Request]:
     """Rows of unequal budgets behind a prompt of one token, a short one and two long ones."""
@@ -106,7 +115,7 @@ def batch_of(rows: Sequence[Row]) -> Batch:
     rollouts = []
     for i, row in enumerate(rows):
         prompt = Prompt(row.prompt, {"prompt": ""}, groups.setdefault(tuple(row.prompt), len(groups)))
-        numbers = {"sampling_logprobs": row.logprobs, "sampling_entropy": row.entropies}
+        numbers: dict[str, Any] = {"sampling_logprobs": row.logprobs, "sampling_entropy": row.entropies}
         rollouts.append(Rollout(prompt, i, row.ids, "eos", "", "", sampled=row.sampled, **numbers))
     return collate(rollouts, [1.0] * len(rows), mask_truncated=False)
 
@@ -144,3 +153,152 @@ def test_trained_as_sampled(kind: str, num_threads: int, threads: Callable[[int]
     samples = NativeEngine(model).sample(asked, OPTIONS)
     threads(3 - num_threads)
     assert_trained_alike(model, rows_of(asked, samples))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+        {"min_p": 0.02, "repetition_penalty": 1.2},
+        {"extra": {"do_sample": False}},
+        {"eos_ids": tuple(range(40))},
+        {"eos_ids": tuple(range(40)), "top_p": 0.8, "temperature": 0.7},
+    ],
+    ids=", ".join,
+)
+def test_however_tokens_are_chosen(changes: dict[str, Any]):
+    options = replace(OPTIONS, **changes)
+    for kind in ("qwen2", "qwen3, tied, odd widths"):
+        model = make(kind)
+        asked = requests(model.config.vocab_size)
+        samples = NativeEngine(model).sample(asked, options)
+        if "eos_ids" in changes:
+            assert len({len(sample.ids) for sample in samples}) > 3, "rows of many lengths"
+        assert_trained_alike(model, rows_of(asked, samples), options.temperature)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen2, tied, window in one layer", "qwen3"])
+def test_rows_that_gave_way_and_were_computed_anew(kind: str):
+    model, options = make(kind), replace(OPTIONS, max_new_tokens=150, eos_ids=())
+    config = model.config
+    bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    prompts = ([5, 6, 7, 8, 9], [10, 11], [12, 13, 14])
+    asked = [Request(prompts[i // 3], i, 40 + 12 * i) for i in range(9)]
+    tight = NativeEngine(model, kv_memory=300 * bytes_per_token)
+    samples = tight.sample(asked, options)
+    assert tight.statistics.num_preempted > 0
+    assert tight.statistics.num_prefilled > 100, "some were long when they gave way"
+    assert samples == NativeEngine(model).sample(asked, options)
+    assert samples == NativeEngine(model, max_rows=2).sample(asked, options)
+    assert_trained_alike(model, rows_of(asked, samples))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen3, tied, odd widths"])
+def test_rows_longer_than_a_tile_of_keys(kind: str):
+    model = make(kind)
+    asked = requests(model.config.vocab_size, num_rows=8, longest=240)
+    options = replace(OPTIONS, max_new_tokens=240, eos_ids=())
+    batch = assert_trained_alike(model, rows_of(asked, NativeEngine(model).sample(asked, options)))
+    assert batch.num_tokens > 512, "more than a tile of tokens"
+
+
+def talk(engine: NativeEngine, asked: Sequence[Request], vocabulary: int, *, keep: bool) -> list[Row]:
+    """Rows of three turns at most, the later ones behind 0 to 30 given tokens."""
+    draw = random.Random(1)
+    rows = [Row(request.prompt_ids, [], [], [], []) for request in asked]
+    tickets: list[int | None] = [None] * len(rows)
+    with engine.session(OPTIONS) as session:
+        for turn in range(3):
+            speaking: dict[int, Row] = {}
+            for i, row in enumerate(rows[: len(rows) - 2 * turn]):
+                given = [draw.randrange(3, vocabulary) for _ in range((0, 1, 5, 30)[i % 4])] if turn else []
+                row.add(given, None)
+                context, before = [*row.prompt, *row.ids], tickets[i] if keep else None
+                ticket = session.submit(Request(context, 50 * turn + i, 4 + 3 * i, continues=before, keep=keep))
+                speaking[ticket], tickets[i] = row, ticket
+            while session.num_open:
+                for ticket, sample in session.advance():
+                    speaking[ticket].add(sample.ids, sample)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_turns_with_given_tokens_between_them(kind: str, is_tight: bool):
+    model = make(kind)
+    asked = requests(model.config.vocab_size, num_rows=8)
+    engine = NativeEngine(model)
+    rows = talk(engine, asked, model.config.vocab_size, keep=True)
+    if is_tight:
+        tight = NativeEngine(model, kv_memory=engine.statistics.peak_bytes // 2)
+        found = talk(tight, asked, model.config.vocab_size, keep=True)
+        assert tight.statistics.num_restored < engine.statistics.num_restored, "some were dropped"
+        assert found == rows
+    assert engine.statistics.num_restored > 0
+    assert_trained_alike(model, rows)
+
+
+def test_turns_that_nothing_was_kept_of_are_close():
+    """Their whole context is a prompt then; training knows the first turn's alone, and sums scores behind it in another
+    order."""
+    model = make("qwen3")
+    asked = requests(model.config.vocab_size, num_rows=8)
+    batch = batch_of(talk(NativeEngine(model), asked, model.config.vocab_size, keep=False))
+    scores = score_tokens(model, batch, ForwardOptions())
+    assert batch.sampling_logprobs is not None
+    at = batch.trained
+    torch.testing.assert_close(scores.logprobs[at], batch.sampling_logprobs[at], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen2", "qwen3"])
+def test_any_micro_batch(kind: str):
+    model = make(kind)
+    asked = requests(model.config.vocab_size)
+    batch = batch_of(rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+    for rows in ([0], [5], [3, 7, 11], [2, 1, 0], [13, 4, 9, 8, 6]):
+        part = batch.select(rows)
+        assert_equal(score_tokens(model, part, ForwardOptions()), part)
+
+
+def parts_of(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
+    """Passes of training that take different ways through the head."""
+
+    def foreseen(batch: Batch, shift: float) -> TokenScores:
+        assert batch.sampling_logprobs is not None
+        known = Foreseen(batch.sampling_logprobs + shift, torch.randn(batch.num_tokens))
+        return score_tokens(model, batch, ForwardOptions(), known)
+
+    def frozen(batch: Batch) -> TokenScores:
+        model.lm_head.requires_grad_(False)
+        scores = score_tokens(model, batch, ForwardOptions())
+        model.lm_head.requires_grad_(True)
+        return scores
+
+    def checkpointed(batch: Batch) -> TokenScores:
+        model.activation_checkpointing_enable()
+        scores = score_tokens(model, batch, ForwardOptions())
+        scores.logprobs.sum().backward()
+        unplug(model)
+        own_parts(model)
+        model.activation_checkpointing_disable()
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        return scores
+
+    return {
+        "foreseen": lambda batch: foreseen(batch, 0.0),
+        "foreseen wrongly": lambda batch: foreseen(batch, 0.5),
+        "a frozen head": frozen,
+        "gradients of entropies": lambda batch: score_tokens(model, batch, ForwardOptions(entropy_gradient=True)),
+        "checkpointing": checkpointed,
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("way", sorted(parts_of(None)))
+def test_every_way_of_training(kind: str, way: str):
+    model = make(kind)
+    asked = requests(model.config.vocab_size)
+    batch = batch_of(rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+    assert_equal(parts_of(model)[way](batch), batch)
+    assert_trained_alike(model, rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))

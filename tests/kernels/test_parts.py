@@ -213,9 +213,17 @@ def test_norms_take_inputs_that_lie_anyhow_and_frozen_weights(kernels: ctypes.CD
 def test_norms_of_a_decode_step_are_the_same(width: int, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
     # Layers that add nothing, and a head that gives each number of the last norm as a logit.
     torch.manual_seed(0)
-    config = {"vocab_size": width, "hidden_size": width, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
-    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**config, **heads)).eval()
+    config: dict[str, Any] = {
+        "vocab_size": width,
+        "hidden_size": width,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**config)).eval()
     layer, head = model.model.layers[0], model.lm_head
     for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
         weight.zero_()
