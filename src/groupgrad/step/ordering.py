@@ -1,7 +1,7 @@
 """Sums in a fixed order, so that two runs of a seed are equal to the last bit on a CPU.
 
-PyTorch's threads add what goes to one place in the order in which they come by, unless deterministic algorithms are asked
-for. groupgrad's own code does not leave it to them; the code of some models does (mixtures of experts).
+PyTorch's threads add what goes to one place in the order in which they come by, unless deterministic algorithms are
+asked for. groupgrad's own code does not leave it to them; the code of some models does (mixtures of experts).
 """
 
 from __future__ import annotations
