@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,11 +26,12 @@ def ordered_sums(model: nn.Module) -> Iterator[None]:
         yield
         return
     # The memory of new tensors is filled otherwise, which costs time and changes nothing here.
-    fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
+    memory: Any = deterministic
+    fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False, warn_only=warns)
-        deterministic.fill_uninitialized_memory = fills
+        memory.fill_uninitialized_memory = fills
