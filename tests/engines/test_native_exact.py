@@ -255,6 +255,13 @@ def test_turns_that_nothing_was_kept_of_are_close():
     torch.testing.assert_close(scores.logprobs[at], batch.sampling_logprobs[at], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["mistral, odd widths", "qwen3, eight queries a key"])
+def test_many_rows_behind_one_prompt(kind: str):
+    model = make(kind)
+    asked = [Request([5, 6, 7, *range(10, 40)], i, 1 + i % 9) for i in range(139)]
+    assert_trained_alike(model, rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+
+
 @pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen2", "qwen3"])
 def test_any_micro_batch(kind: str):
     model = make(kind)
