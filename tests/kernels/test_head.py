@@ -105,14 +105,18 @@ def test_tiles_of_the_head_begin_at_whole_blocks():
 
 
 def test_a_large_vocabulary_is_summed_in_float64(kernels: ctypes.CDLL):
-    # 200 000 tokens, whose weights a float32 sum would lose the digits of.
-    logits = torch.zeros(1, 200_000)
-    logits[0, 0] = 12.0
-    found = scored(kernels, logits, torch.tensor([5]), bounds=range(2048, 200_000, 2048))
-    total = math.log(199_999 + math.exp(12.0))
-    assert found.logprobs.item() == pytest.approx(-total, rel=1e-7)
-    share = math.exp(12.0 - total)
-    assert found.entropies.item() == pytest.approx(total - 12.0 * share, abs=3e-6)
+    # 1600 blocks of tokens: a float32 sum over them would be off by some 1e-6.
+    torch.manual_seed(0)
+    logits, size = torch.rand(3, 200_000), 2048
+    sums = ExactSums.of_nothing(3)
+    for first in range(0, 200_000, size):
+        tile = logits[:, first : first + size].contiguous()
+        pass_tile(kernels, tile, torch.zeros(3, dtype=torch.int64), first, bits_factor(1.0), sums=sums)
+    expected = logits.double().logsumexp(-1) * BITS
+    torch.testing.assert_close(sums.normaliser(), expected, rtol=0, atol=6e-8)
+    found, exact = sums.finish(kernels), logits.double().log_softmax(-1)
+    torch.testing.assert_close(found[0].double(), exact[:, 0], rtol=1e-7, atol=0)
+    torch.testing.assert_close(found[1].double(), -(exact.exp() * exact).sum(-1), rtol=1e-7, atol=0)
 
 
 def test_a_token_outside_of_the_vocabulary_has_no_score(kernels: ctypes.CDLL):
