@@ -207,7 +207,7 @@ def test_queries_may_lie_anyhow(kernels: ctypes.CDLL):
 def test_rows_without_tokens_of_their_own(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(2, 1, 8)
-    spans, num_tokens = laid(heads, [(0, 0, 0), (0, 0, 4), (1, 0, 0), (1, 3, 0), (0, 2, 5), (1, 0, 0)], [6, 9])
+    spans, num_tokens = laid(heads, [(0, 0, 0), (0, 0, 4), (-1, 0, 0), (1, 3, 0), (0, 2, 5), (1, 0, 0)], [6, 9])
     query, call = heads.queries(num_tokens), asked(heads)
     found = computed(kernels, query, spans, call)
     torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=1e-6)

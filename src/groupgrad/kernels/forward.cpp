@@ -59,7 +59,8 @@ public:
 
     static long tile_tokens(const Attention &call, const Span &span) {
         const long repeat = call.heads / call.kv_heads, keys = span.prompt_length + span.offset + span.length;
-        return std::max(1L, std::min(MAX_QUERIES_OF_TILE, TILE_SCORES / keys) / repeat);
+        // A span without tokens may have no keys either.
+        return std::max(1L, std::min(MAX_QUERIES_OF_TILE, TILE_SCORES / std::max(1L, keys)) / repeat);
     }
 
     static long scratch_size(const Attention &call, const Span &span) {
