@@ -369,7 +369,6 @@ def test_weights_of_now():
     assert before is not None and after is not None and (before[:40] - after[:40]).abs().max() > 0.01
 
 
-@pytest.mark.xfail(strict=True, reason="a session opened with gradients on keeps the parts as a training pass does")
 def test_sampling_leaves_no_part_replaced_that_is_computed_again():
     model = make("qwen3")
     model.activation_checkpointing_enable()

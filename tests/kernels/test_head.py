@@ -277,3 +277,24 @@ def test_a_normaliser_that_is_far_off_gives_the_same_up_to_a_factor(kernels: cty
     found = pulled(kernels, logits, tokens, Wanted(right + 20, ones))
     expected = pulled(kernels, logits, tokens, Wanted(right, ones))
     torch.testing.assert_close(found * 2**20, expected, rtol=3e-5, atol=0)
+
+
+def test_another_default_dtype_changes_nothing(kernels):
+    logits, tokens = torch.randn(5, 300), torch.randint(300, (5,))
+    expected, draws = score(kernels, logits, 1.0, tokens), torch.rand(5, dtype=torch.float64)
+    chosen = choose(kernels, logits, 1.0, draws)
+    assert expected is not None and chosen is not None
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found, again, sums = (
+            score(kernels, logits, 1.0, tokens),
+            choose(kernels, logits, 1.0, draws),
+            ExactSums.of_nothing(5),
+        )
+        pass_tile(kernels, logits.clone(), tokens.int(), 0, BITS, sums=sums)
+        logprobs, entropy, _ = sums.finish(kernels)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found is not None and again is not None
+    assert torch.equal(found.logprobs, expected.logprobs) and torch.equal(again.logprobs, chosen.logprobs)
+    assert torch.equal(logprobs, expected.logprobs) and torch.equal(entropy, expected.entropies)

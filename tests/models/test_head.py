@@ -328,7 +328,8 @@ def foresee(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
 )
 def test_what_was_foreseen_changes_no_number(num_tokens, vocab, tiles, recipe, temperature, bias, spoiled, seed):
     case = make_case(num_tokens, vocab, seed=seed, bias=bias, recipe=recipe, temperature=temperature, tiles=tiles)
-    foresee(case, seed=seed)
+    # What all tokens are off by adds up where gradients nearly cancel.
+    foresee(case, seed=seed, noise=3e-7)
     assert case.foreseen is not None
     for token, how in spoiled:
         if token >= num_tokens:

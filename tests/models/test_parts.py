@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from groupgrad.kernels import library, status
 from groupgrad.models.parts import compiled_parts, own_parts
 
 KINDS: list[Any] = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
@@ -146,3 +150,63 @@ def test_other_numbers_than_float32_go_through_the_module_itself():
     expected = model(x)
     with compiled_parts(model):
         assert torch.equal(model(x), expected)
+
+
+@pytest.fixture
+def compiler() -> None:
+    if library() is None:
+        pytest.skip(status())
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("width", [16, 128])
+def test_inputs_of_another_width_are_an_error_as_ever(width: int):
+    model = nn.Sequential(nn.Linear(64, 8))
+    with compiled_parts(model), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, width))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_weights_that_are_others_at_the_time_go_through_the_module_itself():
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    wide = {name: p.detach().double() for name, p in model.named_parameters()}
+    with compiled_parts(model):
+        found = torch.func.functional_call(model, wide, (x.double(),))
+    torch.testing.assert_close(found, model.double()(x.double()))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_model_can_be_copied_in_a_pass():
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    with compiled_parts(model):
+        copied = copy.deepcopy(model)
+        nn.init.zeros_(copied[0].weight)
+        assert torch.equal(copied(x), copied[0].bias.expand(2, 8)) and not torch.equal(model(x), copied(x))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_whoever_watches_an_activation_sees_it_called():
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    model, seen = nn.Sequential(LlamaMLP(config)), []
+    with compiled_parts(model):
+        model(torch.randn(2, 16))
+        assert not seen
+        model[0].act_fn.register_forward_hook(lambda *_: seen.append(True))
+        model(torch.randn(2, 16))
+    assert seen == [True]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_patch_of_all_linear_layers_is_respected(monkeypatch: pytest.MonkeyPatch):
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: torch.zeros(2, 8))
+    with compiled_parts(model):
+        assert torch.equal(model(x), torch.zeros(2, 8))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_tangents_flow():
+    model, x, tangent = nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), torch.randn(2, 64), torch.randn(2, 64)
+    with compiled_parts(model), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+    torch.testing.assert_close(found.tangent, tangent @ model[0].weight.T)

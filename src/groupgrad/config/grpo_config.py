@@ -104,9 +104,9 @@ class GRPOConfig(legacy.LegacyArguments):
     )
     engine_pack_weights: bool = _option(
         False,
-        "Native engine on a CPU in float32, for models whose decode steps are not compiled: copy layers' weights "
-        "into the library's own order for each round of sampling; faster, at the cost of that memory while sampling. "
-        "Compiled steps read the weights as they lie.",
+        "Native engine on a CPU in float32, where groupgrad's kernels cannot be compiled: copy layers' "
+        "weights into the library's own order for each round of sampling; faster, at the cost of that memory while "
+        "sampling. The kernels read the weights as they lie.",
     )
     generation_batch_size: int | None = _option(
         None, "Completions sampled in one round, over all processes; excludes steps_per_generation."

@@ -1,4 +1,4 @@
-"""The decode step and the choice of tokens in C++, compiled for the machine they run on when they are first needed."""
+"""Decode steps, the choice of tokens and parts of training passes in C++, compiled when they are first needed."""
 
 from groupgrad.kernels.build import library, status
 

@@ -1,4 +1,4 @@
-// Attention of few queries over keys and values that lie row by row. Scores are products of two vectors of columns at a
+// Attention of queries over keys and values that lie row by row. Scores are products of two vectors of columns at a
 // time, whose sums are made at the end.
 
 #pragma once

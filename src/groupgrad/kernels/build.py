@@ -67,10 +67,12 @@ def _library() -> ctypes.CDLL | None:
         return _declare(load())
     except _CannotBuildError as error:
         _reason = str(error)
-        logger.info("sampling on the CPU runs without compiled kernels: %s", error)
+        logger.info("models on the CPU run without compiled kernels: %s", error)
     except Exception as error:
         _reason = f"{type(error).__name__}: {error}"
-        logger.warning("the decode kernels cannot be compiled, sampling is slower (%s)", _reason)
+        logger.warning(
+            "the kernels cannot be compiled: sampling is slower and rounds otherwise than training (%s)", _reason
+        )
     return None
 
 
@@ -222,7 +224,9 @@ def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
     found.groupgrad_tile.argtypes = [pointer, ctypes.c_int]
     found.groupgrad_finish.argtypes = [pointer] * 2 + [number] + [pointer] * 3
     found.groupgrad_attend.argtypes = [pointer, pointer, number, ctypes.c_int]
-    inputs, weight, bias, output = (torch.linspace(-1, 1, n) for n in (9 * 37, 29 * 37, 29, 9 * 29))
+    inputs, weight, bias, output = (
+        torch.linspace(-1, 1, n, dtype=torch.float32, device="cpu") for n in (9 * 37, 29 * 37, 29, 9 * 29)
+    )
     pointers = [x.data_ptr() for x in (inputs, weight, bias, output)]
     found.groupgrad_linear(*pointers, 9, 37, 29, torch.get_num_threads())
     with torch.autocast("cpu", enabled=False):

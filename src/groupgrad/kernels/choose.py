@@ -31,8 +31,8 @@ def choose(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, draws
     """
     if not _is_readable(logits):
         return None
-    draws, tokens = draws.contiguous(), torch.empty(len(logits), dtype=torch.int64)
-    logprobs, entropies = torch.empty(2, len(logits)).unbind()
+    draws, tokens = draws.to(torch.float64).contiguous(), logits.new_empty(len(logits), dtype=torch.int64)
+    logprobs, entropies = logits.new_empty(2, len(logits)).unbind()
     pointers = [x.data_ptr() for x in (draws, tokens, logprobs, entropies)]
     factor, threads = bits_factor(temperature), torch.get_num_threads()
     failed = kernels.groupgrad_choose(logits.data_ptr(), *logits.shape, factor, *pointers, threads)
@@ -43,8 +43,8 @@ def score(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, tokens
     """`tokens` (n,) that were chosen in another way, with the log-probs and entropies that `choose` would give."""
     if not _is_readable(logits):
         return None
-    tokens = tokens.contiguous()
-    logprobs, entropies = torch.empty(2, len(logits)).unbind()
+    tokens = tokens.to(torch.int64).contiguous()
+    logprobs, entropies = logits.new_empty(2, len(logits)).unbind()
     pointers = [x.data_ptr() for x in (tokens, logprobs, entropies)]
     factor, threads = bits_factor(temperature), torch.get_num_threads()
     kernels.groupgrad_score(logits.data_ptr(), *logits.shape, factor, *pointers, threads)

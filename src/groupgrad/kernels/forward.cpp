@@ -38,62 +38,90 @@ long chunk_of(long rows, long width) {
     return std::min(most, (each + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS);
 }
 
-// Attention of some tokens of a span in one key head.
+long num_keys(const Span &span) { return span.prompt_length + span.offset + span.length; }
+
+// Tokens whose queries are attended together.
+struct Together {
+    const Span *spans;
+    long count;          // of spans: one, or several of one token each behind the same prompt
+    long first, tokens;  // of the only span's tokens; as many as spans otherwise
+
+    const Span &span(long token) const { return spans[count == 1 ? 0 : token]; }
+    long place(long token) const { return count == 1 ? first + token : 0; }  // in its span
+};
+
+// Attention of some tokens in one key head.
 class AttentionTile {
     const Attention &call;
-    const Span &span;
-    const long head, first, tokens;  // `first` of the span's tokens
+    const Together &those;
+    const long head, tokens = those.tokens, prompt = those.spans->prompt_length;
+    long begin, stride;  // the first key that any of them sees; scores of each query
     float *tile, *queries, *packed, *scores;
 
     long repeat() const { return call.heads / call.kv_heads; }
     long num_queries() const { return tokens * repeat(); }
-    long num_own() const { return span.offset + first + tokens; }
-    long stride() const { return span.prompt_length + num_own(); }
-    long position(long token) const { return span.prompt_length + span.offset + first + token; }
+    long num_own(long token) const { return those.span(token).offset + those.place(token) + 1; }
     long first_key(long token) const {
-        return call.window ? std::max<long>(0, position(token) - call.window + 1) : 0;
+        return call.window ? std::max<long>(0, prompt + num_own(token) - call.window) : 0;
+    }
+    long own_begin() const { return std::max(0L, begin - prompt); }
+    long prompt_begin() const { return std::min(begin, prompt); }
+
+    // `body(start, end, span, keys)` for tokens whose own keys are the same ones, and how many these are.
+    template <class Body>
+    void each_span(Body body) const {
+        if (those.count == 1) return body(0L, tokens, *those.spans, num_own(tokens - 1));
+        for (long i = 0; i < tokens; i++) body(i, i + 1, those.spans[i], num_own(i));
     }
 
 public:
     static constexpr long ROOM = std::max(TILE, SCORE_TILE);
 
-    static long tile_tokens(const Attention &call, const Span &span) {
-        const long repeat = call.heads / call.kv_heads, keys = span.prompt_length + span.offset + span.length;
+    // Tokens that go together where they have so many keys at most.
+    static long most_tokens(const Attention &call, long keys) {
+        const long repeat = call.heads / call.kv_heads;
         // A span without tokens may have no keys either.
         return std::max(1L, std::min(MAX_QUERIES_OF_TILE, TILE_SCORES / std::max(1L, keys)) / repeat);
     }
 
-    static long scratch_size(const Attention &call, const Span &span) {
-        const long queries = in_grains(tile_tokens(call, span) * (call.heads / call.kv_heads));
-        const long keys = span.prompt_length + span.offset + span.length;
+    static long scratch_size(const Attention &call, long tokens, long keys) {
+        const long queries = in_grains(tokens * (call.heads / call.kv_heads));
         return ROOM + queries * (2 * padded(call.head_width) + keys) + 4 * LANES;
     }
 
-    AttentionTile(const Attention &call, const Span &span, long head, long first, long tokens, float *scratch)
-        : call(call), span(span), head(head), first(first), tokens(tokens) {
+    AttentionTile(const Attention &call, const Together &those, long head, float *scratch)
+        : call(call), those(those), head(head), begin(first_key(0)), stride(0) {
+        for (long i = 0; i < tokens; i++) {
+            begin = std::min(begin, first_key(i));
+            stride = std::max(stride, prompt + num_own(i));
+        }
         const long some = in_grains(num_queries()) * padded(call.head_width);
         tile = scratch, queries = tile + ROOM, packed = queries + some, scores = packed + some;
     }
 
     void attend() const {
-        const long width = call.head_width, begin = first_key(0), prompt = span.prompt_length;
-        const long own_begin = std::max(0L, begin - prompt), prompt_begin = std::min(begin, prompt);
+        const long width = call.head_width;
         place_queries();
-        score_prompt(prompt_begin);
-        score_own(own_begin);
+        score_prompt();
+        score_own();
         for (long i = 0; i < tokens; i++)
             for (long j = 0; j < repeat(); j++) {
                 const float *sink = call.sinks ? call.sinks + head * repeat() + j : nullptr;
-                weigh(scores + (i * repeat() + j) * stride(), i, begin, sink);
+                weigh(scores + (i * repeat() + j) * stride, i, sink);
             }
         float *mixed = queries;  // they are not needed any more
         std::fill(mixed, mixed + num_queries() * width, 0.0f);
-        mix(num_queries(), scores + prompt_begin, stride(),
-            span.prompt_values + head * span.prompt_stride + prompt_begin * width, prompt - prompt_begin, width, mixed);
-        mix(num_queries(), scores + prompt + own_begin, stride(),
-            span.own_values + head * span.own_stride + own_begin * width, num_own() - own_begin, width, mixed);
+        const float *values = those.spans->prompt_values + head * those.spans->prompt_stride + prompt_begin() * width;
+        mix(num_queries(), scores + prompt_begin(), stride, values, prompt - prompt_begin(), width, mixed);
+        each_span([&](long start, long end, const Span &span, long keys) {
+            const float *own = span.own_values + head * span.own_stride + own_begin() * width;
+            const float *weights = scores + start * repeat() * stride + prompt + own_begin();
+            mix((end - start) * repeat(), weights, stride, own, keys - own_begin(), width,
+                mixed + start * repeat() * width);
+        });
         for (long i = 0; i < tokens; i++) {
-            float *to = call.output + ((span.query + first + i) * call.heads + head * repeat()) * width;
+            const long query = those.span(i).query + those.place(i);
+            float *to = call.output + (query * call.heads + head * repeat()) * width;
             std::memcpy(to, mixed + i * repeat() * width, repeat() * width * sizeof(float));
         }
     }
@@ -101,13 +129,14 @@ public:
 private:
     void place_queries() const {
         for (long q = 0; q < num_queries(); q++) {
+            const long query = those.span(q / repeat()).query + those.place(q / repeat());
             const float *from = call.queries + (head * repeat() + q % repeat()) * call.head_stride +
-                                (span.query + first + q / repeat()) * call.token_stride;
+                                query * call.token_stride;
             for (long d = 0; d < call.head_width; d++) queries[q * call.head_width + d] = from[d] * call.scale;
         }
     }
 
-    void score_prompt(long begin) const {
+    void score_prompt() const {
         const long width = call.head_width;
         const Columns together{packed, num_queries(), width};
         for (long q = 0; q < num_queries(); q += GRAIN) {
@@ -115,32 +144,49 @@ private:
             for (long i = 0; i < GRAIN; i++) some[i] = q + i < num_queries() ? queries + (q + i) * width : nullptr;
             together.put(q, some, 0, width);
         }
-        const float *keys = span.prompt_keys + head * span.prompt_stride + begin * width;
-        score_together(together, keys, span.prompt_length - begin, tile, scores + begin, stride(), Soon());
+        const float *keys = those.spans->prompt_keys + head * those.spans->prompt_stride + prompt_begin() * width;
+        score_together(together, keys, prompt - prompt_begin(), tile, scores + prompt_begin(), stride, Soon());
     }
 
-    void score_own(long begin) const {
+    void score_own() const {
         const long width = call.head_width;
-        const Packed mine{packed, num_queries(), width};
-        for (long q = 0; q < num_queries(); q++) mine.put(q, queries + q * width);
-        const float *keys = span.own_keys + head * span.own_stride + begin * width;
-        score(mine, keys, num_own() - begin, tile, scores + span.prompt_length + begin, stride(), Soon());
+        each_span([&](long start, long end, const Span &span, long num_keys) {
+            const Packed mine{packed, (end - start) * repeat(), width};
+            for (long q = 0; q < mine.rows; q++) mine.put(q, queries + (start * repeat() + q) * width);
+            const float *keys = span.own_keys + head * span.own_stride + own_begin() * width;
+            float *to = scores + start * repeat() * stride + prompt + own_begin();
+            score(mine, keys, num_keys - own_begin(), tile, to, stride, Soon());
+        });
     }
 
     // The weights of a token's query over all keys from `begin` on; 0 for those that it does not see.
-    void weigh(float *of_query, long token, long begin, const float *sink) const {
-        const long from = first_key(token), end = position(token) + 1;
+    void weigh(float *of_query, long token, const float *sink) const {
+        const long from = first_key(token), end = prompt + num_own(token);
         std::fill(of_query + begin, of_query + from, 0.0f);
         if (call.softcap != 0.0f) cap_scores(of_query + from, end - from, call.softcap);
         softmax(of_query + from, end - from, sink);
-        std::fill(of_query + end, of_query + stride(), 0.0f);
+        std::fill(of_query + end, of_query + stride, 0.0f);
     }
 };
 
-// A span's tiles in one key head, and how many tiles come before them.
+// Spans of one token each, from the first of `spans` on, that go together: all behind its prompt.
+long joined(const Attention &call, const Span *spans, int64_t count) {
+    long keys = 0, number = 0;
+    for (; number < count; number++) {
+        const Span &next = spans[number];
+        if (next.length != 1 || !next.prompt_length || next.prompt_keys != spans->prompt_keys ||
+            next.prompt_length != spans->prompt_length)
+            break;
+        keys = std::max(keys, num_keys(next));
+        if (number + 1 > AttentionTile::most_tokens(call, keys)) break;
+    }
+    return std::max(1L, number);
+}
+
+// Tiles of a span, or of several that go together, in one key head, and how many tiles come before them.
 struct Tiles {
-    const Span *span;
-    long tokens, count, before;
+    const Span *spans;
+    long joined, tokens, count, before;
 };
 
 }  // namespace
@@ -231,23 +277,28 @@ void groupgrad_gate_gradient(const float *gradient, const float *gates, const fl
 int groupgrad_attend(const Attention *call, const Span *spans, int64_t count, int threads) {
     const std::unique_ptr<Tiles[]> tiles(new (std::nothrow) Tiles[count]);
     if (!tiles) return 1;
-    long all = 0, each = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const long tokens = AttentionTile::tile_tokens(*call, spans[i]);
-        tiles[i] = {spans + i, tokens, (spans[i].length + tokens - 1) / tokens, all};
-        all += tiles[i].count * call->kv_heads;
-        each = std::max(each, Memory::whole(AttentionTile::scratch_size(*call, spans[i])));
+    long all = 0, each = 0, number = 0;
+    for (int64_t i = 0; i < count; i += tiles[number++].joined) {
+        const long together = joined(*call, spans + i, count - i);
+        long keys = 0;
+        for (long j = 0; j < together; j++) keys = std::max(keys, num_keys(spans[i + j]));
+        const long tokens = together > 1 ? together : AttentionTile::most_tokens(*call, keys);
+        const long tiles_of = together > 1 ? 1 : (spans[i].length + tokens - 1) / tokens;
+        tiles[number] = {spans + i, together, tokens, tiles_of, all};
+        all += tiles_of * call->kv_heads;
+        each = std::max(each, Memory::whole(AttentionTile::scratch_size(*call, tokens, keys)));
     }
     Memory memory(threads * each);
     if (!memory.is_there()) return 1;
     float *scratch = memory.take(threads * each);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (all > 1)
     for (long task = 0; task < all; task++) {
-        const auto is_later = [](long number, const Tiles &some) { return number < some.before; };
-        const Tiles &of = *(std::upper_bound(tiles.get(), tiles.get() + count, task, is_later) - 1);
+        const auto is_later = [](long at, const Tiles &some) { return at < some.before; };
+        const Tiles &of = *(std::upper_bound(tiles.get(), tiles.get() + number, task, is_later) - 1);
         const long head = (task - of.before) / of.count, first = (task - of.before) % of.count * of.tokens;
-        const long tokens = std::min(of.tokens, static_cast<long>(of.span->length) - first);
-        AttentionTile(*call, *of.span, head, first, tokens, scratch + omp_get_thread_num() * each).attend();
+        const long tokens = of.joined > 1 ? of.joined : std::min<long>(of.tokens, of.spans->length - first);
+        const Together those{of.spans, of.joined, first, tokens};
+        AttentionTile(*call, those, head, scratch + omp_get_thread_num() * each).attend();
     }
     return 0;
 }

@@ -41,8 +41,8 @@ class ExactSums:
     @classmethod
     def of_nothing(cls, num_tokens: int) -> ExactSums:
         """Before the first tile."""
-        start = torch.tensor([_LOWEST, 0.0, 0.0], dtype=torch.float64)
-        return cls(start.repeat(num_tokens, 1), torch.full((num_tokens,), math.nan))
+        start = torch.tensor([_LOWEST, 0.0, 0.0], dtype=torch.float64, device="cpu")
+        return cls(start.repeat(num_tokens, 1), start.new_full((num_tokens,), math.nan, dtype=torch.float32))
 
     def at(self, rows: slice) -> ExactSums:
         """Of some of the tokens, in the same memory."""
@@ -54,7 +54,7 @@ class ExactSums:
 
     def finish(self, kernels: ctypes.CDLL) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probs and entropies in nats, normalisers in bits, each (n,) float32."""
-        found = torch.empty(3, len(self.chosen))
+        found = self.chosen.new_empty(3, len(self.chosen))
         pointers = (x.data_ptr() for x in found)
         kernels.groupgrad_finish(self.sums.data_ptr(), self.chosen.data_ptr(), len(self.chosen), *pointers)
         logprobs, entropy, normaliser = found
@@ -88,7 +88,7 @@ def pass_tile(
     """
     given = (sums and sums.sums, sums and sums.chosen)
     asked = (None,) * 4 if wanted is None else (wanted.normaliser, wanted.of_chances, wanted.of_token, wanted.of_bits)
-    kept = [None if x is None else x.contiguous() for x in (tokens, *asked)]
+    kept = [None if x is None else x.contiguous() for x in (tokens.to(torch.int64), *asked)]
     pointers = [None if x is None else x.data_ptr() for x in (kept[0], *given, *kept[1:])]
     tile = _Tile(logits.data_ptr(), *logits.shape, first, factor, *pointers)
     kernels.groupgrad_tile(ctypes.addressof(tile), torch.get_num_threads())

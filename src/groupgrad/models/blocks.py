@@ -1,4 +1,5 @@
-"""Attention over ragged rows that share prompts, as plain batched matrix products.
+"""Attention over ragged rows that share prompts, as plain batched matrix products; on a CPU in float32 the forward pass
+is that of the kernels, which sample with it too.
 
 The tokens lie flat, (T,). A block is a rectangle of rows that are computed together: `n` groups of `R` rows of at most
 `C` tokens each, every group with at most `P` prompt tokens in front of its rows (none for the prompts themselves, which

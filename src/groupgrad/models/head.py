@@ -286,7 +286,10 @@ def _correct_own(
     It is 1 - p, where for a sure token even a tiny error of p weighs; the shares of the others have that error
     relatively.
     """
-    lacking = of * (sums.chosen.exp2() - scores.logprobs.exp()) * job.slope
+    if sums.exact is not None:
+        lacking = -of * torch.expm1(scores.logprobs) * job.slope
+    else:
+        lacking = of * (sums.chosen.exp2() - scores.logprobs.exp()) * job.slope
     if job.cap is not None:
         logits = scores.normaliser + scores.logprobs / NATS
         lacking *= 1 - (logits / job.cap) ** 2

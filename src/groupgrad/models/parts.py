@@ -8,14 +8,13 @@ passes go over memory fewer times than those that autograd puts together.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from groupgrad import kernels
@@ -29,27 +28,28 @@ _NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSN
 _GATES = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
 """Of transformers, which compute down(activation(gate(x)) * up(x))."""
 
-_ACTIVATIONS = frozenset({"SiLU", "SiLUActivation"})
+_LINEAR = nn.Linear.forward
 
 
 @contextmanager
-def compiled_parts(model: nn.Module) -> Iterator[None]:
+def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[None]:
     """The float32 parts of known kinds inside `model` on CPUs computed by the kernels, as long as this lasts.
 
-    Without compiled kernels norms alone are taken over, in float64. With gradient checkpointing the parts stay so until
-    `own_parts`: layers are computed again when this is long over. Sharded and compiled models are left as they are, and
-    parts that somebody else has replaced. Gradients of gradients do not flow through them.
+    Without compiled kernels norms alone are taken over, in float64. With gradient checkpointing (or if `stays` says so)
+    the parts stay so until `own_parts`: layers are computed again when this is long over. Sharded and compiled models
+    are left as they are, and parts that somebody else has replaced. Gradients of gradients do not flow through them.
     """
     replaced: list[Any] = []
-    stays = torch.is_grad_enabled() and is_checkpointing(model)
-    if not is_sharded(model) and not _is_compiled(model):
-        library = kernels.library() if any(p.device.type == "cpu" for p in model.parameters()) else None
-        for module in model.modules():
-            compute = _replacement(module, library)
-            if compute is not None:
-                module.forward = _Replaced(module, compute, stays)
-                replaced.append(module)
+    if stays is None:
+        stays = torch.is_grad_enabled() and is_checkpointing(model)
     try:
+        if not is_sharded(model) and not _is_compiled(model):
+            has_kernels = any(p.device.type == "cpu" for p in model.parameters()) and kernels.library() is not None
+            for module in model.modules():
+                compute = _replacement(module, has_kernels=has_kernels)
+                if compute is not None:
+                    replaced.append(module)
+                    module.forward = _Replaced(module, compute, stays)
         yield
     finally:
         for module in [] if stays else replaced:
@@ -68,45 +68,55 @@ def is_replaced(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), _Replaced)
 
 
-class _Replaced:
-    """Computes a part in place of its class, unless the input is of another kind or somebody watches what is saved."""
+def is_silu(activation: Any) -> bool:
+    """True for a module that computes x * sigmoid(x) and that nobody watches."""
+    return type(activation).__name__ in ("SiLU", "SiLUActivation") and not (
+        activation._forward_hooks
+        or activation._forward_pre_hooks
+        or activation._backward_hooks
+        or activation._backward_pre_hooks
+        or "forward" in activation.__dict__
+    )
 
-    def __init__(self, module: Any, compute: Any, stays: bool):
+
+class _Replaced:
+    """Computes a part in place of its class, unless a tensor is of another kind or somebody watches what is saved."""
+
+    def __init__(self, module: Any, compute: Callable[[Any, torch.Tensor], torch.Tensor | None], stays: bool):
         self._module, self._compute, self._stays = module, compute, stays
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        module, (hidden,) = self._module, (*inputs, *named.values())
+        found = None
         # Somebody else's checkpointing: what is computed again later has to save the same tensors.
         is_watched = not self._stays and _saves_in_another_way()
-        (hidden,) = (*inputs, *named.values())
-        if is_watched or not _is_plain_input(hidden) or torch.is_autocast_enabled("cpu"):
-            return type(self._module).forward(self._module, hidden)
-        return self._compute(self._module, hidden)
+        if not is_watched and _is_plain_tensor(hidden) and not torch.is_autocast_enabled("cpu") and not _has_tangents():
+            found = self._compute(module, hidden)
+        return type(module).forward(module, hidden) if found is None else found
 
 
-def _replacement(module: nn.Module, library: ctypes.CDLL | None) -> Any:
-    """What computes a module's part, or None."""
+def _replacement(module: nn.Module, *, has_kernels: bool) -> Callable[[Any, torch.Tensor], torch.Tensor | None] | None:
+    """What computes a module's part, or None; it gives None for what it cannot compute."""
     if "forward" in module.__dict__:
         return None
     kind = type(module)
     if kind is nn.Linear:
-        return partial(_linear, library) if library is not None and _is_plain(module.weight, module.bias) else None
+        return _linear if has_kernels and nn.Linear.forward is _LINEAR and _is_plain(module.weight) else None
     if not kind.__module__.startswith("transformers.models.") or kind.forward.__module__ != kind.__module__:
         return None
     if kind.__name__ in _NORMS:
-        return partial(_normalise, library) if _is_plain(module._parameters.get("weight")) else None
-    is_gate = kind.__name__ in _GATES and type(module.act_fn).__name__ in _ACTIVATIONS
-    return partial(_gate, library) if library is not None and is_gate else None
+        return _normalise if _is_plain(module._parameters.get("weight")) else None
+    return _gate if has_kernels and kind.__name__ in _GATES and is_silu(module.act_fn) else None
 
 
-def _is_plain(weight: Any, *others: Any) -> bool:
-    """True for float32 parameters on a CPU, whose classes are no other's."""
-    if type(weight) is not nn.Parameter or not weight.numel():
-        return False
-    return all(p is None or (p.dtype == torch.float32 and p.device.type == "cpu") for p in (weight, *others))
+def _is_plain(weight: Any) -> bool:
+    """True for a float32 parameter on a CPU, in one piece, whose class is no other's."""
+    return type(weight) is nn.Parameter and _is_plain_tensor(weight) and weight.numel() > 0 and weight.is_contiguous()
 
 
-def _is_plain_input(hidden: torch.Tensor) -> bool:
-    return type(hidden) is torch.Tensor and hidden.dtype == torch.float32 and hidden.device.type == "cpu"
+def _is_plain_tensor(tensor: Any) -> bool:
+    is_own = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_own and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -119,19 +129,34 @@ def _saves_in_another_way() -> bool:
     return find is not None and find(True) is not None
 
 
-def _linear(library: ctypes.CDLL, module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    return parts.linear(library, input, module.weight, module.bias)
+def _has_tangents() -> bool:
+    """True in forward-mode differentiation."""
+    return forward_ad._current_level >= 0
 
 
-def _normalise(library: ctypes.CDLL | None, module: Any, input: torch.Tensor) -> torch.Tensor:
+def _linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:
+    library, weight, bias = kernels.library(), module.weight, module.bias
+    fits = (
+        _is_plain_tensor(weight) and (bias is None or _is_plain_tensor(bias)) and input.shape[-1:] == weight.shape[1:]
+    )
+    return parts.linear(library, input, weight, bias) if library is not None and fits else None
+
+
+def _normalise(module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    library, weight = kernels.library(), module.weight
+    if not _is_plain_tensor(weight) or input.shape[-1:] != weight.shape:
+        return None
     if library is None:
-        return _Norm.apply(input, module.weight, module.variance_epsilon)  # pyright: ignore[reportReturnType]
-    return parts.norm(library, input, module.weight, module.variance_epsilon)
+        return _Norm.apply(input, weight, module.variance_epsilon)  # pyright: ignore[reportReturnType]
+    return parts.norm(library, input, weight, module.variance_epsilon)
 
 
-def _gate(library: ctypes.CDLL, module: Any, input: torch.Tensor) -> torch.Tensor:
+def _gate(module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    library = kernels.library()
+    if library is None or not is_silu(module.act_fn):
+        return None
     gate, up = module.gate_proj(input), module.up_proj(input)
-    if gate.dtype != torch.float32 or up.dtype != torch.float32:
+    if not (_is_plain_tensor(gate) and _is_plain_tensor(up) and gate.shape == up.shape):
         return module.down_proj(module.act_fn(gate) * up)
     return module.down_proj(parts.gated(library, gate, up))
 

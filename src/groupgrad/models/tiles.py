@@ -171,7 +171,7 @@ class Sums:
     moment: torch.Tensor
     """(L,) sum of p * log2 p."""
     exact: Scores | None = None
-    """The scores, if they have been found already."""
+    """The scores, if they have been found already; the tokens' own shares are then in no gradient yet."""
 
     @classmethod
     def zeros(cls, like: torch.Tensor) -> Sums:
@@ -209,13 +209,13 @@ class _Grid:
         self._columns = list(slices(len(weight), job.tiles.vocab, 128))
         size = (self.tokens[0].stop if self.tokens else 0) * self.vocab_size
         self._logits = torch.empty(size, dtype=job.exact, device=weight.device)
-        self._chances = torch.empty_like(self._logits)
         self._slopes = None if job.cap is None else torch.empty_like(self._logits)
         self._rounded = None if job.dtype == job.exact else torch.empty_like(self._logits, dtype=job.dtype)
         is_float = job.dtype == torch.float32 and weight.device.type == "cpu"
         self.kernels = library() if is_float and job.cap is None else None
         """Compiled ones, which give a token the score that it is given when it is sampled."""
-        # A head of few tokens is a small part of its model, and can be summed in float64.
+        self._chances = None if self.kernels is not None else torch.empty_like(self._logits)
+        # Without kernels, a head of few tokens is a small part of its model, and can be summed in float64.
         self._is_fine = is_float and len(weight) <= weight.shape[1]
 
     def vocab(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
@@ -266,6 +266,7 @@ class _Grid:
 
     def exp2(self, logits: torch.Tensor) -> torch.Tensor:
         """(t, v) in memory of its own."""
+        assert self._chances is not None
         return torch.exp2(logits, out=_view(self._chances, logits.shape))
 
     def rounded(self, tile: torch.Tensor) -> torch.Tensor:
@@ -328,7 +329,7 @@ def _compiled_scores(grid: _Grid, hidden: torch.Tensor, weight: HeadWeight, toke
             if mean is not None:
                 peaks = seen.sums[:, 0]
                 # The token's own share is left out: it nearly cancels, and is added exactly below.
-                wanted = Wanted(peaks.float(), torch.ones(len(peaks)))
+                wanted = Wanted(peaks.float(), tile.new_ones(len(peaks)))
                 pass_tile(kernels, tile, tokens[rows], columns.start, job.factor, wanted=wanted)
                 mean[rows] *= (before - peaks).exp2().float()[:, None]
                 _accumulate(mean[rows], tile, w)
@@ -368,7 +369,8 @@ def gradient_pass(
             if grid.kernels is not None:
                 tile = grid.raw_logits(hidden[rows], w, b)
                 seen = None if seen_exactly is None else seen_exactly.at(rows)
-                wanted, ids = _wanted(pull.at(rows), job), pull.tokens[rows]
+                # What is foreseen leaves the token's own share out, which is added when its log-prob is known.
+                wanted, ids = _wanted(pull.at(rows), job, own=sums is None), pull.tokens[rows]
                 pass_tile(grid.kernels, tile, ids, columns.start, job.factor, sums=seen, wanted=wanted)
             else:
                 logits = grid.logits(hidden[rows], w, b)
@@ -390,13 +392,13 @@ def gradient_pass(
         sums.total = (seen_exactly.normaliser() - pull.normaliser).exp2().float()
 
 
-def _wanted(pull: Pull, job: Job) -> Wanted:
+def _wanted(pull: Pull, job: Job, *, own: bool) -> Wanted:
     """d loss / d (h @ W.T + b) as the kernels are asked for it."""
     of_chances, of_bits = -pull.of_chances * job.slope, None
     if pull.to_entropy is not None and pull.entropy is not None:
         to_entropy = -pull.to_entropy * job.slope
         of_chances, of_bits = of_chances + to_entropy * pull.entropy, NATS * to_entropy
-    return Wanted(pull.normaliser, of_chances, pull.of_token * job.slope, of_bits)
+    return Wanted(pull.normaliser, of_chances, pull.of_token * job.slope if own else None, of_bits)
 
 
 def _pull_tile(

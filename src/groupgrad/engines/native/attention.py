@@ -281,9 +281,11 @@ class DecodePlan:
         """(n, 10) the rows' records for the kernels, a span of one token each (see `kernels.attend.Span`)."""
         own, prompts, standing = self._store.own, self._store.prompts, self._standing
         if self._spans is None:
-            rows, groups = torch.arange(len(standing.groups)), torch.tensor(standing.groups)
-            one, lengths = torch.ones_like(rows), torch.tensor(standing.lengths) + self._num_steps
-            counts = (rows, one, lengths, torch.tensor(standing.prompt_lengths))
+            # Rows of a group one after the other: their prompt is then read once for all.
+            rows = torch.tensor(sorted(range(len(standing.groups)), key=standing.groups.__getitem__))
+            groups, one = torch.tensor(standing.groups)[rows], torch.ones_like(rows)
+            lengths, prompt_lengths = (torch.tensor(x)[rows] for x in (standing.lengths, standing.prompt_lengths))
+            counts = (rows, one, lengths + self._num_steps, prompt_lengths)
             self._spans = torch.stack([*counts, one, one, groups, groups, rows, rows], dim=1)
         tensors = (prompts.keys[layer], prompts.values[layer], own.keys[layer], own.values[layer])
         strides = [1, 1, 1, 1, tensors[0].stride(1), tensors[2].stride(1), *(4 * x.stride(0) for x in tensors)]

@@ -15,6 +15,7 @@ from groupgrad.engines.native.store import Store
 from groupgrad.kernels.build import library
 from groupgrad.kernels.choose import bits_factor
 from groupgrad.models.attention import AttentionCall
+from groupgrad.models.parts import is_silu
 
 ROTARY_KINDS = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose angles depend on the position alone."""
@@ -290,7 +291,7 @@ def _fits(inner: Any, parts: list[_Parts]) -> bool:
         return False
     if getattr(backbone.rotary_emb, "rope_type", None) not in ROTARY_KINDS:
         return False
-    if not all(type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") for layer in backbone.layers):
+    if not all(is_silu(layer.mlp.act_fn) for layer in backbone.layers):
         return False
     if any(p.call.softcap is not None or p.call.sinks is not None for p in parts):
         return False

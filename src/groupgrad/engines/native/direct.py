@@ -21,7 +21,7 @@ from torch import nn
 from groupgrad.engines.native.compiled import CompiledModel, compiled_model
 from groupgrad.kernels import library, parts
 from groupgrad.models.attention import AttentionCall, AttentionPlan
-from groupgrad.models.parts import is_replaced
+from groupgrad.models.parts import is_replaced, is_silu
 from groupgrad.models.vision import sees
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -177,7 +177,7 @@ def _map(module: Any) -> _Map:
 
 def _gated(activation: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """activation(gate) * up."""
-    kernels = library() if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation" else None
+    kernels = library() if is_silu(activation) else None
     if kernels is not None:
         return partial(parts.gated, kernels)
     return lambda gate, up: activation(gate).mul_(up)

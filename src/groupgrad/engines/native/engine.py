@@ -35,8 +35,9 @@ class NativeEngine:
     """Samples from `model` in process, under adapters too, in evaluation mode and without gradients.
 
     `kv_memory` bounds the keys and values in bytes (None: half of what is free on the device when sampling begins) and
-    `max_rows` the rows computed at once (None: as many as fit). `pack_weights` trades memory for speed on a CPU: while
-    sampling, float32 linear layers have a copy of their weights in the order that the kernel reads fastest. `precision`
+    `max_rows` the rows computed at once (None: as many as fit). `pack_weights` trades memory for speed on a CPU where
+    our kernels cannot be compiled: while sampling, float32 linear layers have a copy of their weights in the order that
+    oneDNN reads fastest. `precision`
     makes the context that training's mixed precision computes in. The model has to be one that
     `models.attention.plannable` accepts.
     """
@@ -90,8 +91,8 @@ class NativeEngine:
         model = unwrap(self._model)
         # Whoever trains without the trainer may have left them otherwise, and then nothing is computed directly.
         own_parts(model)
-        linears = fast_linears(model, pack=self._pack_weights)
-        with evaluation_mode(self._model), self._precision(), linears, compiled_parts(model):
+        parts, linears = compiled_parts(model, stays=False), fast_linears(model, pack=self._pack_weights)
+        with evaluation_mode(self._model), self._precision(), parts, linears:
             session = self._make_session(model, choosing, statistics)
             try:
                 yield session

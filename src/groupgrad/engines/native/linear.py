@@ -1,14 +1,12 @@
-"""Faster kernels for linear layers on CPUs while nothing is trained.
+"""Faster kernels for linear layers on CPUs where our own cannot be compiled, while nothing is trained.
 
 For the few rows of a decode step the general matrix product behind `nn.functional.linear` packs the whole weight anew
-each time; oneDNN's reads it as it lies, and so does our own (see `kernels`), which is faster up to some dozens of rows.
-It is the same sum over the same weights, in another order. oneDNN's is faster with a copy of the weight in the order in
-which it wants it, made for one call of `sample` and dropped with it.
+each time; oneDNN's reads it as it lies. It is the same sum over the same weights, in another order. It is faster with a
+copy of the weight in the order in which it wants it, made for one call of `sample` and dropped with it.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,34 +16,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupgrad.kernels import library
-from groupgrad.kernels.parts import linear
+from groupgrad.models.parts import is_replaced
 
 
 @contextmanager
 def fast_linears(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
-    """Plain float32 linear layers of `model` that lie on a CPU run by faster kernels; gradients do not flow there.
+    """Plain float32 linear layers of `model` that lie on a CPU run by oneDNN, unless they have been replaced already;
+    gradients do not flow there.
 
     With `pack` the weights are copied into the kernel's own order; inside, they must not change.
     """
     chosen: list[Any] = [module for module in model.modules() if _fits(module)] if _is_available() else []
-    own = None if pack or not chosen else library()
     try:
         for module in chosen:
-            weight = _pack(module.weight) if pack else module.weight
-            kernels = own if lies_plainly(module.weight) else None
-            module.forward = partial(_forward, module, weight, kernels)
+            module.forward = partial(_forward, module, _pack(module.weight) if pack else module.weight)
         yield
     finally:
         for module in chosen:
             module.__dict__.pop("forward", None)
 
 
-def _forward(module: nn.Linear, weight: torch.Tensor, own: ctypes.CDLL | None, input: torch.Tensor) -> torch.Tensor:
+def _forward(module: nn.Linear, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     if input.dtype != torch.float32:
         return F.linear(input, module.weight, module.bias)
-    if own is not None and input.shape[-1] == module.in_features:
-        return linear(own, input, module.weight, module.bias)
     return _kernel(input, weight, module.bias, "none", [], "")
 
 
@@ -71,8 +64,10 @@ def lies_plainly(parameter: torch.Tensor) -> bool:
 def is_plain(module: Any) -> bool:
     """True if the module computes a linear layer and nothing else, for all that can be seen."""
     forward = module.__dict__.get("forward")
-    is_unchanged = type(module) is nn.Linear and (forward is None or getattr(forward, "func", None) is _forward)
-    return is_unchanged and module.weight.shape == (module.out_features, module.in_features)
+    is_unchanged = forward is None or getattr(forward, "func", None) is _forward or is_replaced(module)
+    return (
+        type(module) is nn.Linear and is_unchanged and module.weight.shape == (module.out_features, module.in_features)
+    )
 
 
 def _is_available() -> bool:

@@ -41,9 +41,9 @@ class Sampler:
     def __init__(self, choosing: Choosing, device: torch.device):
         self._choosing, self.device = choosing, device
         self._draws = torch.zeros(0, 0, dtype=torch.float64, device=device)
-        self.logprobs = torch.zeros(0, 0, device=device)
+        self.logprobs = torch.zeros(0, 0, dtype=torch.float32, device=device)
         """(rows, longest) of the tokens chosen so far."""
-        self.entropies = torch.zeros(0, 0, device=device)
+        self.entropies = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self._free: list[int] = []
         self._seen: torch.Tensor | None = None
         self._unseen: dict[int, list[int]] = {}
@@ -125,23 +125,22 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, log-probs and entropies, each (n,)."""
         choosing, logits = self._choosing, logits.float()
-        spread = self._spread(logits, choosing.temperature)
-        total = spread.sums.sum(dim=-1)
-        log_total = total.log()
-        entropies = log_total - spread.weighted_sum().div_(total)
+        own = None
         if choosing.greedy:
             tokens = (self._cut(logits, rows, counts) if choosing.is_cut else logits).argmax(dim=-1)
         elif choosing.is_cut:
-            peak = spread.peak
-            spread = self._spread(self._cut(logits, rows, counts), 1.0)
-            tokens = _invert(spread, draws)
-            spread.peak = peak
+            tokens = _invert(self._spread(self._cut(logits, rows, counts), 1.0), draws)
         else:
-            tokens = _invert(spread, draws)
+            own = self._spread(logits, choosing.temperature)
+            tokens = _invert(own, draws)
         # Logits that are no numbers find no place; `NativeEngine.sample` reports them by their log-probs.
         tokens = tokens.clamp_(max=logits.shape[1] - 1)
         if self._library is not None and (found := score(self._library, logits, choosing.temperature, tokens)):
             return found.tokens, found.logprobs, found.entropies
+        spread = self._spread(logits, choosing.temperature) if own is None else own
+        total = spread.sums.sum(dim=-1)
+        log_total = total.log()
+        entropies = log_total - spread.weighted_sum().div_(total)
         chosen = logits.gather(-1, tokens[:, None]).sub_(spread.peak).div_(choosing.temperature).squeeze(-1)
         return tokens, chosen.double().sub_(log_total).float(), entropies.float()
 
