@@ -48,8 +48,8 @@ class Tiles:
         return _TILES.get(device.type, _TILES["cuda"])
 
 
-# On CPU a tile of float32 logits takes 4 MB (and its probabilities as much, where they are not put in its place), beside
-# 4 MB each of weight and its gradient at H=512.
+# On CPU a tile of float32 logits takes 4 MB, its probabilities as much where they do not take its place.
+# Beside them lie 4 MB each of weight and its gradient at H=512.
 _TILES = {"cpu": Tiles(512, 2048), "cuda": Tiles(4096, 8192)}
 
 
