@@ -1,41 +1,42 @@
-"""Steps of fixed sizes, as CUDA graphs record them: here "recorded" work is merely computed again."""
+"""Steps of fixed sizes, as CUDA graphs record them, on a pretended GPU and on a real one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from pretended_gpu import Graph, Pretended, Stream, pretended_gpu, to_gpu
+from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, graphs
+from groupgrad.engines.native.attention import products
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=70, eos_ids=(1,), pad_id=0)
 
 
-class Recorder:
-    """Computes the work twice, as a recording does before anything is asked for, and then whenever it is repeated."""
-
-    def __init__(self) -> None:
-        self.num_recorded = self.num_repeated = 0
-
-    def __call__(self, work: graphs.Work) -> graphs.Work:
-        self.num_recorded += 1
-        work()
-        work()
-
-        def replay() -> torch.Tensor:
-            self.num_repeated += 1
-            return work()
-
-        return replay
-
-
 def requests() -> list[Request]:
     return [Request(PROMPTS[i // 6], i, 4 + 6 * (i % 12)) for i in range(24)]
+
+
+def wide(build: Callable[..., Any], kind: str) -> Any:
+    """A model of the kind with room for the texts."""
+    return build(kind, **({"n_positions": 256} if kind == "gpt2" else {"max_position_embeddings": 256}))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Graph, "num_recorded", 0)
+    monkeypatch.setattr(Graph, "num_replayed", 0)
+    with pretended_gpu(monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -47,37 +48,97 @@ def requests() -> list[Request]:
         ("gemma2 (soft caps)", {}),
         ("mistral (sliding window)", {"max_rows": 5}),
         ("mistral (sliding window)", {"kv_memory": 300 * 256}),
+        ("gpt-oss (experts, sinks)", {}),
         ("gpt2", {}),
     ],
 )
-def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], build: Callable[..., Any], monkeypatch):
-    sizes = {"n_positions": 256} if kind == "gpt2" else {"max_position_embeddings": 256}
-    model = build(kind, **sizes)
+def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], build, gpu):
+    model = wide(build, kind)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
-    recorder = Recorder()
-    engine = NativeEngine(model, **bounds)
-    monkeypatch.setattr(engine, "_recorder", lambda devices: recorder)
+    engine = NativeEngine(to_gpu(model), **bounds)
     found = engine.sample(requests(), OPTIONS)
     assert [s.ids for s in found] == [s.ids for s in expected]
     for ours, theirs in zip(found, expected):
         assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
-    assert recorder.num_repeated == engine.statistics.num_steps
-    assert recorder.num_recorded <= engine.statistics.num_steps / 2
+    assert Graph.num_replayed == engine.statistics.num_steps
+    assert Graph.num_recorded <= engine.statistics.num_steps / 2
 
 
-def test_what_cannot_be_recorded_is_computed_and_said_once(build, monkeypatch, caplog):
-    def record(work: graphs.Work) -> graphs.Work:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    model = build("qwen3", max_position_embeddings=256)
+def test_adapters_are_recorded_unmerged(build, gpu):
+    torch.manual_seed(0)
+    model = get_peft_model(wide(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
-    engine = NativeEngine(model)
-    monkeypatch.setattr(engine, "_recorder", lambda devices: record)
+    found = NativeEngine(to_gpu(model)).sample(requests(), OPTIONS)
+    assert [s.ids for s in found] == [s.ids for s in expected]
+    assert Graph.num_replayed > 0
+
+
+def test_a_ragged_batch_is_recorded_few_times(build, gpu):
+    """128 rows in groups of 16, lengths geometric up to 120: 128, 96, 64, ..., 1 rows, 64 or 120 places."""
+    lengths = random.Random(0)
+    asked = [Request([5 + i // 16] * 30, i, min(120, 1 + int(lengths.expovariate(1 / 30)))) for i in range(128)]
+    engine = NativeEngine(to_gpu(wide(build, "qwen3")))
+    engine.sample(asked, replace(OPTIONS, max_new_tokens=120, eos_ids=()))
+    assert engine.statistics.num_steps == max(request.max_new_tokens for request in asked) - 1
+    assert Graph.num_recorded <= 12
+
+
+def test_scores_are_not_rounded_to_half_precision(gpu):
+    query, key = (
+        torch.full((1, 1, 2), 3.0, dtype=torch.bfloat16),
+        torch.tensor([[[5.0, 0.03125]]], dtype=torch.bfloat16),
+    )
+    found = products(Pretended(query), Pretended(key), 0.5)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[[7.546875]]]  # of three more bits than bfloat16 has
+
+
+class Looking(nn.Module):
+    """Looks at a number, for which the GPU has to be waited for."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) if float(hidden.sum()) < 1e9 else hidden
+
+
+def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, monkeypatch):
+    closed = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)
+    model = wide(build, "qwen3")
+    expected = NativeEngine(model).sample(requests(), OPTIONS)
+    model.model.layers[0].mlp = Looking(model.model.layers[0].mlp)
+    engine = NativeEngine(to_gpu(model))
     with caplog.at_level(logging.WARNING):
-        assert engine.sample(requests(), OPTIONS) == expected
+        for _ in range(2):
+            assert [s.ids for s in engine.sample(requests(), OPTIONS)] == [s.ids for s in expected]
     assert len(caplog.records) == 1
     assert "Qwen3ForCausalLM" in caplog.text
     assert "not permitted" in caplog.text
+    assert Graph.recording is None
+    assert Stream.current is Stream.default
+    assert closed == [(0, (0, 1))]
+
+
+def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, monkeypatch):
+    model = to_gpu(wide(build, "qwen3"))
+    engine = NativeEngine(model)
+
+    def full(graph: Graph, **_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graph, "capture_begin", full)
+        expected = engine.sample(requests(), OPTIONS)
+    assert "sampling is slower" in caplog.text
+    assert Graph.num_replayed == 0
+    assert [s.ids for s in engine.sample(requests(), OPTIONS)] == [s.ids for s in expected]
+    assert Graph.num_replayed == engine.statistics.num_steps
 
 
 def test_nothing_is_recorded_on_a_cpu():

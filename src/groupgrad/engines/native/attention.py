@@ -130,8 +130,8 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         hidden = distance < 0
         if call.window is not None:
             hidden = hidden | (distance >= call.window)
-        grouped = (tile * call.scale).unflatten(0, (key.shape[0], -1)).flatten(1, 2)  # (Hkv, rep * tile, D)
-        scores = torch.bmm(grouped, key[:, :end].transpose(1, 2)).view(query.shape[0], tile.shape[1], end)
+        grouped = tile.unflatten(0, (key.shape[0], -1)).flatten(1, 2)  # (Hkv, rep * tile, D)
+        scores = products(grouped, key[:, :end], call.scale).view(query.shape[0], tile.shape[1], end)
         scores = finish_scores(scores, call).masked_fill(hidden, float("-inf"))
         weights = softmax_with_sinks(scores, call.sinks, value.dtype).view(key.shape[0], -1, end)
         mixed = torch.bmm(weights, value[:, :end])
@@ -139,9 +139,16 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return output
 
 
+def products(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    """(B, T, S) float32 products of query (B, T, D) and key (B, S, D), times `scale`."""
+    if query.is_cuda and query.dtype != torch.float32:
+        # Rounded to half precision, a score of 16 would be off by up to 0.03, which training's kernels don't do.
+        return torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32).mul_(scale)
+    return torch.bmm(query * scale, key.transpose(1, 2)).float()
+
+
 def finish_scores(scores: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """Scaled scores in float32, capped as the layer asks."""
-    scores = scores.float()
+    """The float32 scores, capped as the layer asks; in place."""
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
@@ -265,10 +272,10 @@ class DecodePlan:
         prompt_keys = store.prompts.keys[call.layer].flatten(0, 1)[:pairs, :num_prompt]
         prompt_values = store.prompts.values[call.layer].flatten(0, 1)[:pairs, :num_prompt]
         places = self._places_on(heads, query.device)
-        queries = (query.transpose(0, 1) * call.scale).reshape(rows * heads, -1, query.shape[2]).to(own_keys.dtype)
+        queries = query.transpose(0, 1).reshape(rows * heads, -1, query.shape[2]).to(own_keys.dtype)
         grouped = queries.index_select(0, places.of_group).view(pairs, -1, query.shape[2])
-        scores = torch.bmm(grouped, prompt_keys.transpose(1, 2)).view(len(places.of_group), -1, num_prompt)
-        own_scores = torch.bmm(queries, own_keys.transpose(1, 2))
+        scores = products(grouped, prompt_keys, call.scale).view(len(places.of_group), -1, num_prompt)
+        own_scores = products(queries, own_keys, call.scale)
         scores = torch.cat([scores.index_select(0, places.of_row), own_scores], dim=-1)
         weights = self._weights(scores, call, heads).to(own_values.dtype)
         grouped = weights[..., :num_prompt].index_select(0, places.of_group).view(pairs, -1, num_prompt)

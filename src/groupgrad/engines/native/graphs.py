@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +15,8 @@ from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
 from groupgrad.engines.native.compiled import CompiledModel, Free
 from groupgrad.engines.native.direct import DirectModel
 from groupgrad.engines.native.forward import step_logits
-from groupgrad.engines.native.store import Store
+from groupgrad.engines.native.store import Store, padded
+from groupgrad.models.shortage import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +65,12 @@ class EagerStep:
 
 @dataclass(slots=True)
 class Agreement:
-    """Whether a model and its direct form have been seen to compute the same, by the kind of that form."""
+    """What sampling has found out about a model's steps."""
 
     found: dict[type, bool] = field(default_factory=dict)
+    """Whether the model and its direct form have been seen to compute the same, by the kind of that form."""
+    records: bool = True
+    """False once a step of the model could not be recorded."""
 
 
 class _Direct:
@@ -126,8 +132,10 @@ class Steps:
         direct: CompiledModel | DirectModel | None,
         agreement: Agreement,
     ):
-        self._model, self._store, self._device, self._record = model, store, device, record
-        self._direct = _Direct(direct, agreement)
+        self._model, self._store, self._device = model, store, device
+        self._record = record if agreement.records else None
+        self._agreement, self._direct = agreement, _Direct(direct, agreement)
+        self._rows_of_group = 1
         self._recorded: dict[StepShape, RecordedStep] = {}
         self._versions = (0, 0)
 
@@ -142,6 +150,8 @@ class Steps:
                 return self._make_recorded(standing, self._record)
             except Exception as error:
                 self._record, self._recorded = None, {}
+                # Another round may find more memory.
+                self._agreement.records = is_out_of_memory(error)
                 logger.warning(
                     "the decode step of %s cannot be recorded as a CUDA graph (%s: %s); sampling is slower",
                     type(self._model).__name__,
@@ -155,10 +165,12 @@ class Steps:
         if self._versions != (own.version, prompts.version):
             # The tensors that these were recorded with are gone.
             self._recorded, self._versions = {}, (own.version, prompts.version)
+        # Each of these that followed the rows closely would cost recordings; what is beyond them costs little.
+        self._rows_of_group = max(self._rows_of_group, padded(standing.rows_of_group))
         shape = StepShape(
-            rows=min(_rounded(len(standing.groups)), own.slots),
-            groups=min(_rounded(max(standing.groups) + 1), prompts.slots),
-            rows_of_group=_rounded(standing.rows_of_group),
+            rows=min(padded(len(standing.groups)), own.slots),
+            groups=prompts.slots,
+            rows_of_group=self._rows_of_group,
             prompt_places=prompts.places,
             own_places=own.places,
         )
@@ -185,20 +197,17 @@ def cuda_recorder(devices: set[torch.device]) -> Callable[[Work], Work] | None:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return None
     device = next(iter(devices))
-    pool = torch.cuda.graph_pool_handle()
+    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def record(work: Work) -> Work:
-        # Libraries set themselves up in a first run, which a graph must not contain. What it writes to the store, the
-        # first replay writes again.
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                work()
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            output = work()
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            # Libraries set themselves up in a first run, which a graph must not contain. What it writes to the store,
+            # the first replay writes again.
+            work()
+            graph, output = _capture(work, pool)
+        current.wait_stream(side)
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -209,6 +218,24 @@ def cuda_recorder(devices: set[torch.device]) -> Callable[[Work], Work] | None:
     return record
 
 
-def _rounded(number: int) -> int:
-    """The next power of two up to 16, then the next multiple of 16: few sizes, little padding."""
-    return 1 << (number - 1).bit_length() if number <= 16 else -(-number // 16) * 16
+def _capture(work: Work, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """What `work` does on the current stream, recorded and not done, and where its result will be.
+
+    `torch.cuda.graph` would do the same, but does not put stream and memory back where they were if the work fails.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may use the GPU meanwhile.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        output = work()
+    except BaseException:
+        with suppress(RuntimeError):
+            graph.capture_end()
+        # A capture that failed leaves its pool open, and no cached memory could be freed any more.
+        close = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if close is not None:
+            with suppress(RuntimeError):
+                close(torch.cuda.current_device(), pool)
+        raise
+    graph.capture_end()
+    return graph, output

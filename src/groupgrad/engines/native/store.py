@@ -89,7 +89,8 @@ class Store:
         self.devices = {layer.device for layer in layers.values()}
         self.prompts, self.own = Slab(layers), Slab(layers)
         # Rows that lie close together are read faster; but on a GPU a change of size costs a recording (see `graphs`).
-        self._spare = 1.0 if any(device.type == "cuda" for device in self.devices) else 0.125
+        self._is_recorded = any(device.type == "cuda" for device in self.devices)
+        self._spare = 1.0 if self._is_recorded else 0.125
         self.peak_tokens = 0
 
     def fits(self, rows: int, length: int, prompts: int, prompt_length: int, parked: int = 0) -> bool:
@@ -125,7 +126,8 @@ class Store:
         own, prompts = self.own, self.prompts
         slots, places = max(need.rows, own.slots), own.places
         if need.length > places:
-            slots, places = need.rows, min(need.longest, need.length + max(63, int(self._spare * need.length)))
+            slots = padded(need.rows) if self._is_recorded else need.rows
+            places = min(need.longest, need.length + max(63, int(self._spare * need.length)))
         prompt_slots, prompt_places = prompts.slots, prompts.places
         if need.prompts > prompt_slots or need.prompt_length > prompt_places:
             prompt_slots, prompt_places = need.prompts, need.prompt_length
@@ -159,3 +161,9 @@ class Need:
     """Of the longest prompt."""
     longest: int = 0
     """Own tokens that the longest row may come to have."""
+
+
+def padded(number: int) -> int:
+    """The next power of two, or one and a half of the one before if that is enough: few sizes, little padding."""
+    power = 1 << (number - 1).bit_length()
+    return power * 3 // 4 if power > 16 and power * 3 // 4 >= number else power
