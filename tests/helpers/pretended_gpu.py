@@ -71,6 +71,16 @@ class Pretended(torch.Tensor):
     def data_ptr(self) -> int:
         raise RuntimeError("memory of a GPU is no memory of this process")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pyright: ignore
+        # What is saved is read on the CPU.
+        return self.inner.__reduce_ex__(protocol)
+
+    def storage(self) -> Any:
+        return self.inner.storage()
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
     def numpy(self, **_: Any) -> Any:  # pyright: ignore
         raise TypeError("can't convert a tensor of a GPU to numpy; copy it to host memory first")
 
@@ -159,6 +169,9 @@ class _Rules(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             return _move(func, args, kwargs)
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], Pretended):
+            return _copied(*args)
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)
@@ -196,6 +209,14 @@ def _move(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     if target.type == "cpu" and isinstance(found, Pretended):
         return _Download.apply(found)
     return found.clone() if found is tensor and kwargs.get("copy") else found
+
+
+def _copied(tensor: Pretended, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) not in memo:
+        new = Pretended(tensor.inner.clone())
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+    return memo[id(tensor)]
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -274,6 +295,10 @@ def to_gpu(module: nn.Module) -> nn.Module:
     return module
 
 
+def _autocast(kind: str) -> str:
+    return "cpu" if kind == "cuda" else kind
+
+
 @contextmanager
 def pretended_gpu(monkeypatch: Any, free_bytes: int = 1 << 30) -> Iterator[None]:
     """Inside, there is a GPU with so much free memory."""
@@ -283,6 +308,8 @@ def pretended_gpu(monkeypatch: Any, free_bytes: int = 1 << 30) -> Iterator[None]
         "memory_allocated": 0,
         "get_device_capability": (9, 0),
         "current_device": 0,
+        "is_available": True,
+        "is_bf16_supported": True,
         "device_count": 1,
         "set_device": None,
         "synchronize": None,
@@ -302,6 +329,17 @@ def pretended_gpu(monkeypatch: Any, free_bytes: int = 1 << 30) -> Iterator[None]
     }
     for name, other in others.items():
         monkeypatch.setattr(torch.cuda, name, other)
+    monkeypatch.setattr(torch.cuda.random, "get_rng_state", lambda *_: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, *_: None)
+    enter = torch.autocast.__init__
+
+    def enter_on_cpu(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        enter(context, _autocast(device_type), *args, **kwargs)
+
+    monkeypatch.setattr(torch.autocast, "__init__", enter_on_cpu)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        ask = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda kind="cuda", ask=ask: ask(_autocast(kind)))
     run_backward = torch.autograd._engine_run_backward
 
     def run_by_the_rules(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,97 @@
+"""Whole runs on a pretended GPU, beside the same on the CPU: sampling by recorded steps, training, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState, PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from pretended_gpu import Graph, pretended_gpu, to_gpu
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.models import flex
+
+NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismatch")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with monkeypatch.context() as patch, pretended_gpu(patch):
+            # Its kernel cannot be compiled here.
+            patch.setattr(flex._State, "failed", True)
+            patch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
+            forget_devices()
+            yield
+        forget_devices()
+
+    yield entered
+    forget_devices()
+
+
+def forget_devices() -> None:
+    """accelerate chooses a device once in a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(completion) % 5) for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"beta": 0.1, "gradient_checkpointing": True},
+        {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.01},
+        {"bf16": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+    ],
+    ids=["reference, checkpointing", "old policy", "bfloat16, adapter"],
+)
+def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, make_tokenizer, tmp_path, on_gpu):
+    def run(*, gpu: bool, resumed: bool = False) -> list[dict[str, float]]:
+        model, given = make_model(), {"bf16": False, **fields}
+        adapter = given.pop("peft_config", None)
+        config = GRPOConfig(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=16,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="steps",
+            save_steps=2,
+            use_cpu=not gpu,
+            **given,
+        )
+        trainer = GRPOTrainer(
+            model=to_gpu(model) if gpu else model,
+            reward_funcs=lengths,
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
+            processing_class=make_tokenizer(),
+            peft_config=adapter,
+        )
+        assert trainer.accelerator.device.type == ("cuda" if gpu else "cpu")
+        trainer.train(resume_from_checkpoint=resumed and str(tmp_path / "checkpoint-2"))
+        return [{name: entry[name] for name in NUMBERS if name in entry} for entry in trainer.state.log_history]
+
+    with on_gpu():
+        before = Graph.num_replayed
+        found = run(gpu=True)
+        assert Graph.num_replayed > before
+        # Another one of its own third step.
+        assert run(gpu=True, resumed=True)[2] == pytest.approx(found[2], rel=1e-4, abs=1e-6)
+    expected = run(gpu=False)
+    assert len(found) == len(expected) >= 3
+    for ours, theirs in zip(found, expected):
+        assert ours.pop("sampling/logp_mismatch", 0.0) < (0.02 if "bf16" in fields else 1e-5)
+        theirs.pop("sampling/logp_mismatch", None)
+        assert ours == pytest.approx(theirs, rel=0.05 if "bf16" in fields else 1e-4, abs=1e-6)
