@@ -76,6 +76,23 @@ def test_adapters_are_recorded_unmerged(build, gpu):
     assert Graph.num_replayed > 0
 
 
+def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypatch):
+    recorded: list[Graph] = []
+    end = Graph.capture_end
+    monkeypatch.setattr(Graph, "capture_end", lambda graph: (end(graph), recorded.append(graph)))
+    inner = wide(build, "llama")
+    inner.requires_grad_(False)
+    model = to_gpu(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
+    before = [p.requires_grad for p in model.parameters()]
+    engine = NativeEngine(model, precision=lambda: torch.autocast("cuda", dtype=torch.bfloat16))
+    engine.sample(requests(), OPTIONS)
+    weights = {id(p.inner) for p in model.parameters()}
+    work = [(run, args[0]) for graph in recorded for run, args, *_ in graph.calls if args]
+    assert any(run is torch.ops.aten.mm.default for run, _ in work)
+    assert not [x for run, x in work if run is torch.ops.aten._to_copy.default and id(x) in weights]
+    assert [p.requires_grad for p in model.parameters()] == before
+
+
 def test_a_ragged_batch_is_recorded_few_times(build, gpu):
     """128 rows in groups of 16, lengths geometric up to 120: 128, 96, 64, ..., 1 rows, 64 or 120 places."""
     lengths = random.Random(0)

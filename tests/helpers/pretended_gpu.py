@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from groupgrad.models import parts
+
 GPU = torch.device("cuda", 0)
 
 _MOVES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})
@@ -340,6 +342,8 @@ def pretended_gpu(monkeypatch: Any, free_bytes: int = 1 << 30) -> Iterator[None]
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         ask = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda kind="cuda", ask=ask: ask(_autocast(kind)))
+    # Else these would be taken for tensors of somebody's own.
+    monkeypatch.setattr(parts, "_OWN", (*parts._OWN, Pretended))
     run_backward = torch.autograd._engine_run_backward
 
     def run_by_the_rules(*args: Any, **kwargs: Any) -> Any:

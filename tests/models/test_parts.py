@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from pretended_gpu import Pretended, pretended_gpu, to_gpu
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -210,3 +213,41 @@ def test_tangents_flow():
     with compiled_parts(model), forward_ad.dual_level():
         found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
     torch.testing.assert_close(found.tangent, tangent @ model[0].weight.T)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with pretended_gpu(monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype, gpu, monkeypatch):
+    calls: list[Any] = []
+    fused = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda *a, **k: (calls.append(a), fused(*a, **k))[1])
+    model, x = make(kind).to(dtype), (3 * torch.randn(70, 4, 48)).to(dtype)
+    wide, weight = x.double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
+    expected, pull = exact(wide, weight), torch.randn_like(x)
+    wanted = torch.autograd.grad(expected, [wide, weight], pull.double())
+    model, x = to_gpu(model), Pretended(x).requires_grad_()
+    with compiled_parts(model):
+        found = model(x)
+    assert calls
+    half_unit = torch.finfo(dtype).eps / 2
+    # The CPU's stand-in for the kernel multiplies in float32, a few roundings of it on top.
+    assert ((found.inner.double() - expected).abs() <= half_unit * expected.abs() + 4e-7 * expected.abs()).all()
+    for grad, want in zip(torch.autograd.grad(found, [x, model[0].weight], Pretended(pull)), wanted):
+        close = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(grad.inner.double(), want, rtol=close, atol=close * float(want.abs().max()))
+    assert "forward" not in model[0].__dict__
+
+
+def test_on_a_gpu_a_norm_of_two_types_or_in_mixed_precision_keeps_its_type(gpu, monkeypatch):
+    monkeypatch.setattr(F, "rms_norm", None)
+    narrow = torch.randn(5, 48).bfloat16()
+    mixed, half = to_gpu(make(Qwen3RMSNorm)), to_gpu(make(Qwen3RMSNorm).bfloat16())
+    with compiled_parts(mixed), compiled_parts(half), torch.autocast("cuda", dtype=torch.bfloat16):
+        assert mixed(Pretended(narrow)).dtype == torch.float32
+        assert half(Pretended(narrow)).dtype == torch.bfloat16

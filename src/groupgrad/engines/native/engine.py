@@ -13,7 +13,7 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.direct import direct_model
-from groupgrad.engines.native.forward import last_logits
+from groupgrad.engines.native.forward import last_logits, weights_cast_once
 from groupgrad.engines.native.graphs import Steps, cuda_recorder
 from groupgrad.engines.native.known import Knowledge
 from groupgrad.engines.native.linear import fast_linears
@@ -92,7 +92,7 @@ class NativeEngine:
         # Whoever trains without the trainer may have left them otherwise, and then nothing is computed directly.
         own_parts(model)
         parts, linears = compiled_parts(model, stays=False), fast_linears(model, pack=self._pack_weights)
-        with evaluation_mode(self._model), self._precision(), parts, linears:
+        with evaluation_mode(self._model), self._precision(), weights_cast_once(model), parts, linears:
             session = self._make_session(model, choosing, statistics)
             try:
                 yield session

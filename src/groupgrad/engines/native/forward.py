@@ -32,6 +32,28 @@ def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, pl
 
 
 @contextmanager
+def weights_cast_once(model: nn.Module) -> Iterator[None]:
+    """Mixed precision, which has to be in force already, casts frozen weights once in here and not in each step.
+
+    Of all weights it keeps the casts of those that require gradients; where nothing is differentiated, that is all that
+    requiring them changes.
+    """
+    kinds = {kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.device.type in kinds and parameter.dtype == torch.float32 and not parameter.requires_grad
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
 def _head_on(model: nn.Module, places: torch.Tensor, num_tokens: int) -> Iterator[dict[str, bool]]:
     seen = {"narrowed": False}
     head = output_head(model)
