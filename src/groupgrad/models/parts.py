@@ -114,9 +114,9 @@ def _replacement(module: nn.Module, *, has_kernels: bool) -> Callable[[Any, torc
     if not kind.__module__.startswith("transformers.models.") or kind.forward.__module__ != kind.__module__:
         return None
     if kind.__name__ in _NORMS:
-        weight = module._parameters.get("weight")
-        if isinstance(weight, _OWN) and weight.is_cuda:
-            return _fused_norm if type(weight) in _OWN and weight.numel() else None
+        weight: Any = module._parameters.get("weight")
+        if type(weight) in _OWN and weight.is_cuda:
+            return _fused_norm if weight.numel() else None
         return _normalise if _is_plain(weight) else None
     return _gate if has_kernels and kind.__name__ in _GATES and is_silu(module.act_fn) else None
 
