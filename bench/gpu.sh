@@ -11,15 +11,15 @@
 #   python bench/gpu_bench.py --merge FOLDER... --output bench     one report of all the answers; needs no card
 #
 # groupgrad is imported from this checkout. Packages that the machine lacks or has too old can lie as wheels in the
-# folder $WHEELS (default .whl in the repository's root, which git should ignore): they are unpacked into a temporary
-# folder, without what they need, so name each one. An image with torch 2.11, transformers 5.17, accelerate 1.15,
+# folder $WHEELS (default .whl in the repository's root, which git ignores): they are unpacked into a temporary folder,
+# without what they need, so name each one. An image with torch 2.11, transformers 5.17, accelerate 1.15,
 # huggingface-hub 1.33, tokenizers 0.23.2 and pyarrow (24 or later), but no datasets, on Python 3.12, needs these:
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest .whl \
 #       transformers==5.23.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 trl==1.16.0
 #
 # trl only if it is to be timed beside. Not huggingface-hub: its releases from 2.0 on need packages that such an image
-# lacks. Take pyarrow along as well where it is older than 24.
+# lacks. Where pyarrow is 21 to 23, datasets==4.8.5 instead. What is missing or too old is said before anything runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -45,8 +45,8 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
 status=0
 if [ "$what" != bench ]; then
     if "$python" -c "import pytest" 2>/dev/null; then
-        # Only files that have such tests, as others may need what is not here; --timeout belongs to a plugin that may
-        # be missing, and unknown ini options only warn.
+        # Only files that have such tests, as others may need what is not here. In order, so that flex attention is
+        # tried (tests/models) before a model comes that it refuses (tests/trainer), after which it is left alone.
         mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='*.py' | sort)
         "$python" -m pytest -m gpu -rs --continue-on-collection-errors "${files[@]}" 2>&1 | tee "$output/gpu-tests.log"
         status=$?

@@ -6,6 +6,7 @@ python bench/gpu_check.py
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -16,14 +17,33 @@ NEEDED = tuple(name for name, supported in SUPPORTED.items() if supported.extra 
 
 
 def problems(names: Sequence[str] = NEEDED) -> list[str]:
-    """A line for each distribution that is missing, too old or does not load."""
+    """A line for each distribution that is missing, too old or does not load, and for what they need themselves."""
     found = [f"{name} is not installed" for name in names if installed_version(name) is None]
     found += unsupported_versions(names)
+    found = found or [line for name in names for line in unmet(name)]
     for module in () if found else (*names, "groupgrad.trainer"):
         try:
             importlib.import_module(module)
-        except ImportError as error:  # what it needs is missing or too old
-            found.append(f"{module} does not load: {error}")
+        except Exception as error:  # whatever a release that does not fit says
+            found.append(f"{module} does not load: {type(error).__name__}: {error}")
+    return found
+
+
+def unmet(name: str) -> list[str]:
+    """A line for each distribution that this one needs and that is missing or too old; one too new often works."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    found = []
+    for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        least = SpecifierSet(
+            ",".join(str(part) for part in requirement.specifier if part.operator in (">=", ">", "~="))
+        )
+        version = installed_version(requirement.name)
+        if version is None or not least.contains(version, prereleases=True):
+            found.append(f"{name} needs {requirement.name}{least}, which is {version or 'not installed'} here")
     return found
 
 

@@ -146,7 +146,6 @@ def measure(name: str, trainer_name: str, answer: Path, *, steps: int) -> bool:
         "model": name,
         "trainer": trainer_name,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "device": describe_device(on_gpu),
         "versions": {library: version(library) for library in ("torch", "transformers", "accelerate")},
         "steps": [],
     }
@@ -158,6 +157,7 @@ def measure(name: str, trainer_name: str, answer: Path, *, steps: int) -> bool:
         part.replace(answer)  # whoever ends this process finds a whole file
 
     try:
+        found["device"] = describe_device(on_gpu)
         machine = measure_device(on_gpu)
         found["machine"] = {"gflops": machine.gflops, "gigabytes_per_second": machine.gigabytes_per_second}
         found["version"] = importlib.import_module(trainer_name).__version__

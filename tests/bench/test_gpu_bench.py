@@ -165,6 +165,19 @@ def test_what_does_not_load_is_said(monkeypatch):
     assert found.startswith("datasets does not load: ")
 
 
+def test_what_a_library_needs_itself_is_said(monkeypatch):
+    import gpu_check
+
+    needs = ["pyarrow>=24.0.0", "dill<0.4.2,>=0.3.0", "fsspec<=2026.9.0", "torch>=99; extra == 'torch'", "tqdm>=4.66"]
+    versions = {"pyarrow": "22.0.0", "fsspec": "2026.11.0", "tqdm": "4.70.1"}
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
+    monkeypatch.setattr(gpu_check, "installed_version", versions.get)
+    assert gpu_check.unmet("datasets") == [
+        "datasets needs pyarrow>=24.0.0, which is 22.0.0 here",
+        "datasets needs dill>=0.3.0, which is not installed here",
+    ]
+
+
 def test_a_word_that_the_script_does_not_know():
     found = subprocess.run(["bash", str(BENCH / "gpu.sh"), "--models"], capture_output=True, text=True, check=False)
     assert found.returncode == 2
