@@ -14,13 +14,15 @@ from groupgrad.compat import SUPPORTED, installed_version, unsupported_versions
 
 NEEDED = tuple(name for name, supported in SUPPORTED.items() if supported.extra is None and supported.tested is None)
 """What groupgrad cannot do without."""
+CARRIED = ("transformers", "datasets")
+"""What may come without what it needs itself; others were installed whole, or, as torch for some cards, work without."""
 
 
 def problems(names: Sequence[str] = NEEDED) -> list[str]:
-    """A line for each distribution that is missing, too old or does not load, and for what they need themselves."""
+    """A line for each distribution that is missing, too old or does not load, or that a carried one needs."""
     found = [f"{name} is not installed" for name in names if installed_version(name) is None]
     found += unsupported_versions(names)
-    found = found or [line for name in names for line in unmet(name)]
+    found = found or [line for name in names if name in CARRIED for line in unmet(name)]
     for module in () if found else (*names, "groupgrad.trainer"):
         try:
             importlib.import_module(module)

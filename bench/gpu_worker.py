@@ -117,7 +117,8 @@ def train(card: Card, trainer_name: str, measuring: Measuring, *, steps: int, on
     tokenizer = make_words(workload.model.vocab_size)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = make_model(workload.model, tokenizer, dtype=torch.bfloat16 if on_gpu else torch.float32).eval()
-    set_ending(model, tokenizer.eos_token_id, 1 / (workload.mean_length or 1))
+    eos_id: Any = tokenizer.eos_token_id
+    set_ending(model, eos_id, 1 / (workload.mean_length or 1))
     if trainer_name == "trl":
         measuring.phases = their_phases(model)
     with tempfile.TemporaryDirectory() as folder:

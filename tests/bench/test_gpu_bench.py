@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def answer(trainer: str = "groupgrad", *, model: str = "0.6b", date: str = "1", 
     return {**found, "versions": {"torch": "9"}, "machine": machine, **more}
 
 
-def write(folder: Path, *answers: dict[str, object]) -> Path:
+def write(folder: Path, *answers: Mapping[str, object]) -> Path:
     folder.mkdir(exist_ok=True)
     for found in answers:
         (folder / f"gpu-{found['model']}-{found['trainer']}.json").write_text(json.dumps(found))
