@@ -15,7 +15,7 @@ from groupgrad.compat import SUPPORTED, installed_version, unsupported_versions
 NEEDED = tuple(name for name, supported in SUPPORTED.items() if supported.extra is None and supported.tested is None)
 """What groupgrad cannot do without."""
 CARRIED = ("transformers", "datasets")
-"""What may come without what it needs itself; others were installed whole, or, as torch for some cards, work without."""
+"""What may come without its needs; others were installed whole or, as torch is for some cards, run without some."""
 
 
 def problems(names: Sequence[str] = NEEDED) -> list[str]:
