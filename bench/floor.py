@@ -18,7 +18,7 @@ import torch
 from workloads import BASE, GroupWork, ModelShape
 
 BYTES = 4
-"""Of a float32."""
+"""Of a float32, which memory is measured with."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,11 +26,14 @@ class Machine:
     """What this machine was measured to do, with the threads that training uses."""
 
     gflops: float
-    """Large float32 matrix products, 10^9 operations a second."""
-    decode_gflops: float
-    """Matrix products of a decode step (32 rows, all layers' and the head's weights of the base model in turn)."""
+    """Large matrix products of the models' type, 10^9 operations a second."""
+    decode_gflops: float | None
+    """Matrix products of a decode step (32 rows, all layers' and the head's weights of the base model in turn); None
+    for an accelerator."""
     gigabytes_per_second: float
     """Reading memory that no cache holds."""
+    bytes_per_number: int = BYTES
+    """Of a weight, a key or a value."""
 
     @property
     def rate(self) -> float:
@@ -50,22 +53,46 @@ class Machine:
         )
 
 
-def fastest(function: Callable[[], object], seconds: float) -> float:
+def fastest(function: Callable[[], object], seconds: float, device: str = "cpu") -> float:
     """Seconds of the fastest of as many calls as fit into `seconds` (at least two)."""
     best, end, calls = float("inf"), time.perf_counter() + seconds, 0
     while calls < 2 or time.perf_counter() < end:
         started = time.perf_counter()
         function()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - started)
         calls += 1
     return best
 
 
+def product_gflops(seconds: float, square: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """10^9 operations a second of the product of two random matrices."""
+    a, b, out = (torch.randn(square, square, device=device, dtype=dtype) for _ in range(3))
+    return 2 * square**3 / fastest(lambda: torch.mm(a, b, out=out), seconds, device) / 1e9
+
+
+def reading_gigabytes(seconds: float, megabytes: int, device: str = "cpu") -> float:
+    """10^9 bytes a second that a sum, or a product with a vector, reads."""
+    memory = torch.ones(megabytes * 2**20 // BYTES // 4096, 4096, device=device)
+    vector = torch.ones(4096, device=device)
+    ways = (memory.sum, lambda: torch.mv(memory, vector))
+    return memory.numel() * BYTES / min(fastest(way, seconds / 2, device) for way in ways) / 1e9
+
+
+@torch.inference_mode()
+def measure_accelerator(
+    device: str, dtype: torch.dtype, seconds: float = 1.0, *, square: int, megabytes: int
+) -> Machine:
+    """Measure one device for about twice `seconds`, with matrices of `dtype`."""
+    gflops = product_gflops(seconds, square, device, dtype)
+    return Machine(gflops, None, reading_gigabytes(seconds, megabytes, device), dtype.itemsize)
+
+
 @torch.inference_mode()
 def measure_machine(seconds: float = 1.5, *, square: int = 2048, megabytes: int = 512) -> Machine:
-    """Measure for about four times `seconds`."""
-    a, b, out = torch.randn(square, square), torch.randn(square, square), torch.empty(square, square)
-    product = fastest(lambda: torch.mm(a, b, out=out), seconds)
+    """Measure the processor for about three times `seconds`."""
+    gflops = product_gflops(seconds, square)
     weights = decode_weights(BASE)
     inputs = {weight.shape[1]: torch.randn(32, weight.shape[1]) for weight in weights}
 
@@ -74,13 +101,10 @@ def measure_machine(seconds: float = 1.5, *, square: int = 2048, megabytes: int 
             torch.nn.functional.linear(inputs[weight.shape[1]], weight)
 
     decoding = fastest(decode, seconds)
-    memory = torch.ones(megabytes * 2**20 // BYTES // 4096, 4096)
-    vector = torch.ones(4096)
-    reading = min(fastest(memory.sum, seconds / 2), fastest(lambda: torch.mv(memory, vector), seconds / 2))
     return Machine(
-        gflops=2 * square**3 / product / 1e9,
+        gflops=gflops,
         decode_gflops=2 * 32 * sum(weight.numel() for weight in weights) / decoding / 1e9,
-        gigabytes_per_second=memory.numel() * BYTES / reading / 1e9,
+        gigabytes_per_second=reading_gigabytes(seconds, megabytes),
     )
 
 
@@ -103,8 +127,8 @@ def sampling_floor(shape: ModelShape, machine: Machine, groups: Sequence[GroupWo
     weights = shape.layer_parameters + shape.head_parameters
     key_values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
 
-    def seconds(operations: float, floats: float) -> float:
-        return max(operations / machine.rate, floats * BYTES / machine.bandwidth)
+    def seconds(operations: float, numbers: float) -> float:
+        return max(operations / machine.rate, numbers * machine.bytes_per_number / machine.bandwidth)
 
     prompts = [group.prompt_tokens for group in groups]
     operations = 2.0 * shape.layer_parameters * sum(prompts) + 2.0 * shape.head_parameters * len(groups)

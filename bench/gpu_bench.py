@@ -1,46 +1,36 @@
 """The benchmark on one accelerator: Qwen3-0.6B and 4B shapes with random weights, bfloat16, ragged completions.
 
     python bench/gpu_bench.py [--models 0.6b,4b] [--trainers groupgrad,trl] [--output FOLDER]
+    python bench/gpu_bench.py --merge FOLDER... [--output FOLDER]
 
-Each model and trainer gets a process of its own; the report is `RESULTS-gpu.md` in the output folder. A trainer that
-is not installed, or a model that does not fit, is named in the report and the rest goes on. `--tiny` runs a very small
-model on the CPU, to see that all of this works.
+Each model and trainer gets a process of its own and leaves `gpu-MODEL-TRAINER.json` in the output folder; the report,
+`RESULTS-gpu.md`, is made of all such files there. Where one command may not take as long as everything takes, run each
+model and trainer by a command of its own and let `--merge` make one report of their folders; it runs nothing else. A
+trainer that is not installed, or a model that does not fit, is named in the report and the rest goes on. `--tiny` runs
+a very small model on the CPU, to see that all of this works.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
-import os
+import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # before torch comes; whoever only imports this keeps his environment
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-import torch
-import transformers
-from datasets import Dataset
-from materials import make_model, make_words, random_rows, set_ending
 from report import Series, shown, table
-from transformers import TrainerCallback
-from worker import Recorder, config_fields, random_reward, time_calls
 from workloads import ModelShape, Workload
 
+# Nothing here imports torch: the card belongs to the processes that are started.
 GIB = 2**30
-Phases = Callable[[dict[str, float]], dict[str, float]]
-"""Seconds of a step's parts, from what was logged after it."""
+WORKER = Path(__file__).with_name("gpu_worker.py")
+Answer = dict[str, Any]
+"""What `gpu_worker.py` writes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,8 +38,9 @@ class Card:
     """What is run of one model."""
 
     workload: Workload
-    checkpointing: bool
-    """Gradient checkpointing, for both trainers."""
+    checkpointing: bool = True
+    """Gradient checkpointing, for both trainers. It is TRL's default; without it the activations of 16 rows padded to
+    2,560 tokens would take about 80 GB in the 0.6B model, by count."""
 
 
 def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int) -> ModelShape:
@@ -57,7 +48,7 @@ def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int) -> Mode
     return ModelShape(151_936, hidden, layers, heads, 8, 128, intermediate, tied=True)
 
 
-def reasoning_card(name: str, shape: ModelShape, batch_rows: int, micro_batches: int, checkpointing: bool) -> Card:
+def reasoning_card(name: str, shape: ModelShape, batch_rows: int, micro_batches: int) -> Card:
     """Long completions of ragged lengths in groups of 16, as in training a model to reason."""
     workload = Workload(
         name,
@@ -69,16 +60,9 @@ def reasoning_card(name: str, shape: ModelShape, batch_rows: int, micro_batches:
         batch_rows=batch_rows,
         micro_batches=micro_batches,
     )
-    return Card(workload, checkpointing)
+    return Card(workload)
 
 
-CARDS: dict[str, Card] = {
-    card.workload.name: card
-    for card in (
-        reasoning_card("0.6b", qwen3_shape(1024, 28, 16, 3072), batch_rows=128, micro_batches=8, checkpointing=False),
-        reasoning_card("4b", qwen3_shape(2560, 36, 32, 9728), batch_rows=64, micro_batches=4, checkpointing=True),
-    )
-}
 TINY = Card(
     Workload(
         "tiny",
@@ -89,169 +73,140 @@ TINY = Card(
         num_generations=4,
         batch_rows=8,
         micro_batches=2,
-    ),
-    checkpointing=False,
-)
-
-
-class Measuring(TrainerCallback):
-    """Seconds, peak memory, lengths and parts of each step."""
-
-    def __init__(
-        self, recorder: Recorder, phases: Callable[[dict[str, float]], dict[str, float]], on_gpu: bool
-    ) -> None:
-        self.recorder, self.phases, self.on_gpu = recorder, phases, on_gpu
-        self.steps: list[dict[str, Any]] = []
-        self.started, self.held = 0.0, 0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.recorder.clear()
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.held = torch.cuda.memory_allocated()
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - self.held if self.on_gpu else 0
-        seconds = time.perf_counter() - self.started
-        self.steps.append(
-            {"seconds": seconds, "peak_bytes": peak, "held_bytes": self.held, "lengths": self.recorder.lengths}
-        )
-        self.steps[-1]["phases"] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self.steps and logs and "reward" in logs:
-            self.steps[-1]["phases"] = self.phases(logs)
-
-
-def our_phases(logs: dict[str, float]) -> dict[str, float]:
-    """The parts of a step that groupgrad logs, and how far sampling's log-probs are from training's."""
-    kept = {key.removeprefix("time/"): value for key, value in logs.items() if key.startswith("time/")}
-    return kept | {key: logs[key] for key in ("sampling/logp_mismatch",) if key in logs}
-
-
-def measure(card: Card, trainer_name: str, *, steps: int, on_gpu: bool) -> dict[str, Any]:
-    """Train for a warm-up step and `steps` more; what was measured, as the report reads it."""
-    workload = card.workload
-    library = importlib.import_module(trainer_name)
-    tokenizer = make_words(workload.model.vocab_size)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = make_model(workload.model, tokenizer)
-    model = model.to(torch.bfloat16 if on_gpu else torch.float32).eval()
-    set_ending(model, tokenizer.eos_token_id, 1 / (workload.mean_length or 1))
-    phases = our_phases
-    if trainer_name == "trl":
-        sampling_seconds = time_calls(model, "generate")
-
-        def phases(logs: dict[str, float]) -> dict[str, float]:
-            return {"sampling": sampling_seconds()}
-
-    recorder = Recorder()
-    measuring = Measuring(recorder, phases, on_gpu)
-    with tempfile.TemporaryDirectory() as folder:
-        fields = {
-            **config_fields(workload, folder),
-            "max_steps": steps + 1,
-            "use_cpu": not on_gpu,
-            "bf16": on_gpu,
-            "gradient_checkpointing": card.checkpointing,
-        }
-        trainer = library.GRPOTrainer(
-            model=model,
-            reward_funcs=recorder.wrap(random_reward),
-            args=library.GRPOConfig(**fields),
-            train_dataset=Dataset.from_list(random_rows(workload)),
-            processing_class=tokenizer,
-            callbacks=[measuring],
-        )
-        trainer.train()
-    return {"steps": measuring.steps[1:], "version": library.__version__}
-
-
-def describe(on_gpu: bool) -> str:
-    """The accelerator and the versions."""
-    device = "CPU"
-    if on_gpu:
-        card = torch.cuda.get_device_properties(0)
-        device = f"{card.name}, {card.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return f"{date}. {device}; torch {torch.__version__}, transformers {transformers.__version__}."
-
-
-def render(device: str, measured: dict[tuple[str, str], dict[str, Any]], failures: dict[str, str]) -> str:
-    """The report as markdown; `measured` by (model, trainer)."""
-    rows = []
-    for (name, trainer), found in measured.items():
-        series = Series(tuple(found["steps"]))
-        sampling, tokens = series.phase("sampling"), sum(sum(s["lengths"]) for s in series.steps) / len(series.steps)
-        training = series.phase("training")
-        if training is None and sampling is not None:
-            training = series.median_seconds - sampling
-        rows.append(
-            [
-                f"{name} {trainer} {found['version']}",
-                f"{series.median_seconds:.2f}",
-                shown(sampling),
-                shown(tokens / sampling if sampling else None, ",.0f"),
-                shown(training),
-                f"{series.peak_bytes / GIB:.1f}",
-                f"{found['steps'][-1]['held_bytes'] / GIB:.1f}",
-                f"{series.mean_length:.0f} / {series.mean_longest:.0f}",
-                shown(series.phase("sampling/logp_mismatch"), ".1e"),
-            ]
-        )
-    parts = ["# Benchmark results on one accelerator", device]
-    for card in (TINY, *CARDS.values()):
-        if any(name == card.workload.name for name, _ in measured):
-            extra = ", gradient checkpointing" if card.checkpointing else ""
-            parts.append(f"- {card.workload.name}: {card.workload.describe()}{extra}; {card.workload.model.describe()}")
-    header = ["model and trainer", "step, s", "sampling, s", "sampled tokens/s", "training, s", "peak above, GiB"]
-    parts.append(table([*header, "held between steps, GiB", "mean / longest", "sampling against training, nats"], rows))
-    parts.append(
-        "Medians over steps, after a warm-up step. Peak: allocated during a step above what is held between steps "
-        "(weights and optimizer state). TRL's training seconds are its step without `generate`."
     )
-    if failures:
-        parts.append("Not run:\n\n" + "\n".join(f"- {name}: {why}" for name, why in failures.items()))
+)
+CARDS: dict[str, Card] = {
+    card.workload.name: card
+    for card in (
+        reasoning_card("0.6b", qwen3_shape(1024, 28, 16, 3072), batch_rows=128, micro_batches=8),
+        reasoning_card("4b", qwen3_shape(2560, 36, 32, 9728), batch_rows=64, micro_batches=4),
+        TINY,
+    )
+}
+
+
+def run_one(name: str, trainer: str, answer: Path, *, steps: int, timeout_s: float) -> Answer:
+    """Train in a process of its own; the answer, which is in the file too, with `failure` if it did not end well."""
+    answer.unlink(missing_ok=True)
+    if importlib.util.find_spec(trainer) is None:
+        failure = f"{trainer} is not installed here"
+    else:
+        command = [sys.executable, str(WORKER), "--model", name, "--trainer", trainer]
+        command += ["--steps", str(steps), "--answer", str(answer)]
+        try:
+            status = subprocess.run(command, check=False, timeout=timeout_s).returncode
+            failure = None if status == 0 else f"ended with status {status}; its output is above"
+        except subprocess.TimeoutExpired:
+            failure = f"took more than {timeout_s:g} s"
+    found: Answer = json.loads(answer.read_text()) if answer.exists() else {"model": name, "trainer": trainer}
+    if failure is not None:
+        found.setdefault("failure", failure)
+        answer.write_text(json.dumps(found))
+    return found
+
+
+def read_answers(folders: Iterable[Path]) -> list[Answer]:
+    """The answers in these folders, one for each model and trainer: the last that ended well, or that has steps."""
+    files = {path.resolve() for folder in folders for path in folder.glob("gpu-*.json")}
+    answers = [json.loads(path.read_text()) for path in sorted(files)]
+    answers.sort(key=lambda answer: (bool(answer.get("steps")), "failure" not in answer, answer.get("date", "")))
+    kept = {(answer["model"], answer["trainer"]): answer for answer in answers}
+    order = list(CARDS)
+    return sorted(kept.values(), key=lambda answer: (order.index(answer["model"]), answer["trainer"]))
+
+
+def share_of_floor(series: Series, phase: str) -> float | None:
+    """The least seconds that the machine allows over those measured, median over steps."""
+    shares = [step["floors"][phase] / step["phases"][phase] for step in series.steps if step["phases"].get(phase)]
+    return statistics.median(shares) if shares else None
+
+
+def result_row(answer: Answer) -> list[str]:
+    """The report's row for one model and trainer."""
+    series = Series(tuple(answer["steps"]))
+    sampling, tokens = series.phase("sampling"), sum(sum(step["lengths"]) for step in series.steps) / len(series.steps)
+    return [
+        f"{answer['model']} {answer['trainer']} {answer['version']}",
+        str(len(series.steps)),
+        f"{series.median_seconds:.2f}",
+        shown(sampling),
+        shown(share_of_floor(series, "sampling"), ".0%"),
+        shown(tokens / sampling if sampling else None, ",.0f"),
+        shown(series.phase("training")),
+        shown(share_of_floor(series, "training"), ".0%"),
+        f"{series.peak_bytes / GIB:.1f}",
+        f"{series.steps[-1]['held_bytes'] / GIB:.1f}",
+        f"{series.mean_length:.0f} / {series.mean_longest:.0f}",
+        shown(series.phase("sampling/logp_mismatch"), ".1e"),
+    ]
+
+
+def setting(answer: Answer) -> str:
+    """The device and the versions that both trainers share."""
+    return ", ".join([answer["device"], *(f"{name} {found}" for name, found in answer["versions"].items())])
+
+
+def render(answers: list[Answer]) -> str:
+    """The report as markdown: a table for each machine that steps were measured on."""
+    measured = [answer for answer in answers if answer.get("steps")]
+    parts = ["# Benchmark results on one accelerator"]
+    for name, card in CARDS.items():
+        if any(answer["model"] == name for answer in measured):
+            extra = ", gradient checkpointing" if card.checkpointing else ""
+            parts.append(f"- {name}: {card.workload.describe()}{extra}; {card.workload.model.describe()}")
+    for here in dict.fromkeys(setting(answer) for answer in measured):
+        found = [answer for answer in measured if setting(answer) == here]
+        rates = [f"{answer['machine']['gflops'] / 1e3:.3g}" for answer in found]
+        speeds = [f"{answer['machine']['gigabytes_per_second']:,.0f}" for answer in found]
+        parts += [f"## {here}", table(_HEADER, [result_row(answer) for answer in found])]
+        parts.append(
+            f"From {min(answer['date'] for answer in found)} on. The machine, measured before each row: large matrix "
+            f"products at {' / '.join(rates)} TFLOP/s, memory read at {' / '.join(speeds)} GB/s."
+        )
+    if measured:
+        parts.append(_HOW)
+    failed = [
+        f"- {answer['model']} {answer['trainer']}: {answer['failure']}" for answer in answers if "failure" in answer
+    ]
+    if failed:
+        parts.append("Not run, or not to the end:\n\n" + "\n".join(failed))
     return "\n\n".join(parts) + "\n"
 
 
-def run_all(options: argparse.Namespace) -> int:
-    """Each model and trainer in a process; 1 if groupgrad failed anywhere."""
-    measured: dict[tuple[str, str], dict[str, Any]] = {}
-    failures: dict[str, str] = {}
-    for name in ["tiny"] if options.tiny else options.models.split(","):
-        for trainer in options.trainers.split(","):
-            label = f"{name} {trainer}"
-            if importlib.util.find_spec(trainer) is None:
-                failures[label] = f"{trainer} is not installed here"
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                answer = Path(folder) / "answer.json"
-                command = [sys.executable, __file__, "--one", name, trainer, str(answer)]
-                command += ["--steps", str(options.steps), *(["--tiny"] if options.tiny else [])]
-                print(f"{label} ...", flush=True)
-                try:
-                    status = subprocess.run(command, check=False, timeout=options.timeout_s).returncode
-                except subprocess.TimeoutExpired:
-                    failures[label] = f"took more than {options.timeout_s} s"
-                    continue
-                if status == 0:
-                    measured[name, trainer] = json.loads(answer.read_text())
-                else:
-                    failures[label] = f"ended with status {status}; its output is above"
-            text = render(describe(not options.tiny), measured, failures)
-            options.output.mkdir(parents=True, exist_ok=True)
-            (options.output / "RESULTS-gpu.md").write_text(text)  # after each run, in case time runs out
-    print(render(describe(not options.tiny), measured, failures))
-    return int(any("groupgrad" in label for label in failures))
+_HEADER = [
+    "model and trainer",
+    "steps",
+    "step, s",
+    "sampling, s",
+    "of floor",
+    "sampled tokens/s",
+    "training, s",
+    "of floor",
+    "peak above, GiB",
+    "held between steps, GiB",
+    "mean / longest",
+    "sampling against training, nats",
+]
+_HOW = (
+    "Medians over steps, after a warm-up step. Both trainers run the same configuration, gradient checkpointing (TRL's "
+    "default) included. TRL's sampling is its `generate`, its training the rest "
+    "of its step. Peak: allocated during a step above what is held between steps (weights and optimizer state). "
+    "Of floor: the least seconds that the machine allows, over those measured. A floor counts the multiplications of "
+    "exact GRPO (each prompt once a group, no padding, nothing recomputed) at the rate of large matrix products, or, "
+    "at each decode step, the bytes of weights, keys and values at the speed of reading memory, if that takes longer; "
+    "everything else counts as nothing."
+)
+
+
+def write_report(folders: Iterable[Path], output: Path) -> list[Answer]:
+    """Make the report of these folders' answers, which come back, and write it into `output`."""
+    answers = read_answers(folders)
+    (output / "RESULTS-gpu.md").write_text(render(answers))
+    return answers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """The command line; 1 if groupgrad failed anywhere, or if there is nothing to merge."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -260,15 +215,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="steps that count, after one that does not (default 3)")
     parser.add_argument("--timeout_s", type=float, default=1800, help="most seconds for one model and trainer")
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder for RESULTS-gpu.md")
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "TRAINER", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder for answers and report")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FOLDER", help="only make the report of these folders")
     options = parser.parse_args(arguments)
-    if options.one:
-        name, trainer, file = options.one
-        card = TINY if options.tiny else CARDS[name]
-        Path(file).write_text(json.dumps(measure(card, trainer, steps=options.steps, on_gpu=not options.tiny)))
-        return 0
-    return run_all(options)
+    models, trainers = ["tiny"] if options.tiny else options.models.split(","), options.trainers.split(",")
+    if unknown := [*(set(models) - set(CARDS)), *(set(trainers) - {"groupgrad", "trl"})]:
+        parser.error(f"unknown: {', '.join(unknown)}; models are {', '.join(CARDS)}, trainers groupgrad and trl")
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.merge:
+        answers = write_report(options.merge, options.output)
+        print(render(answers))
+        return int(not answers)
+    failed = False
+    for name in models:
+        for trainer in trainers:
+            print(f"{name} {trainer} ...", flush=True)
+            answer = options.output / f"gpu-{name}-{trainer}.json"
+            found = run_one(name, trainer, answer, steps=options.steps, timeout_s=options.timeout_s)
+            failed |= trainer == "groupgrad" and "failure" in found
+            answers = write_report([options.output], options.output)  # after each, in case time runs out
+    print(render(answers))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from workloads import ModelShape, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,9 +83,14 @@ def make_words(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def make_model(
-    shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 4096, seed: int = 0
+    shape: ModelShape,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int = 4096,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Qwen3ForCausalLM:
-    """A float32 model of this shape with random weights."""
+    """A model of this shape with random weights of this type; rotary frequencies are float32, as in loaded models."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=shape.vocab_size,
@@ -93,9 +105,9 @@ def make_model(
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
+        dtype=dtype,
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 @torch.no_grad()

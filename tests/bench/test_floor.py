@@ -53,6 +53,14 @@ def test_sampling_where_memory_is_slow(shape):
     assert sampling_floor(shape, machine(1e9, 1), [group(2, 1)]) == pytest.approx(4 * floats * 1e-9)
 
 
+def test_half_the_bytes_are_read_in_half_the_time(shape):
+    from floor import Machine, sampling_floor
+
+    half = Machine(gflops=1e9, decode_gflops=None, gigabytes_per_second=1, bytes_per_number=2)
+    groups = [group(2, 1)]
+    assert 2 * sampling_floor(shape, half, groups) == pytest.approx(sampling_floor(shape, machine(1e9, 1), groups))
+
+
 def test_prompts_are_read_once_a_group_and_not_after_its_last_row(shape):
     from floor import sampling_floor
 
@@ -82,3 +90,12 @@ def test_measuring_gives_positive_numbers():
     measured = measure_machine(0.0, square=64, megabytes=1)
     assert min(measured.gflops, measured.decode_gflops, measured.gigabytes_per_second) > 0
     assert "GB/s" in measured.describe()
+
+
+def test_measuring_another_type():
+    import torch
+    from floor import measure_accelerator
+
+    measured = measure_accelerator("cpu", torch.bfloat16, 0.0, square=64, megabytes=1)
+    assert min(measured.gflops, measured.gigabytes_per_second) > 0
+    assert (measured.bytes_per_number, measured.decode_gflops) == (2, None)
