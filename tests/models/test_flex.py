@@ -197,10 +197,11 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_an_error(scripted, monkeypatch, number):
+def test_numbers_that_are_none_are_an_error(scripted, monkeypatch, caplog, number):
     made = scripted()
-    monkeypatch.setattr(made, "attend", lambda query, key, value, *_: number * query)
+    monkeypatch.setattr(made, "attend", lambda query, key, value, *_: number * (query + key.sum() + value.sum()))
     assert attend_flex(*heads(), laid().plan._places[CPU], AttentionCall(0, 0.3)) is None
+    assert "equal tokens that are not finite" in caplog.text
 
 
 def test_without_its_kernel_matrix_products_do(scripted, caplog):
@@ -369,8 +370,8 @@ def test_the_compiled_kernel_gives_the_numbers_of_matrix_products(num_tokens, wi
     weights = torch.randn(expected.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     wanted = torch.autograd.grad((expected * weights).sum(), exact)
     gradients = torch.autograd.grad((found * weights).sum(), half)
-    for x, want in zip((found, *gradients), (expected, *wanted)):
-        assert float((x - want).norm() / want.norm()) < 0.02
+    for x, want in zip((found.detach(), *gradients), (expected.detach(), *wanted)):
+        assert float((x - want).norm() / want.norm()) < 0.03
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
