@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import BertConfig, BertLMHeadModel
 
-from groupgrad.models import flex
 from groupgrad.models import layout as layout_module
 from groupgrad.models.attention import AttentionCall, attention_dropout, plannable
 from groupgrad.models.blocks import attend_blocks
-from groupgrad.models.flex import attend_flex
 from groupgrad.models.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.models.layout import Row, flat_layout, make_blocks
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
@@ -249,49 +247,6 @@ def test_attention_dropout_in_a_layer_of_plain_dropout_is_found():
     assert attention_dropout(model) == 0.1
     assert layout_for(model, ForwardOptions()) == "dense"
     assert layout_for(model.eval(), ForwardOptions()) == "shared"
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_flex_attention_is_the_same_function(window, softcap):
-    """What a GPU compiles, run here as it is written; its gradients exist on GPUs alone."""
-    flat = flat_layout(random_batch([3, 5], [(0, 6), (1, 2), (0, 4)]))
-    torch.manual_seed(0)
-    inputs = [torch.randn(h, 17, 16) for h in (4, 2, 2)]
-    call = AttentionCall(layer=0, scale=0.3, softcap=softcap, window=window)
-    found = attend_flex(*inputs, flat.plan._places[torch.device("cpu")], call)
-    assert found is not None
-    torch.testing.assert_close(found, flat.plan.attend(*inputs, call), rtol=1e-5, atol=1e-6)
-
-
-def test_without_its_kernel_matrix_products_do(monkeypatch, caplog):
-    flat = flat_layout(random_batch([3], [(0, 6), (0, 2)]))
-    inputs = [torch.randn(2, 9, 8) for _ in range(3)]
-    call = AttentionCall(layer=0, scale=1.0)
-    expected = flat.plan.attend(*inputs, call)
-    monkeypatch.setattr(layout_module, "is_usable", lambda query, call: not flex._State.failed)
-    monkeypatch.setattr(flex, "_plain", lambda name: 1 / 0)
-    monkeypatch.setattr(flex._State, "failed", False)
-    for _ in range(2):
-        assert torch.equal(flat.plan.attend(*inputs, call), expected)
-    assert caplog.text.count("flex attention cannot run here (ZeroDivisionError") == 1
-
-
-@pytest.mark.gpu
-def test_the_compiled_kernel_gives_the_dense_numbers_in_bfloat16(make_model):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    model = make_model(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1).cuda().bfloat16()
-    batch = random_batch([40, 130], [(0, 60), (1, 20), (0, 4), (1, 200)]).to("cuda")
-    gradients = []
-    for way in (DENSE, ForwardOptions()):
-        model.zero_grad()
-        scores = score_tokens(model, batch, way)
-        scores.logprobs.sum().backward()
-        gradients.append((scores.logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]).float()))
-    assert not flex._State.failed
-    assert float((gradients[1][0] - gradients[0][0]).abs().mean()) < 0.02
-    assert float((gradients[1][1] - gradients[0][1]).norm() / gradients[0][1].norm()) < 0.05
 
 
 def test_a_row_with_images_of_its_own_has_its_own_prompt(batch):

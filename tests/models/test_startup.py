@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from groupgrad.models import startup
+from groupgrad.models import flex, startup
 from groupgrad.models.forward import ForwardOptions
+from groupgrad.models.layout import flat_layout
 from groupgrad.models.startup import check_layout, measured_difference, random_batch, tolerance
 
 
@@ -102,6 +103,17 @@ def test_the_random_batch_is_ragged_and_shares_prompts(build):
     assert len(batch.prompt_of_row) > len(batch.prompt_offsets) - 1
     assert int(batch.completion_ids.max()) < 48
     assert not bool((batch.completion_ids == 0).any())
+
+
+def test_a_gpu_is_tried_with_the_kernels_of_long_inputs(build, monkeypatch):
+    """As many prompts and rows as on a GPU, here: two tiles of flex attention are full."""
+    copies = startup._copies(torch.device("cuda", 1))
+    monkeypatch.setattr(startup, "_copies", lambda device: copies)
+    model = build("qwen3")
+    batch = random_batch(model)
+    assert len(flat_layout(batch).ids) > 2 * flex._BLOCK
+    assert batch.num_prompts == len(batch.prompt_of_row.unique())
+    assert check_layout(model, ForwardOptions()).layout == "shared"
 
 
 @pytest.mark.parametrize("pad", [None, 47])

@@ -65,7 +65,7 @@ class BlockPlan:
             cpu = torch.device("cpu")
             self._blocks[device] = [block.to(device) for block in self._blocks[cpu]]
             self._places[device] = self._places[cpu].to(device)
-        if is_usable(query, call):
+        if is_usable(query, value, call):
             output = attend_flex(query, key, value, self._places[device], call)
             if output is not None:
                 return output

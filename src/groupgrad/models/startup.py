@@ -30,6 +30,9 @@ TOLERANCE_HALF_BALANCE = 0.02
 _PROMPTS, _ROWS = (7, 12), ((0, 5), (1, 8), (0, 11), (1, 3), (0, 1))
 """Prompt lengths, and (prompt, completion length) of the rows that are tried."""
 
+_COPIES_ON_GPU = 8
+"""Times that there are prompts and rows of these lengths on a GPU: kernels for short inputs are others there."""
+
 _ROWS_WITH_IMAGES = (4, 2)
 """Completion lengths of rows that continue an example prompt with images."""
 
@@ -132,17 +135,24 @@ def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
     """
     device = next(model.parameters()).device
     stream = torch.Generator().manual_seed(0)
-    lengths, owners = [length for _, length in _ROWS], [group for group, _ in _ROWS]
-    *completions, prompts = random_ids(model, sum(lengths) + sum(_PROMPTS), stream).split([*lengths, sum(_PROMPTS)])
-    groups = [prompt.tolist() for prompt in prompts.split(list(_PROMPTS))]
+    copies = _copies(device)
+    prompt_lengths, lengths = list(_PROMPTS) * copies, [length for _, length in _ROWS] * copies
+    owners = [group + copy * len(_PROMPTS) for copy in range(copies) for group, _ in _ROWS]
+    num_tokens = sum(lengths) + sum(prompt_lengths)
+    *completions, prompts = random_ids(model, num_tokens, stream).split([*lengths, sum(prompt_lengths)])
+    groups = [prompt.tolist() for prompt in prompts.split(prompt_lengths)]
     rows, media = [row.tolist() for row in completions], None
     if example is not None and example.media is not None and sees(model):
         for ids in random_ids(model, sum(_ROWS_WITH_IMAGES), stream).split(list(_ROWS_WITH_IMAGES)):
             rows.append([*ids.tolist(), *_sampled_placeholder(model), int(ids[0])])
             owners.append(len(groups))
         groups.append(example.ids)
-        media = (*[None] * len(_PROMPTS), example.media)
+        media = (*[None] * len(prompt_lengths), example.media)
     return batch_of(groups, owners, rows, media).to(device)
+
+
+def _copies(device: torch.device) -> int:
+    return _COPIES_ON_GPU if device.type == "cuda" else 1
 
 
 def _sampled_placeholder(model: nn.Module) -> list[int]:
