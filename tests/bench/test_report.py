@@ -125,9 +125,10 @@ def test_peak_memory_sees_what_was_freed():
     memory = PeakMemory()
     before = memory.settle()
     memory.reset()
-    block = bytearray(64 * 2**20)
+    block = bytearray(256 * 2**20)
     block[::4096] = b"x" * len(block[::4096])
     del block
-    assert memory.peak() - before >= 60 * 2**20
+    # The system may take other pages of this process away meanwhile.
+    assert memory.peak() - before >= 180 * 2**20
     memory.reset()
-    assert memory.peak() - before < 30 * 2**20
+    assert memory.peak() - before < 90 * 2**20
