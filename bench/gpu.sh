@@ -4,7 +4,7 @@
 #   bash bench/gpu.sh [tests|bench|all] [arguments of bench/gpu_bench.py]
 #
 # The log of the tests, an answer for each model and trainer and RESULTS-gpu.md go to $OUT if that is set, else to
-# bench/. Where a command may take ten minutes only, run the parts by commands of their own, here or on several machines:
+# bench/. Where a command's time is short, run the parts by commands of their own, here or on several machines:
 #
 #   bash bench/gpu.sh tests
 #   bash bench/gpu.sh bench --models 0.6b --trainers groupgrad --timeout_s 540     and with trl, and with 4b
@@ -12,14 +12,14 @@
 #
 # groupgrad is imported from this checkout. Packages that the machine lacks or has too old can lie as wheels in the
 # folder $WHEELS (default .whl in the repository's root, which git ignores): they are unpacked into a temporary folder,
-# without what they need, so name each one. An image with torch 2.11, transformers 5.17, accelerate 1.15,
-# huggingface-hub 1.33, tokenizers 0.23.2 and pyarrow (24 or later), but no datasets, on Python 3.12, needs these:
+# without what they need, so name each one. What is missing or too old is said before anything runs. Beside torch 2.11,
+# transformers 5.17, accelerate 1.15, huggingface-hub 1.33, tokenizers 0.23.2 and pyarrow 24 on Python 3.12, say, these do:
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest .whl \
 #       transformers==5.23.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 trl==1.16.0
 #
 # trl only if it is to be timed beside. Not huggingface-hub: its releases from 2.0 on need packages that such an image
-# lacks. Where pyarrow is 21 to 23, datasets==4.8.5 instead. What is missing or too old is said before anything runs.
+# lacks. Where pyarrow is 21 to 23, datasets==4.8.5 instead.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

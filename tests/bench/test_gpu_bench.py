@@ -90,7 +90,7 @@ def test_a_process_that_fails_is_named(script, failure, steps, tmp_path, monkeyp
     worker.write_text(f"import json\n{save}\n{script}\n")
     file.write_text(json.dumps({"failure": "of an earlier run"}))
     monkeypatch.setattr(gpu_bench, "WORKER", worker)
-    found = gpu_bench.run_one("tiny", "groupgrad", file, steps=1, timeout_s=0.5 if steps else 60)
+    found = gpu_bench.run_one("tiny", "groupgrad", file, steps=1, timeout_s=5 if steps else 60)
     assert found["failure"] == failure
     assert found.get("steps") == steps
     assert json.loads(file.read_text()) == found

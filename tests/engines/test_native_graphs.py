@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from pretended_gpu import Graph, Pretended, Stream, pretended_gpu, to_gpu
+from pretended_gpu import GPU, Graph, Pretended, Stream, pretended_gpu, stirred, to_gpu
 from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, graphs
 from groupgrad.engines.native.attention import products
+from groupgrad.engines.native.forward import cast_bytes
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=70, eos_ids=(1,), pad_id=0)
@@ -35,7 +36,7 @@ def wide(build: Callable[..., Any], kind: str) -> Any:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Graph, "num_recorded", 0)
     monkeypatch.setattr(Graph, "num_replayed", 0)
-    with pretended_gpu(monkeypatch):
+    with pretended_gpu():
         yield
 
 
@@ -65,11 +66,7 @@ def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], b
 
 
 def test_adapters_are_recorded_unmerged(build, gpu):
-    torch.manual_seed(0)
-    model = get_peft_model(wide(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.3)
+    model = stirred(get_peft_model(wide(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])))
     expected = NativeEngine(model).sample(requests(), OPTIONS)
     found = NativeEngine(to_gpu(model)).sample(requests(), OPTIONS)
     assert [s.ids for s in found] == [s.ids for s in expected]
@@ -93,6 +90,38 @@ def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypat
     assert [p.requires_grad for p in model.parameters()] == before
 
 
+def test_what_a_graph_reads_lives_as_long(gpu):
+    """Mixed precision's casts go when any thread leaves it, a tool's for one."""
+    record = graphs.cuda_recorder({GPU})
+    assert record is not None
+    cast, stored = Pretended(torch.ones(2, 3)), Pretended(torch.ones(3))
+    replay: Any = record(lambda: cast.t().mul(2).t().add(stored), [stored])
+    inputs = [tensor.inner.untyped_storage()._cdata for tensor in replay.inputs]
+    assert inputs == [cast.inner.untyped_storage()._cdata]
+    assert replay().tolist() == [[3.0] * 3] * 2
+
+
+def test_memory_for_casts_is_left_beside_keys_and_values(build, gpu):
+    model = to_gpu(build("llama", max_position_embeddings=256))
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert cast_bytes(model, GPU) == 0
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert cast_bytes(model, GPU) == 2 * matrices
+        assert cast_bytes(model, torch.device("cpu")) == 0
+
+
+def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu):
+    engine = NativeEngine(to_gpu(wide(build, "qwen3")))
+    with engine.session(replace(OPTIONS, max_new_tokens=50, eos_ids=())) as session:
+        for i in range(24):
+            session.submit(Request([5 + i, 6], i, 50))
+            session.advance()
+            session.advance()
+        while session.num_open:
+            session.advance()
+    assert Graph.num_recorded <= 14
+
+
 def test_a_ragged_batch_is_recorded_few_times(build, gpu):
     """128 rows in groups of 16, lengths geometric up to 120: 128, 96, 64, ..., 1 rows, 64 or 120 places."""
     lengths = random.Random(0)
@@ -110,7 +139,7 @@ def test_scores_are_not_rounded_to_half_precision(gpu):
     )
     found = products(Pretended(query), Pretended(key), 0.5)
     assert found.dtype == torch.float32
-    assert found.tolist() == [[[7.546875]]]  # of three more bits than bfloat16 has
+    assert found.tolist() == [[[7.546875]]]  # of one bit more than bfloat16 has
 
 
 class Looking(nn.Module):
@@ -140,6 +169,24 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, m
     assert Graph.recording is None
     assert Stream.current is Stream.default
     assert closed == [(0, (0, 1))]
+
+
+def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
+    closed = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)
+    numbers = Pretended(torch.ones(3))
+
+    def work() -> torch.Tensor:
+        if Graph.recording is not None:
+            Graph.recording.is_broken = True
+        return numbers + 1
+
+    record = graphs.cuda_recorder({GPU})
+    assert record is not None
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        record(work, ())
+    assert closed == [(0, (0, 1))]
+    assert Stream.current is Stream.default
 
 
 def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, monkeypatch):

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
+from transformers.utils import import_utils
 
 from groupgrad.models import parts
 
@@ -111,6 +113,7 @@ def _histogram(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _wide_products(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    assert dtype == torch.float32 and first.dtype in (torch.float16, torch.bfloat16)
     return torch.bmm(first.to(dtype), second.to(dtype))
 
 
@@ -242,7 +245,8 @@ class Graph:
         Graph.recording = self
 
     def capture_end(self) -> None:
-        assert Graph.recording is self
+        if Graph.recording is not self:
+            raise RuntimeError("no capture is under way")
         Graph.recording = None
         if self.is_broken:
             raise RuntimeError("operation failed due to a previous error during capture")
@@ -302,8 +306,28 @@ def _autocast(kind: str) -> str:
 
 
 @contextmanager
-def pretended_gpu(monkeypatch: Any, free_bytes: int = 1 << 30) -> Iterator[None]:
+def pretended_gpu(free_bytes: int = 1 << 30) -> Iterator[None]:
     """Inside, there is a GPU with so much free memory."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _pretend(monkeypatch, free_bytes)
+        _forget_answers()
+        try:
+            with _Rules():
+                yield
+        finally:
+            Graph.recording, Stream.current = None, Stream.default
+            _forget_answers()
+
+
+def _forget_answers() -> None:
+    """What transformers has found out about devices it does not ask again."""
+    for name in dir(import_utils):
+        forget = getattr(getattr(import_utils, name), "cache_clear", None)
+        if forget is not None:
+            forget()
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     answers: dict[str, Any] = {
         "mem_get_info": (free_bytes, free_bytes),
         "memory_reserved": 0,
@@ -352,5 +376,12 @@ def pretended_gpu(monkeypatch: Any, free_bytes: int = 1 << 30) -> Iterator[None]
             return run_backward(*args, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", run_by_the_rules)
-    with _Rules():
-        yield
+
+
+def stirred(adapted: nn.Module) -> nn.Module:
+    """The model under adapters of LoRA that are not at their starting point."""
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return adapted

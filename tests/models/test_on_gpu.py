@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from pretended_gpu import GPU, Pretended, pretended_gpu, to_gpu
+from pretended_gpu import GPU, Pretended, pretended_gpu, stirred, to_gpu
 from torch import nn
 
 from groupgrad.models.forward import ForwardOptions, score_tokens
@@ -43,10 +43,10 @@ def numbers(model: nn.Module, batch: Any, way: ForwardOptions) -> tuple[torch.Te
     return scores.logprobs.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def compare(model: nn.Module, batch: Any, way: ForwardOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def compare(model: nn.Module, batch: Any, way: ForwardOptions) -> None:
     expected = numbers(model, batch, way)
     on_gpu = to_gpu(copy.deepcopy(model))
-    with pretended_gpu(monkeypatch):
+    with pretended_gpu():
         found = numbers(on_gpu, batch.to(GPU), way)
     logprobs, gradient = found
     assert isinstance(logprobs, Pretended)
@@ -56,20 +56,17 @@ def compare(model: nn.Module, batch: Any, way: ForwardOptions, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_and_heads_compute_on_the_gpu_alone(kind: str, build, batch, monkeypatch):
+def test_layouts_and_heads_compute_on_the_gpu_alone(kind: str, build, batch):
     model = build(kind)
     for way in WAYS:
-        compare(model, batch, way, monkeypatch)
+        compare(model, batch, way)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_adapters_and_gradient_checkpointing_do(use_reentrant: bool, build, batch, monkeypatch):
-    torch.manual_seed(0)
-    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"]))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.3)
+def test_adapters_and_gradient_checkpointing_do(use_reentrant: bool, build, batch):
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"])
+    model: Any = stirred(get_peft_model(build("llama"), config))
     model.enable_input_require_grads()
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    compare(model, batch, ForwardOptions(), monkeypatch)
+    compare(model, batch, ForwardOptions())

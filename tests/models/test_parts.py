@@ -216,8 +216,8 @@ def test_tangents_flow():
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with pretended_gpu(monkeypatch):
+def gpu() -> Iterator[None]:
+    with pretended_gpu():
         yield
 
 

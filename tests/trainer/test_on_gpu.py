@@ -22,7 +22,7 @@ NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismat
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     @contextmanager
     def entered() -> Iterator[None]:
-        with monkeypatch.context() as patch, pretended_gpu(patch):
+        with monkeypatch.context() as patch, pretended_gpu():
             # Its kernel cannot be compiled here.
             patch.setattr(flex._State, "failed", True)
             patch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")

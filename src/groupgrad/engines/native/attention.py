@@ -141,9 +141,11 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 def products(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """(B, T, S) float32 products of query (B, T, D) and key (B, S, D), times `scale`."""
-    if query.is_cuda and query.dtype != torch.float32:
-        # Rounded to half precision, a score of 16 would be off by up to 0.03, which training's kernels don't do.
-        return torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32).mul_(scale)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        # Rounded to bfloat16, a score between 8 and 16 would be off by up to 0.03, which training's kernels don't do.
+        if "dtype" in torch.ops.aten.bmm.overloads():
+            return torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32).mul_(scale)
+        return torch.bmm(query.float(), key.float().transpose(1, 2)).mul_(scale)
     return torch.bmm(query * scale, key.transpose(1, 2)).float()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native.attention import ProbePlan
 from groupgrad.engines.native.direct import direct_model
-from groupgrad.engines.native.forward import last_logits, weights_cast_once
+from groupgrad.engines.native.forward import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.graphs import Steps, cuda_recorder
 from groupgrad.engines.native.known import Knowledge
 from groupgrad.engines.native.linear import fast_linears
@@ -104,8 +104,9 @@ class NativeEngine:
         device = input_device(model)
         token = torch.zeros(1, dtype=torch.int64, device=device)
         known = self._knowledge.of(model, lambda plan: last_logits(model, token, token, plan, token))
-        store = self._make_store(known.probe)
-        record, direct = self._recorder(store.devices), direct_model(model, known.probe.calls)
+        devices = {layer.device for layer in known.probe.layers.values()}
+        record = self._recorder(devices) if known.agreement.records else None
+        store, direct = self._make_store(known.probe, record is not None), direct_model(model, known.probe.calls)
         return NativeSession(
             model,
             Sampler(choosing, device),
@@ -118,12 +119,12 @@ class NativeEngine:
             statistics=statistics,
         )
 
-    def _make_store(self, plan: ProbePlan) -> Store:
+    def _make_store(self, plan: ProbePlan, is_recorded: bool) -> Store:
         bound = self._kv_memory
         if bound is None:
             layers = list(plan.layers.values())
-            bound = _tokens_that_fit(layers) * sum(layer.bytes_per_token for layer in layers)
-        return Store(plan.layers, bound)
+            bound = _tokens_that_fit(layers, self._model) * sum(layer.bytes_per_token for layer in layers)
+        return Store(plan.layers, bound, is_recorded=is_recorded)
 
 
 def input_device(model: nn.Module) -> torch.device:
@@ -135,10 +136,11 @@ def input_device(model: nn.Module) -> torch.device:
     return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))
 
 
-def _tokens_that_fit(layers: list[LayerShape]) -> int:
+def _tokens_that_fit(layers: list[LayerShape], model: nn.Module) -> int:
     """Tokens whose keys and values take a share of what is free on the device that has least room for its layers."""
     devices = {layer.device for layer in layers}
+    free = {device: max(0, free_bytes(device) - cast_bytes(model, device)) for device in devices}
     return min(
-        int(MEMORY_SHARE * free_bytes(device)) // sum(x.bytes_per_token for x in layers if x.device == device)
+        int(MEMORY_SHARE * free[device]) // sum(x.bytes_per_token for x in layers if x.device == device)
         for device in devices
     )

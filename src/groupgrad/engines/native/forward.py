@@ -36,21 +36,32 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
     """Mixed precision, which has to be in force already, casts frozen weights once in here and not in each step.
 
     Of all weights it keeps the casts of those that require gradients; where nothing is differentiated, that is all that
-    requiring them changes.
+    requiring them changes. They take `cast_bytes`.
     """
     kinds = {kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
     frozen = [
         parameter
         for parameter in model.parameters()
-        if parameter.device.type in kinds and parameter.dtype == torch.float32 and not parameter.requires_grad
+        if parameter.device.type in kinds
+        and parameter.dtype == torch.float32
+        and not parameter.requires_grad
+        and not parameter.is_inference()
     ]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
     try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         yield
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def cast_bytes(model: nn.Module, device: torch.device) -> int:
+    """What mixed precision, if it is in force, keeps of weights in half precision on a device; at most."""
+    if device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device.type):
+        return 0
+    matrices = (p for p in model.parameters() if p.dtype == torch.float32 and p.dim() > 1 and p.device == device)
+    return sum(2 * matrix.numel() for matrix in matrices)
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from groupgrad.engines.native.attention import DecodePlan, Standing, StepShape
 from groupgrad.engines.native.compiled import CompiledModel, Free
@@ -21,6 +23,9 @@ from groupgrad.models.shortage import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], torch.Tensor]
+
+Record = Callable[[Work, Iterable[torch.Tensor]], Work]
+"""Makes work that is repeated from work, and from the tensors it reads that are there for as long as it is repeated."""
 
 DIRECT_TOLERANCE = 1e-5
 """Of the largest logit, by which the direct form of a model may differ from the model."""
@@ -128,7 +133,7 @@ class Steps:
         store: Store,
         device: torch.device,
         *,
-        record: Callable[[Work], Work] | None,
+        record: Record | None,
         direct: CompiledModel | DirectModel | None,
         agreement: Agreement,
     ):
@@ -160,16 +165,16 @@ class Steps:
                 )
         return EagerStep(self._model, self._store, standing, self._direct)
 
-    def _make_recorded(self, standing: Standing, record: Callable[[Work], Work]) -> RecordedStep:
+    def _make_recorded(self, standing: Standing, record: Record) -> RecordedStep:
         own, prompts = self._store.own, self._store.prompts
         if self._versions != (own.version, prompts.version):
             # The tensors that these were recorded with are gone.
             self._recorded, self._versions = {}, (own.version, prompts.version)
-        # Each of these that followed the rows closely would cost recordings; what is beyond them costs little.
+        # A size that followed the rows would cost recordings; what is beyond them is but a few queries more.
         self._rows_of_group = max(self._rows_of_group, padded(standing.rows_of_group))
         shape = StepShape(
             rows=min(padded(len(standing.groups)), own.slots),
-            groups=prompts.slots,
+            groups=min(padded(max(standing.groups) + 1), prompts.slots),
             rows_of_group=self._rows_of_group,
             prompt_places=prompts.places,
             own_places=own.places,
@@ -185,11 +190,12 @@ class Steps:
             plan.forget_masks()
             return step_logits(self._model, ids, positions, plan)
 
-        self._recorded[shape] = RecordedStep(plan, ids, positions, record(work))
+        stored = [x for slab in (own, prompts) for x in (*slab.keys.values(), *slab.values.values())]
+        self._recorded[shape] = RecordedStep(plan, ids, positions, record(work, stored))
         return self._recorded[shape]
 
 
-def cuda_recorder(devices: set[torch.device]) -> Callable[[Work], Work] | None:
+def cuda_recorder(devices: set[torch.device]) -> Record | None:
     """Records work as CUDA graphs that share their memory; None if the model does not lie on one CUDA device.
 
     Of graphs that share memory only the one replayed last has a valid result.
@@ -199,35 +205,46 @@ def cuda_recorder(devices: set[torch.device]) -> Callable[[Work], Work] | None:
     device = next(iter(devices))
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def record(work: Work) -> Work:
+    def record(work: Work, lasting: Iterable[torch.Tensor] = ()) -> Work:
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.device(device), torch.cuda.stream(side):
             # Libraries set themselves up in a first run, which a graph must not contain. What it writes to the store,
             # the first replay writes again.
             work()
-            graph, output = _capture(work, pool)
+            replay = _capture(work, pool, _Reading(lasting))
         current.wait_stream(side)
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
         return replay
 
     return record
 
 
-def _capture(work: Work, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """What `work` does on the current stream, recorded and not done, and where its result will be.
+@dataclass(slots=True, frozen=True)
+class _Replay:
+    """Recorded work, done anew at each call."""
+
+    graph: torch.cuda.CUDAGraph
+    output: torch.Tensor
+    inputs: list[torch.Tensor]
+    """What it reads, so that it lives as long."""
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.output
+
+
+def _capture(work: Work, pool: Any, reading: _Reading) -> _Replay:
+    """What `work` does on the current stream, recorded and not done.
 
     `torch.cuda.graph` would do the same, but does not put stream and memory back where they were if the work fails.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads may use the GPU meanwhile.
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        output = work()
+        # Other threads may use the GPU meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with reading:
+            output = work()
+        graph.capture_end()
     except BaseException:
         with suppress(RuntimeError):
             graph.capture_end()
@@ -237,5 +254,33 @@ def _capture(work: Work, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]
             with suppress(RuntimeError):
                 close(torch.cuda.current_device(), pool)
         raise
-    graph.capture_end()
-    return graph, output
+    return _Replay(graph, output, list(reading.inputs.values()))
+
+
+class _Reading(TorchDispatchMode):
+    """Collects the tensors that operations read and that none of them has made, but for `lasting` ones.
+
+    Some have no other owner for as long as a graph reads them: weights that mixed precision has cast are let go when
+    any thread leaves it.
+    """
+
+    def __init__(self, lasting: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.inputs: dict[int, torch.Tensor] = {}
+        self._made = {_memory(tensor) for tensor in lasting}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            if (key := _memory(tensor)) not in self._made:
+                self.inputs.setdefault(key, tensor)
+        found = func(*args, **(kwargs or {}))
+        self._made.update(key for tensor in _tensors(found) if (key := _memory(tensor)) not in self.inputs)
+        return found
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

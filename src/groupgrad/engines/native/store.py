@@ -80,17 +80,20 @@ class Parked:
 
 
 class Store:
-    """The slabs of prompts and of rows, what is parked, and the bound that all together stay under."""
+    """The slabs of prompts and of rows, what is parked, and the bound that all together stay under.
 
-    def __init__(self, layers: dict[int, LayerShape], max_bytes: int):
+    `is_recorded`: slabs have few sizes, for decode steps that are recorded (see `graphs`).
+    """
+
+    def __init__(self, layers: dict[int, LayerShape], max_bytes: int, *, is_recorded: bool = False):
         self.bytes_per_token = max(1, sum(layer.bytes_per_token for layer in layers.values()))
         self.max_bytes, self.max_tokens = max_bytes, max_bytes // self.bytes_per_token
         self.parked_tokens = 0
         self.devices = {layer.device for layer in layers.values()}
         self.prompts, self.own = Slab(layers), Slab(layers)
-        # Rows that lie close together are read faster; but on a GPU a change of size costs a recording (see `graphs`).
-        self._is_recorded = any(device.type == "cuda" for device in self.devices)
-        self._spare = 1.0 if self._is_recorded else 0.125
+        # Rows that lie close together are read faster; but where steps are recorded, each size costs a recording.
+        self._is_recorded = is_recorded
+        self._spare = 1.0 if is_recorded else 0.125
         self.peak_tokens = 0
 
     def fits(self, rows: int, length: int, prompts: int, prompt_length: int, parked: int = 0) -> bool:
@@ -124,13 +127,14 @@ class Store:
         Rows get some more places than they need at present, so that room is seldom made.
         """
         own, prompts = self.own, self.prompts
-        slots, places = max(need.rows, own.slots), own.places
+        rows, groups = (padded(x) if self._is_recorded else x for x in (need.rows, need.prompts))
+        slots, places = rows if need.rows > own.slots else own.slots, own.places
         if need.length > places:
-            slots = padded(need.rows) if self._is_recorded else need.rows
+            slots = rows
             places = min(need.longest, need.length + max(63, int(self._spare * need.length)))
         prompt_slots, prompt_places = prompts.slots, prompts.places
         if need.prompts > prompt_slots or need.prompt_length > prompt_places:
-            prompt_slots, prompt_places = need.prompts, need.prompt_length
+            prompt_slots, prompt_places = groups, need.prompt_length
         room = self.max_tokens - self.parked_tokens
         if slots * places + prompt_slots * prompt_places > room:
             slots, prompt_slots, prompt_places = need.rows, need.prompts, need.prompt_length
