@@ -266,7 +266,7 @@ def test_a_server_that_fails_again_and_again_is_given_up(scripted: Scripted, mod
 
 def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, model: Any) -> None:
     """It ends one row, and from then on takes calls and answers none, not even that for what it is."""
-    engine = scripted.engine(timeout_s=0.5)
+    engine = scripted.engine(timeout_s=3.0)
     engine.push(model, 0)
     ended = threading.Event()
 
@@ -285,7 +285,7 @@ def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, mod
 
     scripted.generate = generate  # type: ignore[method-assign]
     try:
-        with pytest.raises(TimeoutError, match=r"no vLLM server .*/generate within 0.5 s; rows .*: 1 \(prompt of 2 "):
+        with pytest.raises(TimeoutError, match=r"no vLLM server .*/generate within 3 s; rows .*: 1 \(prompt of 2 "):
             engine.sample(ROWS, OPTIONS)
     finally:
         ended.set()
