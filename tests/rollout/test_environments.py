@@ -625,6 +625,28 @@ def test_a_close_that_fails_or_hangs_is_logged(workers: Workers, caplog: pytest.
     assert messages.count("Hangs.close failed: no answer within 0.2 seconds") == 1
 
 
+def test_what_went_wrong_is_logged_once_and_before_close_returns(monkeypatch, caplog: pytest.LogCaptureFixture):
+    """Also if the thread that closed an instance has not come to say so."""
+    note, come = Environments._note_closed, threading.Event()
+
+    def late(self: Environments, *given: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            come.wait(10)
+        note(self, *given)
+
+    def fail(self: Any) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(Environments, "_note_closed", late)
+    environments = Environments({"fail": type("Fails", (Counter,), {"close": fail})})
+    message = "Fails.close failed: OSError: gone"
+    environments.close()
+    assert [record.getMessage() for record in caplog.records] == [message]
+    come.set()
+    environments.close()
+    assert [record.getMessage() for record in caplog.records] == [message]
+
+
 EXIT = """
 import os
 import threading

@@ -76,7 +76,8 @@ class Environments:
         self._alive: dict[int, Any] = {}
         self._close_timeout_s = close_timeout_s
         self._closers = Workers(16)
-        self._closing: set[Future[Outcome]] = set()
+        self._closing: dict[Future[Outcome], str] = {}
+        """What closes instances, with the name for the log."""
         self._kinds: dict[str, Kind] = {}
         try:
             for name, factory in named(factories).items():
@@ -141,13 +142,17 @@ class Environments:
         for instance in instances:
             self._start_closing(instance)
         with self._lock:
-            closing = set(self._closing)
+            closing = dict(self._closing)
         # Each has a deadline of its own, but only from when it starts.
-        late = concurrent.futures.wait(closing, timeout=self._close_timeout_s + 0.5).not_done
+        done, late = concurrent.futures.wait(closing, timeout=self._close_timeout_s + 0.5)
+        for future in done:
+            # Whoever waits for a future may go on before what it calls when it is done.
+            self._note_closed(future)
         if late:
             logger.warning("%d environments were not closed within %g seconds", len(late), self._close_timeout_s)
         with self._lock:
-            self._closing -= late
+            for future in late:
+                self._closing.pop(future, None)
         self._closers.close()
 
     def create(self, kind: Kind) -> Any:
@@ -196,16 +201,16 @@ class Environments:
         name = f"{type(instance).__name__}.close"
         future = self._closers.call(close, {}, timeout_s=self._close_timeout_s, name=name)
         with self._lock:
-            self._closing.add(future)
-        future.add_done_callback(functools.partial(self._note_closed, name))
+            self._closing[future] = name
+        future.add_done_callback(self._note_closed)
 
-    def _note_closed(self, name: str, future: Future[Outcome]) -> None:
-        with self._lock:
-            awaited = future in self._closing
-            self._closing.discard(future)
+    def _note_closed(self, future: Future[Outcome]) -> None:
         outcome = future.result()
-        if awaited and outcome.error is not None:
-            logger.warning("%s failed: %s", name, error_text(outcome, self._close_timeout_s))
+        # In the log before anybody who asks for the lock goes on.
+        with self._lock:
+            name = self._closing.pop(future, None)
+            if name is not None and outcome.error is not None:
+                logger.warning("%s failed: %s", name, error_text(outcome, self._close_timeout_s))
 
 
 class Seat:
