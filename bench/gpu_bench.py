@@ -39,8 +39,8 @@ class Card:
 
     workload: Workload
     checkpointing: bool = True
-    """Gradient checkpointing, for both trainers. It is TRL's default; without it the activations of 16 rows padded to
-    2,560 tokens would take about 80 GB in the 0.6B model, by count."""
+    """Gradient checkpointing, for both trainers. It is TRL's default, whose activations of 16 padded rows would hardly fit
+    on a card otherwise."""
 
 
 def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int) -> ModelShape:

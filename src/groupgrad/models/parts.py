@@ -6,8 +6,8 @@ token the same numbers when it is sampled and when it is trained. Norms are comp
 all numbers of a vector together, so its rounding does not average out in the products that follow. Their backward
 passes go over memory fewer times than those that autograd puts together.
 
-On a GPU PyTorch's fused RMS norm computes norms, rounding once too: one launch in place of the eight of transformers'
-modules, which make up near half of a decode step's, and one tensor saved for the backward pass instead of several.
+On a GPU PyTorch's fused RMS norm computes norms, rounding once too, in one launch; transformers' modules take one for
+each of their operations, and keep the results of several for the backward pass.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _OWN: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 
 @contextmanager
 def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[None]:
-    """The float32 parts of known kinds inside `model` on CPUs computed by the kernels, as long as this lasts; norms on
-    GPUs, of any type, by PyTorch's fused one.
+    """As long as this lasts, parts of known kinds inside `model` are computed as the head of this file says.
 
-    Without compiled kernels norms alone are taken over, in float64. With gradient checkpointing (or if `stays` says so)
-    the parts stay so until `own_parts`: layers are computed again when this is long over. Sharded and compiled models
-    are left as they are, and parts that somebody else has replaced. Gradients of gradients do not flow through them.
+    On CPUs those of float32, on GPUs norms of any type. Without compiled kernels norms alone are taken over on CPUs, in
+    float64. With gradient checkpointing (or if `stays` says so) the parts stay so until `own_parts`: layers are
+    computed again when this is long over. Sharded and compiled models are left as they are, and parts that somebody
+    else has replaced. Gradients of gradients do not flow through what a CPU computes.
     """
     replaced: list[Any] = []
     if stays is None:

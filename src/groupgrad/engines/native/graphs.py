@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], torch.Tensor]
 
 Record = Callable[[Work, Iterable[torch.Tensor]], Work]
-"""Makes work that is repeated from work, and from the tensors it reads that are there for as long as it is repeated."""
+"""From work, and the tensors that it reads and that somebody else keeps, makes work that repeats it."""
 
 DIRECT_TOLERANCE = 1e-5
 """Of the largest logit, by which the direct form of a model may differ from the model."""
@@ -137,8 +137,7 @@ class Steps:
         direct: CompiledModel | DirectModel | None,
         agreement: Agreement,
     ):
-        self._model, self._store, self._device = model, store, device
-        self._record = record if agreement.records else None
+        self._model, self._store, self._device, self._record = model, store, device, record
         self._agreement, self._direct = agreement, _Direct(direct, agreement)
         self._rows_of_group = 1
         self._recorded: dict[StepShape, RecordedStep] = {}
@@ -170,7 +169,7 @@ class Steps:
         if self._versions != (own.version, prompts.version):
             # The tensors that these were recorded with are gone.
             self._recorded, self._versions = {}, (own.version, prompts.version)
-        # A size that followed the rows would cost recordings; what is beyond them is but a few queries more.
+        # It never shrinks: that would cost recordings and save a few queries only.
         self._rows_of_group = max(self._rows_of_group, padded(standing.rows_of_group))
         shape = StepShape(
             rows=min(padded(len(standing.groups)), own.slots),
@@ -205,7 +204,7 @@ def cuda_recorder(devices: set[torch.device]) -> Record | None:
     device = next(iter(devices))
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def record(work: Work, lasting: Iterable[torch.Tensor] = ()) -> Work:
+    def record(work: Work, lasting: Iterable[torch.Tensor]) -> Work:
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.device(device), torch.cuda.stream(side):
