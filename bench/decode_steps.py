@@ -20,7 +20,7 @@ from workloads import WORKLOADS, ModelShape, Workload
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
-from groupgrad.kernels.build import SWITCH, status
+from groupgrad.kernels.compile import SWITCH, status
 
 
 def make_model(shape: ModelShape) -> Qwen3ForCausalLM:

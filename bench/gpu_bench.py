@@ -39,8 +39,8 @@ class Card:
 
     workload: Workload
     checkpointing: bool = True
-    """Gradient checkpointing, for both trainers. It is TRL's default, whose activations of 16 padded rows would hardly fit
-    on a card otherwise."""
+    """Gradient checkpointing, for both trainers: TRL's default, without which its activations of 16 padded rows would
+    hardly fit on a card."""
 
 
 def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int) -> ModelShape:

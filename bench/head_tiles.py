@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from groupgrad.models.head import Foreseen, HeadRecipe, Tiles, foreseen_scores, tiled_scores
+from groupgrad.modeling.scoring.head import Foreseen, HeadRecipe, Tiles, foreseen_scores, tiled_scores
 
 WAYS = ("tiled", "tiled with entropy gradient", "tiled, foreseen", "tiled, frozen head", "tiles of 4096 x 32768")
 WAYS += ("checkpointed chunks of 512 tokens", "plain")

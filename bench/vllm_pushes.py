@@ -31,9 +31,9 @@ from vllm_server import free_port, vllm_server
 
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.transport import GlooTransport, HttpTransport, SharedMemoryTransport, Transport
+from groupgrad.engines.vllm.weight_transport import GlooTransport, HttpTransport, SharedMemoryTransport, Transport
 from groupgrad.engines.vllm.wire import TensorNote
-from groupgrad.models.weights import adapter_files, served_weights
+from groupgrad.modeling.weights import adapter_files, served_weights
 
 RANK, MAX_CONTEXT = 16, 64
 
@@ -152,7 +152,7 @@ def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
 def in_process(folder: Path, repetitions: int) -> list[dict[str, Any]]:
     """Rows of vLLM in this process."""
     from groupgrad.engines.vllm.colocate import VLLMColocateEngine
-    from groupgrad.engines.vllm.start import ColocateOptions
+    from groupgrad.engines.vllm.colocate_start import ColocateOptions
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     options = ColocateOptions(max_num_seqs=8, max_model_len=MAX_CONTEXT, dtype="float32", max_lora_rank=RANK)

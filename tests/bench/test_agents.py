@@ -59,8 +59,8 @@ def test_a_demonstration_calls_in_each_turn_but_the_last():
 def test_a_demonstration_is_what_the_template_and_the_call_reader_make_of_it():
     import agents_task
 
-    from groupgrad.data.chat import ChatFormat
-    from groupgrad.rollout.tools import make_tools
+    from groupgrad.chat import ChatFormat
+    from groupgrad.envs.tools import make_tools
 
     tokenizer = agents_task.make_tokenizer()
     assert len(tokenizer) == agents_task.SHAPE.vocab_size

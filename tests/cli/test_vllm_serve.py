@@ -92,7 +92,7 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
     main(["--model", "m"])
 
     (command,) = called
-    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.engines.vllm.launch", "serve"]
+    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.engines.vllm.server_launch", "serve"]
     assert command[5:] == [
         "m",
         *ADDED,

@@ -9,10 +9,11 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
 from groupgrad import GRPOConfig
-from groupgrad.config import options, rules
-from groupgrad.config.idle import IDLE
-from groupgrad.config.values import CHOICES, RANGES, nearest
+from groupgrad.config import rules
+from groupgrad.config.field_rules import CHOICES, RANGES, nearest
+from groupgrad.config.unused_settings import IDLE
 from groupgrad.errors import ConfigError
+from groupgrad.trainer import options
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 

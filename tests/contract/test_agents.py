@@ -15,10 +15,11 @@ from datasets import Dataset
 from scripted_agents import EOS, TEMPLATE, call, with_tools
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from groupgrad import GRPOConfig, GRPOTrainer, assembly
+from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.engines.choice import EngineChoice
+from groupgrad.engines.selection import EngineChoice
 from groupgrad.errors import RolloutError
+from groupgrad.trainer import build as assembly
 
 TOOLS = '''\
 from trl import GRPOTrainer

@@ -12,7 +12,7 @@ from datasets import Dataset, Image, List
 from groupgrad.data.columns import first_row, prompt_rows, read_row
 from groupgrad.data.images import ImageError
 from groupgrad.data.prompts import check_dataset
-from groupgrad.data.vision import VisionPromptMaker
+from groupgrad.multimodal.vlm_prompts import VisionPromptMaker
 
 RED = vision.picture("red")
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import BatchSession, Request, Sample, SamplingOptions, Session, open_session
-from groupgrad.engines.native import NativeEngine, schedule
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native import scheduler as schedule
 from groupgrad.engines.native import session as native_session
 from groupgrad.engines.transformers import TransformersEngine
 

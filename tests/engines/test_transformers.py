@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from groupgrad.data.collate import collate
+from groupgrad.batch import Batch
+from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.models.forward import ForwardOptions, score_without_gradient
-from groupgrad.types import Batch, Prompt, Rollout
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.types import Prompt, Rollout
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)

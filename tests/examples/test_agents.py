@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import get_json_schema
 
-from groupgrad.data.chat import ChatFormat
+from groupgrad.chat import ChatFormat
 
 
 @pytest.fixture(scope="module")

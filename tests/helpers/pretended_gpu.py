@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import import_utils
 
-from groupgrad.models import parts
+from groupgrad.modeling import fused_modules as parts
 
 GPU = torch.device("cuda", 0)
 

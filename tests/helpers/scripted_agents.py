@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupgrad.data.chat import ChatFormat
+from groupgrad.chat import ChatFormat
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.envs.environments import Environments
+from groupgrad.envs.tools import ToolOptions, make_tools
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
 from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
-from groupgrad.rollout.environments import Environments
-from groupgrad.rollout.tools import ToolOptions, make_tools
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{{ eos_token }}\n{% endif %}"

@@ -11,11 +11,12 @@ import transformers
 from torch import nn
 from vision import NAMES, Built, build, picture, question
 
-from groupgrad.data.collate import collate
-from groupgrad.data.vision import example_prompt
+from groupgrad.batch import Batch
+from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Sample
-from groupgrad.models.vision import joined
-from groupgrad.types import Batch, Media, Prompt, Rollout
+from groupgrad.modeling.vlm import joined
+from groupgrad.multimodal.vlm_prompts import example_prompt
+from groupgrad.types import Media, Prompt, Rollout
 
 __all__ = [
     "ADAPTERS",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupgrad.kernels.attend import Span, Stored, attend, flat_spans
-from groupgrad.models.attention import AttentionCall
+from groupgrad.modeling.scoring.attention import AttentionCall
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 
 from groupgrad.kernels.choose import Choice, bits_factor, choose, score
 from groupgrad.kernels.head import BITS, ExactSums, Wanted, pass_tile
-from groupgrad.models.tiles import slices
+from groupgrad.modeling.scoring.head_tiles import slices
 
 INF, NAN, NATS = math.inf, math.nan, math.log(2.0)
 

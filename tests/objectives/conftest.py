@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from groupgrad.types import Batch, StepTotals, TokenScores
+from groupgrad.batch import Batch, StepTotals, TokenScores
 
 F64 = torch.float64
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.metrics import merge_all
 from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
-from groupgrad.types import Batch, StepTotals, TokenScores
 
 ENTROPY_COEF = 0.05
 

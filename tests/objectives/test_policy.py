@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from groupgrad.batch import StepTotals, TokenScores
 from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
-from groupgrad.types import StepTotals, TokenScores
 
 LP = [[-1.0, -2.0, -0.5], [-0.3, -1.2]]
 OLD = [[-1.3, -2.0, -0.4], [-0.9, -1.0]]

@@ -12,21 +12,21 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from groupgrad import dist
-from groupgrad.data.evaluation import EvalBatch
-from groupgrad.data.plan import RoundPlan
+from groupgrad.batching.eval_loader import EvalBatch
+from groupgrad.batching.generation_plan import RoundPlan
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.metrics import merge_all
-from groupgrad.models.forward import ForwardOptions
-from groupgrad.models.frozen import FrozenScorer
-from groupgrad.models.reference import Reference
+from groupgrad.modeling.reference import Reference
+from groupgrad.modeling.scoring.forward import ForwardOptions
+from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.collector import RoundMaker, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.round import RoundMaker, ScoringOptions
-from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.single_turn import RolloutMaker
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Rollout, Trace
 

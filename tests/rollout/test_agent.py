@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from scripted_agents import EOS, PlayingEngine, ask, call, make_agents, user, with_tools
 
-from groupgrad.data.chat import ChatFormat
+from groupgrad.chat import ChatFormat
 from groupgrad.rollout.statistics import agent_metrics
 
 

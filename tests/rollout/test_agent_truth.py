@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_agents import EOS, SEED, ask, call, make_agents, user, with_tools
 
-from groupgrad.data.collate import collate
+from groupgrad.batch import StepTotals, TokenScores
+from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
 from groupgrad.rollout.base import row_seed, turn_seed
 from groupgrad.rollout.statistics import num_tokens
-from groupgrad.types import Rollout, StepTotals, TokenScores
+from groupgrad.types import Rollout
 
 ANY_IDS = st.lists(st.integers(2, 91), max_size=6)
 """Ids that no text is tokenised to, `<unk>` and `<bos>` among them: decoding and encoding again would lose them."""

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.data.evaluation import EvalBatch
+from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.models.forward import ForwardOptions
-from groupgrad.models.frozen import FrozenScorer
-from groupgrad.models.reference import Reference
+from groupgrad.modeling.reference import Reference
+from groupgrad.modeling.scoring.forward import ForwardOptions
+from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout import evaluation
+from groupgrad.rollout.collector import RoundMaker, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.round import RoundMaker, ScoringOptions
-from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.single_turn import RolloutMaker
 from groupgrad.telemetry.timings import Timings
 
 BATCH = EvalBatch(3, [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "1+1="}])

@@ -16,9 +16,9 @@ from torch import nn
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.models.attention import plannable
-from groupgrad.models.forward import ForwardOptions, Layout, score_tokens
-from groupgrad.models.startup import batch_of
+from groupgrad.modeling.scoring.attention import plannable
+from groupgrad.modeling.scoring.forward import ForwardOptions, Layout, score_tokens
+from groupgrad.modeling.self_check import batch_of
 
 NAMES = (
     "qwen3",

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from groupgrad import dist
-from groupgrad.models import forward
+from groupgrad.modeling.scoring import forward
 
 RANK = int(os.environ.get("RANK", "0"))
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
@@ -211,7 +211,7 @@ class Normed(nn.Module):
 
 def statistics(buffers: bool) -> list[list[float]]:
     """Running means and a table after each rank's step on numbers of its own."""
-    from groupgrad.step.joining import Joining
+    from groupgrad.modeling.systems.gradient_sync import Joining
 
     model: Any = Normed()
     joining = Joining(model, buffers=buffers)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from groupgrad.models.forward import ForwardOptions, score_without_gradient
-from groupgrad.models.startup import random_batch
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.modeling.self_check import random_batch
 
 peft = pytest.importorskip("peft")
 

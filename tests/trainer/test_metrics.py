@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from groupgrad import dist
-from groupgrad import trainer as trainer_module
+from groupgrad.trainer import trainer as trainer_module
 
 EOS = {1, *range(4, 24)}
 

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
-from groupgrad import trainer as trainer_module
+from groupgrad.trainer import trainer as trainer_module
 
 OFF_POLICY = {"generation_batch_size": 16, "max_steps": 2}
 

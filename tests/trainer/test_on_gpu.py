@@ -13,7 +13,7 @@ from peft import LoraConfig
 from pretended_gpu import Graph, pretended_gpu, to_gpu
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.models import flex
+from groupgrad.modeling.scoring import flex_attention as flex
 
 NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismatch")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.engines.native.attention import DecodePlan, PrefillPlan
-from groupgrad.models.layout import BlockPlan
-from groupgrad.step.rounding import StochasticAdamW
+from groupgrad.engines.native.attention_plans import DecodePlan, PrefillPlan
+from groupgrad.modeling.scoring.layout import BlockPlan
+from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 
 PLANS = {"prompts": PrefillPlan, "sampled tokens": DecodePlan, "training": BlockPlan}
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupgrad.cli import train as train_command
 from groupgrad.cli.parsing import parse
-from groupgrad.models.forward import ForwardOptions, score_without_gradient
-from groupgrad.models.quantized import is_packed
-from groupgrad.models.startup import random_batch
-from groupgrad.models.weights import served_weights
+from groupgrad.modeling.quantized import is_packed
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.modeling.self_check import random_batch
+from groupgrad.modeling.weights import served_weights
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad import trainer as trainer_module
-from groupgrad.models.forward import score_without_gradient
-from groupgrad.types import Batch, StepTotals
+from groupgrad.batch import Batch, StepTotals
+from groupgrad.modeling.scoring.forward import score_without_gradient
+from groupgrad.trainer import trainer as trainer_module
 
 # Where a gradient is 0 but for rounding, AdamW with its usual epsilon would take a full step in a random direction.
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-5}

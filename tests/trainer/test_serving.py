@@ -16,13 +16,14 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from groupgrad import run, serving
 from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.engines.vllm.served import ServedPolicy
+from groupgrad.engines.vllm import setup as serving
+from groupgrad.engines.vllm.vllm_policy import ServedPolicy
 from groupgrad.objectives import MismatchOptions
-from groupgrad.rollout.sampling import RolloutMaker
+from groupgrad.rollout.single_turn import RolloutMaker
+from groupgrad.trainer import base as run
 
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}

@@ -14,9 +14,9 @@ from datasets import Dataset
 from PIL import Image
 from transformers import GenerationConfig
 
-from groupgrad.data import vision as vision_data
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.data.vision import VisionPromptMaker
+from groupgrad.multimodal import vlm_prompts as vision_data
+from groupgrad.multimodal.vlm_prompts import VisionPromptMaker
 
 RED, BLUE, GREEN = vision.picture("red"), vision.picture("blue", (48, 24)), vision.picture("green", (24, 48), "white")
 

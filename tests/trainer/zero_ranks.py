@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from groupgrad import run as groupgrad_run
-from groupgrad import serving
 from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.vllm.served import ServedPolicy
-from groupgrad.models.weights import weights_to_the_end
+from groupgrad.engines.vllm import setup as serving
+from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.modeling.weights import weights_to_the_end
+from groupgrad.trainer import base as groupgrad_run
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
@@ -124,7 +124,7 @@ def build(ranks: Any, name: str, kind: str, out: Path) -> Any:
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Collective."""
-    from groupgrad.models.sharded import gathered
+    from groupgrad.modeling.systems.zero3 import gathered
 
     with gathered(trainer.model.parameters()):
         return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}

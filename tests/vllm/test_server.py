@@ -19,9 +19,9 @@ from vllm_training import free_port
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.vllm.client import VLLMServerEngine
-from groupgrad.engines.vllm.group import GroupBroken
 from groupgrad.engines.vllm.http import Address, ServerRefused, call
-from groupgrad.engines.vllm.transport import (
+from groupgrad.engines.vllm.weight_group import GroupBroken
+from groupgrad.engines.vllm.weight_transport import (
     GlooTransport,
     HttpTransport,
     SharedMemoryTransport,

@@ -14,7 +14,7 @@ from real_vllm import OPTIONS, Served, mean_difference, requests, until, vary
 from groupgrad.engines.base import Sample
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address, ServerRefused, ServerSilent, call
-from groupgrad.engines.vllm.transport import HttpTransport
+from groupgrad.engines.vllm.weight_transport import HttpTransport
 from groupgrad.engines.vllm.wire import Bucket
 
 LONG = requests(8, tokens=100)

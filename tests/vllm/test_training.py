@@ -16,8 +16,9 @@ from real_vllm import SETTINGS, Served, vary
 from scripted_agents import with_tools
 from vllm_training import LARGE, logged, make_trainer
 
-from groupgrad import GRPOTrainer, serving
-from groupgrad.engines.vllm.start import ColocateOptions
+from groupgrad import GRPOTrainer
+from groupgrad.engines.vllm import setup as serving
+from groupgrad.engines.vllm.colocate_start import ColocateOptions
 
 COLOCATE = {"vllm_mode": "colocate", "vllm_max_model_length": 512}
 

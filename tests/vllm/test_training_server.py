@@ -20,8 +20,8 @@ from real_vllm import SETTINGS, Served, until, vary
 from vllm_training import LARGE, free_port, logged, make_trainer
 
 from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.session import ServerSession
-from groupgrad.engines.vllm.transport import HttpTransport
+from groupgrad.engines.vllm.server_session import ServerSession
+from groupgrad.engines.vllm.weight_transport import HttpTransport
 from groupgrad.engines.vllm.wire import Bucket
 
 HERE = Path(__file__)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_training import make_trainer
 
 from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.transport import HttpTransport
+from groupgrad.engines.vllm.weight_transport import HttpTransport
 from groupgrad.engines.vllm.wire import Bucket
 
 

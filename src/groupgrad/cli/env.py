@@ -44,11 +44,11 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     import torch
 
     from groupgrad.engines.base import SamplingOptions
-    from groupgrad.engines.choice import EngineOptions, choose_engine
-    from groupgrad.kernels import build as kernels
-    from groupgrad.models import load
-    from groupgrad.models.forward import ForwardOptions
-    from groupgrad.models.startup import check_layout
+    from groupgrad.engines.selection import EngineOptions, choose_engine
+    from groupgrad.kernels import compile as kernels
+    from groupgrad.modeling import load
+    from groupgrad.modeling.scoring.forward import ForwardOptions
+    from groupgrad.modeling.self_check import check_layout
 
     model: Any = load.load_policy(
         name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, spread=False
@@ -74,9 +74,9 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
 
 def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
     """A prompt with an image of the model's own processor, if it sees, and what is to be said about images."""
-    from groupgrad.data.vision import example_prompt
-    from groupgrad.models import load
-    from groupgrad.models.vision import sees
+    from groupgrad.modeling import load
+    from groupgrad.modeling.vlm import sees
+    from groupgrad.multimodal.vlm_prompts import example_prompt
 
     if not sees(model):
         return None, ""
@@ -91,8 +91,8 @@ def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
 def _tools_line(model: Any, name: str, trust_remote_code: bool) -> str:
     """What the model's chat template does with tools."""
-    from groupgrad.data.chat import ChatFormat
-    from groupgrad.models import load
+    from groupgrad.chat import ChatFormat
+    from groupgrad.modeling import load
 
     try:
         tokenizer = load.load_tokenizer(model, name, revision=None, trust_remote_code=trust_remote_code)

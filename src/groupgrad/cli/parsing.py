@@ -20,7 +20,7 @@ from transformers import HfArgumentParser
 
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.config import GRPOConfig, legacy
-from groupgrad.config.values import nearest
+from groupgrad.config.field_rules import nearest
 
 SECTIONS: dict[str, str] = {
     "dataset_name": "Data",

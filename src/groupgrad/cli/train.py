@@ -102,7 +102,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         return registry[name]
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
-        from groupgrad.config.values import nearest
+        from groupgrad.config.field_rules import nearest
 
         like = nearest(name, registry)
         hint = f"; did you mean {like!r}?" if like else ""
@@ -142,7 +142,7 @@ def model_name(model: ModelArguments, config: GRPOConfig) -> str:
         if given.get(key, value) != value:
             raise ValueError(f"{flag}={value!r}, but model_init_kwargs has {key}={given[key]!r}; set it in one place")
         given[key] = value
-    from groupgrad.config.values import DTYPES
+    from groupgrad.config.field_rules import DTYPES
 
     if model.dtype is not None and model.dtype not in DTYPES:
         raise ValueError(f"dtype={model.dtype!r} is not known; set it to one of {', '.join(DTYPES)}")

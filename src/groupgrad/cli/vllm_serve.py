@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from groupgrad import compat
-from groupgrad.engines.vllm.sampling import LOGPROBS_MODE
 from groupgrad.engines.vllm.server import server_command
+from groupgrad.engines.vllm.vllm_params import LOGPROBS_MODE
 
 USAGE = """usage: groupgrad vllm-serve --model NAME [--tensor-parallel-size N] [options of vLLM's server]
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     for problem in compat.unsupported_versions(["vllm"]):
         print(f"groupgrad vllm-serve: warning: {problem}", file=sys.stderr)
-    command = [sys.executable, "-m", "groupgrad.engines.vllm.launch", *server_command(arguments)]
+    command = [sys.executable, "-m", "groupgrad.engines.vllm.server_launch", *server_command(arguments)]
     sys.stdout.flush()
     if os.name == "posix":
         # The process becomes the server: signals and the exit status are its own.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from groupgrad.config import options
-from groupgrad.config.values import is_number, parse_bytes
-from groupgrad.engines.vllm.sampling import STRUCTURE, shaping
+from groupgrad.config.field_rules import is_number, parse_bytes
+from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
+from groupgrad.trainer import options
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig

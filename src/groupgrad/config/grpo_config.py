@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from groupgrad import compat
-from groupgrad.config import legacy, rules, values
+from groupgrad.config import field_rules as values
+from groupgrad.config import legacy, rules
 from groupgrad.errors import ConfigError
 
 CISPO_CEILING = 5.0

@@ -13,17 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from groupgrad.config.engine_rules import ENGINE_RULES, uncorrected
-from groupgrad.config.idle import idle_settings
-from groupgrad.config.launch import env_on, uses_deepspeed, zero_3_problem, zero_stage
-from groupgrad.config.values import (
-    CHOICES,
-    DTYPES,
-    RANGES,
-    choice_problem,
-    is_count,
-    is_number,
-    range_problem,
-)
+from groupgrad.config.field_rules import CHOICES, DTYPES, RANGES, choice_problem, is_count, is_number, range_problem
+from groupgrad.config.launcher import env_on, uses_deepspeed, zero_3_problem, zero_stage
+from groupgrad.config.unused_settings import idle_settings
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig

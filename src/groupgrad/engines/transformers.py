@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.models.forward import evaluation_mode, unwrap
-from groupgrad.models.vision import View, row_view, sight
+from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
+from groupgrad.modeling.vlm import View, row_view, sight
 
 # With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
 _OWN_SAMPLER = frozenset(

@@ -4,7 +4,7 @@
 // With few rows a step is bound by reading the weights once; with many, by multiplications. One kernel serves both (see
 // `products.h`). All threads go through a step together and take what there is to do piece by piece.
 //
-// `engines/native/compiled.py` mirrors the structures below. Plain C types only, so that no header of torch is needed.
+// `engines/native/cpp_step.py` mirrors the structures below. Plain C types only, so that no header of torch is needed.
 
 #include "attention.h"
 #include "memory.h"

@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// All of `rows` tokens but what is said otherwise; `models/tiles.py` mirrors it.
+// All of `rows` tokens but what is said otherwise; `modeling/scoring/head_tiles.py` mirrors it.
 struct Tile {
     float *logits;  // (rows, count), to be overwritten
     int64_t rows, count;

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from groupgrad.objectives.advantages import (
-    Advantages,
-    Aggregation,
-    ScaleRewards,
-    compute_advantages,
-    reward_metrics,
-)
+from groupgrad.objectives.advantages import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
 from groupgrad.objectives.liveness import Freshness, fresh_rows, known_rows, live_rows, passes_needed
-from groupgrad.objectives.mismatch import (
-    FRAC_DROPPED_ROWS,
-    FRAC_DROPPED_TOKENS,
-    logp_mismatch,
-    mismatch_metrics,
-)
+from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
 from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import LOSSES, PolicyLoss, policy_loss
 

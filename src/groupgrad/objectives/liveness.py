@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from groupgrad.batch import FORWARD, FORWARD_AND_BACKWARD, NO_PASS, Batch
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import layout_of
-from groupgrad.types import FORWARD, FORWARD_AND_BACKWARD, NO_PASS, Batch
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from groupgrad.batch import Batch
 from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
 from groupgrad.objectives.options import MismatchOptions
 from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, row_sum, spread
-from groupgrad.types import Batch
 
 FRAC_DROPPED_ROWS = "sampling/frac_dropped_rows"
 FRAC_DROPPED_TOKENS = "sampling/frac_dropped_tokens"

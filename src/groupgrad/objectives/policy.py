@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import surrogates
 from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics
@@ -18,7 +19,6 @@ from groupgrad.objectives.options import LossType, PolicyOptions
 from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, spread, where_trained
 from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
 from groupgrad.objectives.reduce import Reduction, even_share, step_share, token_mean_share
-from groupgrad.types import Batch, TokenScores
 
 
 @dataclass(slots=True)

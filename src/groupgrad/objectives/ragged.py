@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from groupgrad.types import Batch
+from groupgrad.batch import Batch
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
+from groupgrad.batch import StepTotals
 from groupgrad.objectives.ragged import Layout, row_mean, where_trained
-from groupgrad.types import StepTotals
 
 Reduction = Literal["sequence_mean", "sequence_sum", "local_token_mean", "token_mean", "constant"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models.sharded import loaded_whole
+from groupgrad.modeling.systems.zero3 import loaded_whole
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from groupgrad.data.prompts import as_text, drop_empty_fields
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.models.shortage import collect_what_failed, is_out_of_memory
+from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
 from groupgrad.rewards.functions import failure
 from groupgrad.rewards.inputs import CallInputs
 from groupgrad.rewards.model_loading import (

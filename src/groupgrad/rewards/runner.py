@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
+from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of, merge, merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
@@ -24,7 +25,6 @@ from groupgrad.rewards.functions import (
     read_rewards,
 )
 from groupgrad.rewards.inputs import TABLE_COLUMNS, CallInputs, CallLog
-from groupgrad.rewards.loop import LoopThread
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.types import RewardTable, Rollout

@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.data.chat import Call, ChatFormat, PlainFormat
+from groupgrad.chat import Call, ChatFormat, PlainFormat
+from groupgrad.concurrency.workers import Workers
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
+from groupgrad.envs.environments import Environments, Seat, add_observation
+from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
+from groupgrad.multimodal.tool_images import ReplyEncoder, opened_replies
 from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
 from groupgrad.rollout.driver import Driver, Replies, Turn, Turned, Waited
-from groupgrad.rollout.environments import Environments, Seat, add_observation
-from groupgrad.rollout.pictures import ReplyEncoder, opened_replies
 from groupgrad.rollout.statistics import agent_metrics
-from groupgrad.rollout.tools import Tool, ToolBox, ToolOptions, ToolReply
-from groupgrad.rollout.workers import Workers
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
 
 logger = logging.getLogger(__name__)

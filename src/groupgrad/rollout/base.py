@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from groupgrad.data.plan import RoundPlan
+from groupgrad.batching.generation_plan import RoundPlan
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.types import Rollout

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.data.vision import VisionError, with_other_ids
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
+from groupgrad.multimodal.vlm_prompts import VisionError, with_other_ids
 from groupgrad.rewards.inputs import fresh, shown
 from groupgrad.rollout.base import RoundRequest
 from groupgrad.rollout.statistics import ending_metrics

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from groupgrad import dist
-from groupgrad.data.evaluation import EvalBatch
+from groupgrad.batch import Batch, TokenScores
+from groupgrad.batching.eval_loader import EvalBatch
+from groupgrad.batching.totals import step_totals
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.models.forward import ForwardOptions, score_without_gradient
-from groupgrad.models.frozen import FrozenScorer
-from groupgrad.models.sharded import is_sharded
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.objectives import Freshness, PolicyOptions, known_rows, policy_loss
 from groupgrad.rollout.base import RoundRequest
-from groupgrad.rollout.round import RoundMaker, ScoredRound
-from groupgrad.rollout.totals import step_totals
-from groupgrad.types import Batch, TokenScores
+from groupgrad.rollout.collector import RoundMaker, ScoredRound
 
 # Losses whose denominator counts tokens; the others count rows.
 _TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.curves import plot_rewards, write_metrics
+from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.model_card import write_model_card
 from groupgrad.telemetry.progress import ProgressCallback
-from groupgrad.telemetry.store import MetricStore
 from groupgrad.telemetry.timings import Timings
 
 __all__ = [

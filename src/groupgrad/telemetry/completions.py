@@ -12,8 +12,8 @@ from rich.console import Console
 from tqdm import tqdm
 
 from groupgrad import dist
+from groupgrad.telemetry.completions_table import Columns, print_table
 from groupgrad.telemetry.parquet import plain_value, write_records
-from groupgrad.telemetry.table import Columns, print_table
 from groupgrad.telemetry.trackers import log_to_trackers, unique_by_prompt
 
 # Columns with a place of their own; every other column is a reward, an extra or the images.

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from groupgrad.telemetry.logline import format_log
+from groupgrad.telemetry.log_line import format_log
 
 Phase = Literal["sampling", "rewards", "scoring", "training", "evaluating", "saving", "idle"]
 

@@ -11,22 +11,22 @@ import torch
 from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_hybrid, make_seen
 from vision import picture
 
-from groupgrad.data.collate import collate
-from groupgrad.data.vision import example_prompt
+from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions, open_session, sample_all
-from groupgrad.engines.choice import EngineOptions, choose_engine
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.attention import ProbePlan
-from groupgrad.engines.native.compiled import CompiledModel
-from groupgrad.engines.native.direct import direct_model
-from groupgrad.engines.native.forward import last_logits
-from groupgrad.engines.native.graphs import Steps
-from groupgrad.engines.native.schedule import Group
+from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.cpp_step import CompiledModel
+from groupgrad.engines.native.direct_step import direct_model
+from groupgrad.engines.native.logits import last_logits
+from groupgrad.engines.native.runner import Steps
+from groupgrad.engines.native.scheduler import Group
 from groupgrad.engines.native.session import _last_place
+from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.kernels import library
-from groupgrad.models import vision
-from groupgrad.models.forward import ForwardOptions, evaluation_mode, score_tokens
+from groupgrad.modeling import vlm as vision
+from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
+from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.types import Media, Rollout
 
 LENGTH = 8

@@ -20,7 +20,7 @@ from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, misfits
 from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call
 from groupgrad.engines.vllm.media import decode
-from groupgrad.engines.vllm.served import ServedPolicy
+from groupgrad.engines.vllm.vllm_policy import ServedPolicy
 from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
 from groupgrad.errors import WeightsLost
 from groupgrad.types import Media

@@ -1,6 +1,6 @@
 """Sampling in process, from the very modules that train."""
 
 from groupgrad.engines.native.engine import NativeEngine
-from groupgrad.engines.native.options import unsupported
+from groupgrad.engines.native.sampling_params import unsupported
 
 __all__ = ["NativeEngine", "unsupported"]

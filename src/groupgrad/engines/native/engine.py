@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
-from groupgrad.engines.native.attention import ProbePlan
-from groupgrad.engines.native.direct import direct_model
-from groupgrad.engines.native.forward import cast_bytes, last_logits, weights_cast_once
-from groupgrad.engines.native.graphs import Steps, cuda_recorder
-from groupgrad.engines.native.known import Knowledge
-from groupgrad.engines.native.linear import fast_linears
-from groupgrad.engines.native.options import Choosing, read_options
-from groupgrad.engines.native.sampling import Sampler
-from groupgrad.engines.native.schedule import Schedule
+from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.direct_step import direct_model
+from groupgrad.engines.native.kv_cache import LayerShape, Store
+from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
+from groupgrad.engines.native.packed_linear import fast_linears
+from groupgrad.engines.native.probe_cache import Knowledge
+from groupgrad.engines.native.runner import Steps, cuda_recorder
+from groupgrad.engines.native.sampler import Sampler
+from groupgrad.engines.native.sampling_params import Choosing, read_options
+from groupgrad.engines.native.scheduler import Schedule
 from groupgrad.engines.native.session import NativeSession, Statistics
-from groupgrad.engines.native.stops import StopStrings
-from groupgrad.engines.native.store import LayerShape, Store
-from groupgrad.models.forward import evaluation_mode, unwrap
-from groupgrad.models.memory import free_bytes
-from groupgrad.models.parts import compiled_parts, own_parts
+from groupgrad.engines.stop_strings import StopStrings
+from groupgrad.modeling.fused_modules import compiled_parts, own_parts
+from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
+from groupgrad.modeling.systems.checkpointing import free_bytes
 
 MEMORY_SHARE = 0.5
 """Share of the free memory that keys and values may take if no bound is given."""

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample
-from groupgrad.engines.native.attention import Place, PrefillPlan, Segment, Standing
-from groupgrad.engines.native.forward import last_logits
-from groupgrad.engines.native.graphs import EagerStep, RecordedStep, Steps
-from groupgrad.engines.native.sampling import Sampler
-from groupgrad.engines.native.schedule import Group, Row, Schedule
-from groupgrad.engines.native.stops import StopStrings
-from groupgrad.models.vision import Laid, Sight, flat_view, sight
+from groupgrad.engines.native.attention_plans import Place, PrefillPlan, Segment, Standing
+from groupgrad.engines.native.logits import last_logits
+from groupgrad.engines.native.runner import EagerStep, RecordedStep, Steps
+from groupgrad.engines.native.sampler import Sampler
+from groupgrad.engines.native.scheduler import Group, Row, Schedule
+from groupgrad.engines.stop_strings import StopStrings
+from groupgrad.modeling.vlm import Laid, Sight, flat_view, sight
 
 PREFILL_TOKENS = 8192
 """Tokens of prompts that go through the model at once, unless a single prompt has more."""

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
-from groupgrad.engines.vllm.group import GroupBroken
 from groupgrad.engines.vllm.http import (
     GIVEN_UP,
     POLL_S,
@@ -27,20 +26,14 @@ from groupgrad.engines.vllm.http import (
     call,
     wait_until_up,
 )
-from groupgrad.engines.vllm.sampling import PROCESSED, is_plain, refusal, sampling_fields
-from groupgrad.engines.vllm.session import ServerSession
-from groupgrad.engines.vllm.transport import GROUP_PORT, GlooTransport, Transport, choose_transport
-from groupgrad.engines.vllm.wire import (
-    BUCKET_BYTES,
-    TensorNote,
-    dtype_name,
-    model_sizes,
-    notes_as_lists,
-    torch_dtype,
-)
+from groupgrad.engines.vllm.server_session import ServerSession
+from groupgrad.engines.vllm.vllm_params import PROCESSED, is_plain, refusal, sampling_fields
+from groupgrad.engines.vllm.weight_group import GroupBroken
+from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GlooTransport, Transport, choose_transport
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, model_sizes, notes_as_lists, torch_dtype
 from groupgrad.errors import WeightsLost
-from groupgrad.models.forward import unwrap
-from groupgrad.models.weights import adapter_files, is_sharded, served_weights, weights_to_the_end
+from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.weights import adapter_files, is_sharded, served_weights, weights_to_the_end
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ from torch import nn
 
 from groupgrad import compat, dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
-from groupgrad.engines.vllm.adapters import lora_rank, lora_request, write_adapter
+from groupgrad.engines.vllm.colocate_start import ColocateOptions, classes_kept, save_config, start
+from groupgrad.engines.vllm.lora import lora_rank, lora_request, write_adapter
 from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
 from groupgrad.engines.vllm.ranks import JointSession, check_tensor_parallel
-from groupgrad.engines.vllm.sampling import (
+from groupgrad.engines.vllm.vllm_params import (
     REASONS,
     in_plain_errors,
     is_plain,
@@ -35,10 +36,9 @@ from groupgrad.engines.vllm.sampling import (
     sampling_params,
     verify,
 )
-from groupgrad.engines.vllm.start import ColocateOptions, classes_kept, save_config, start
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, notes_as_lists, torch_dtype
-from groupgrad.models.forward import unwrap
-from groupgrad.models.weights import adapter_files, served_weights, weights_to_the_end
+from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.weights import adapter_files, served_weights, weights_to_the_end
 
 __all__ = ["ColocateOptions", "ColocateSession", "VLLMColocateEngine"]
 

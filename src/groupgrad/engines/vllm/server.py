@@ -34,8 +34,8 @@ from typing import Any
 
 from groupgrad import compat
 from groupgrad.engines.vllm.http import LEFT
-from groupgrad.engines.vllm.rows import RowStream, TokenCount
-from groupgrad.engines.vllm.sampling import sampling_params, verify
+from groupgrad.engines.vllm.row_stream import RowStream, TokenCount
+from groupgrad.engines.vllm.vllm_params import sampling_params, verify
 from groupgrad.engines.vllm.wire import model_sizes
 from groupgrad.engines.vllm.worker import EXTENSION, OTHER_GROUP, REFUSED
 

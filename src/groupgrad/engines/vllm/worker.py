@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from groupgrad.engines.vllm.group import WeightGroup, describe, digest, open_store, unpack_from
+from groupgrad.engines.vllm.weight_group import WeightGroup, describe, digest, open_store, unpack_from
 from groupgrad.engines.vllm.wire import TensorNote, notes_from_lists, read_shared, unpack
 
 EXTENSION = "groupgrad.engines.vllm.worker.WeightReceiver"

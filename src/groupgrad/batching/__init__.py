@@ -1,0 +1,1 @@
+"""Generation batches as they are planned, loaded, collated, packed and kept."""

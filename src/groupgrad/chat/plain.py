@@ -1,0 +1,42 @@
+"""Conversations without tools: what is left of a chat format where nothing can be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from groupgrad.chat.records import Turn
+from groupgrad.data.prompts import PromptMaker
+
+
+class PlainFormat:
+    """Renders prompts and reads answers; every turn is the last one."""
+
+    end_ids: tuple[int, ...] = ()
+
+    def __init__(self, prompt_maker: PromptMaker):
+        self._prompt_maker = prompt_maker
+
+    def prompt_ids(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, generation prompt included."""
+        return self._prompt_maker.token_ids(messages)
+
+    def prompt_text(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str:
+        """The text of a conversation, generation prompt included."""
+        return self._prompt_maker.render(messages)
+
+    def reply_ids(
+        self,
+        turn_ids: list[int],
+        message: dict[str, Any],
+        replies: list[dict[str, Any]],
+        schemas: list[dict[str, Any]],
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> list[int]:
+        """Never asked for, as there are no calls to reply to."""
+        raise AssertionError("there are no tools, so there are no replies")
+
+    def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
+        """The turn as a message of text."""
+        content = self._prompt_maker.tokenizer.decode(turn_ids, skip_special_tokens=True)
+        return Turn({"role": "assistant", "content": content}, [])

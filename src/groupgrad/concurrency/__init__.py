@@ -1,0 +1,1 @@
+"""Threads and an event loop that reward functions, tools and environments run on."""

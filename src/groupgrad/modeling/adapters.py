@@ -1,0 +1,244 @@
+"""Adapters (PEFT) around a policy: put on it, loaded onto it, and what cannot be trained said beforehand."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+from typing import Any
+
+from torch import nn
+
+from groupgrad.modeling.quantized import is_packed, is_quantized
+
+_TASKS = (None, "CAUSAL_LM")
+
+
+def is_adapted(model: Any) -> bool:
+    """True for a model with a PEFT adapter."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def active_adapters(model: Any) -> list[str]:
+    """Names of the adapters in use; empty without any."""
+    active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None) or []
+    return [active] if isinstance(active, str) else list(active)
+
+
+def add_adapter(model: nn.Module, peft_config: Any, *, in_models_type: bool = False) -> nn.Module:
+    """`model` wrapped by a new adapter, as `peft_config` describes it; the configuration itself is not changed.
+
+    The adapter's weights are float32 where the model's are half precision, or of the model's own type if so asked.
+
+    ImportError without peft, TypeError if `peft_config` is something else, ValueError if the model has an adapter or
+    the configuration does not fit it. Names in `target_modules` that are not in the model, among others that are, are
+    a warning.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError("peft_config is given, but peft is not installed: pip install groupgrad[peft]")
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"peft_config is a {type(peft_config).__name__}; it must be a peft.PeftConfig such as peft.LoraConfig(...)"
+        )
+    if is_adapted(model):
+        raise ValueError(
+            "the model already has an adapter and peft_config is given too; pass the PeftModel alone to go on training "
+            "its adapter, or the base model with peft_config to start a new one"
+        )
+    _check_config(model, peft_config)
+    try:
+        # peft writes into the configuration what it finds out about this model.
+        config: Any = copy.deepcopy(peft_config)
+        return get_peft_model(model, config, autocast_adapter_dtype=not in_models_type)  # pyright: ignore
+    except (ValueError, NotImplementedError) as error:
+        advice = (
+            f" Its linear layers are called {', '.join(_linear_names(model))}; name some of them in target_modules, or "
+            "set it to 'all-linear'"
+        )
+        if "feedforward_modules" in str(error):
+            advice = "; name those of target_modules whose input it is to scale, or set it to [] for none"
+        is_known = "target" in str(error) or "feedforward_modules" in str(error)
+        raise ValueError(
+            f"peft_config does not fit this {type(model).__name__}: {error}{advice if is_known else ''}"
+        ) from error
+
+
+def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = None) -> nn.Module:
+    """`base` with the trained adapter of an id or directory, ready to be trained further.
+
+    ValueError if the adapter was made for another architecture: modules that are not there, or of another shape.
+    """
+    from peft import PeftModel
+
+    problem: Any = None
+    cause: Exception | None = None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            wanted: Any = {} if revision is None else {"revision": revision}
+            model = PeftModel.from_pretrained(base, adapter_id, is_trainable=True, **wanted)  # pyright: ignore
+        except (ValueError, RuntimeError, KeyError) as error:
+            model, problem, cause = base, " ".join(str(error).split()), error
+    for warning in said:
+        # peft begins weights that it does not find anew, at random.
+        if "missing adapter keys" in str(warning.message):
+            problem = " ".join(str(warning.message).split())
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if problem is not None:
+        raise ValueError(
+            f"the adapter {adapter_id} does not fit {_described(base)}; it was made for another model: "
+            f"{problem[:600]}. Use the base model that its adapter_config.json names, or train a new adapter "
+            "(peft_config)"
+        ) from cause
+    return model
+
+
+def check_adapter(model: Any) -> None:
+    """ValueError for an adapter that is merged into the weights, not in use, or made for another class of model.
+
+    Another name of the base model than the adapter was trained on is a warning: the same weights may lie elsewhere. So
+    are weights of the base model that train, since they are not saved with an adapter.
+    """
+    if not is_adapted(model):
+        return
+    if not hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"the model is a {type(model).__name__}, which mixes kinds of adapters and cannot be saved; use one kind, "
+            "by get_peft_model(model, config) with mixed=False"
+        )
+    merged = [name for name, module in model.named_modules() if getattr(module, "merged", False) is True]
+    if merged:
+        raise ValueError(
+            f"the adapter is merged into the weights ({merged[0]} and others), so that training it would change "
+            "nothing; call model.unmerge_adapter() first"
+        )
+    _check_what_trains(model)
+    base = model.get_base_model()
+    for name in active_adapters(model):
+        config = model.peft_config[name]
+        made_for = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
+        if made_for is not None and made_for not in {kind.__name__ for kind in type(base).__mro__}:
+            raise ValueError(
+                f"the adapter {name!r} was made for a {made_for}, and the model is a {type(base).__name__}; load the "
+                "base model that it was trained on, or train a new adapter (peft_config)"
+            )
+        trained_on, loaded = config.base_model_name_or_path, getattr(base, "name_or_path", None)
+        if trained_on and loaded and _last(trained_on) != _last(loaded):
+            warnings.warn(
+                f"the adapter {name!r} was trained on {trained_on}, and the model was loaded from {loaded}; on other "
+                "weights than its own it means nothing"
+            )
+
+
+def _check_what_trains(model: Any) -> None:
+    """ValueError if adapters train that are not in use; a warning if weights of the base model do."""
+    active = active_adapters(model)
+    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    of_adapters = {name: set(name.split(".")) & set(model.peft_config) for name in trains}
+    if trains and all(owners and not owners & set(active) for owners in of_adapters.values()):
+        raise ValueError(
+            f"only {trains[0]} and others of adapters that are not in use would train; the adapter in use is "
+            f"{', '.join(active) or 'none'}: call model.set_adapter(...) with the one to train"
+        )
+    saves_biases = any(getattr(model.peft_config[name], "bias", "none") != "none" for name in active)
+    base = [name for name, owners in of_adapters.items() if not owners and not (saves_biases and name.endswith("bias"))]
+    if base:
+        warnings.warn(
+            f"{base[0]} ({len(base)} weights of the base model) will train too, but only the adapter is saved; name "
+            "such modules in modules_to_save, or freeze them"
+        )
+
+
+def _check_config(model: nn.Module, config: Any) -> None:
+    """ValueError for a configuration of another task, for use only, or that names what the model lacks."""
+    task = getattr(config.task_type, "value", config.task_type)
+    if task not in _TASKS:
+        raise ValueError(
+            f"peft_config.task_type is {task!r}, which wraps the model in a head of another kind; set it to 'CAUSAL_LM'"
+        )
+    if config.inference_mode:
+        raise ValueError(
+            "peft_config.inference_mode is True, so the adapter would be frozen; set it to False for a new adapter. To "
+            "go on training a saved one, pass PeftModel.from_pretrained(model, folder, is_trainable=True) as the model"
+        )
+    if getattr(config.peft_type, "value", config.peft_type) == "ADALORA":
+        raise ValueError(
+            "peft_config is an AdaLoraConfig, whose ranks are moved between layers by the loss of a plain language "
+            "model; use LoraConfig (use_rslora=True, or rank_pattern for ranks by layer)"
+        )
+    modules = [name for name, _ in model.named_modules() if name]
+    for field in ("modules_to_save", "feedforward_modules"):
+        if missing := _missing(getattr(config, field, None), modules):
+            raise ValueError(
+                f"{field} names {', '.join(missing)}, and this {type(model).__name__} has no such module; it has "
+                f"{', '.join(_module_names(modules))}"
+            )
+    if is_quantized(model):
+        _check_saved_modules(model, config)
+    parameters = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    missing = _missing(getattr(config, "target_parameters", None), parameters)
+    if missing:
+        raise ValueError(
+            f"target_parameters names {', '.join(missing)}, and this {type(model).__name__} has no such parameter; "
+            f"it has {', '.join(_module_names(parameters, keep=3))}"
+        )
+    _check_parameters(config)
+    targets = getattr(config, "target_modules", None) or []
+    missing = _missing(targets, modules)
+    if missing and len(missing) < len(targets):
+        warnings.warn(
+            f"target_modules names {', '.join(missing)}, and this {type(model).__name__} has no such module: the "
+            "adapter is on the others alone"
+        )
+
+
+def _check_parameters(config: Any) -> None:
+    """ValueError for what cannot be had where an adapter is put on a parameter rather than on a module."""
+    for name in ("lora_dropout", "use_dora", "lora_bias") if getattr(config, "target_parameters", None) else ():
+        if getattr(config, name, None):
+            raise ValueError(
+                f"target_parameters adapts parameters that no linear layer holds, and {name}={getattr(config, name)!r} "
+                f"is for linear layers; set {name} to {'0' if name == 'lora_dropout' else 'False'}"
+            )
+
+
+def _check_saved_modules(model: nn.Module, config: Any) -> None:
+    """ValueError if whole modules are to be trained whose weights are quantized."""
+    for name, module in model.named_modules():
+        if not _missing(getattr(config, "modules_to_save", None) or ["?"], [name]):
+            for parameter in module.parameters():
+                if is_packed(parameter):
+                    raise ValueError(
+                        f"modules_to_save names {name}, whose weights are quantized and cannot be trained as a whole; "
+                        "target it with the adapter instead, or leave it out of quantization (llm_int8_skip_modules)"
+                    )
+
+
+def _missing(wanted: Any, names: list[str]) -> list[str]:
+    """Those of the wanted endings that no name has; text is a pattern, which is peft's to match."""
+    if not wanted or isinstance(wanted, str):
+        return []
+    return sorted(x for x in wanted if not any(name == x or name.endswith("." + x) for name in names))
+
+
+def _module_names(names: list[str], keep: int = 1) -> list[str]:
+    """The last `keep` parts of dotted names, numbers left out, each once."""
+    ends = (".".join(part for part in name.split(".")[-keep:] if not part.isdigit()) for name in names)
+    return list(dict.fromkeys(end for end in ends if end))[:20]
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    linear = [name for name, module in model.named_modules() if "Linear" in type(module).__name__]
+    return _module_names(linear) or ["nothing"]
+
+
+def _described(model: Any) -> str:
+    name = getattr(model, "name_or_path", "")
+    return f"{type(model).__name__} ({name})" if name else type(model).__name__
+
+
+def _last(name: str) -> str:
+    return str(name).rstrip("/").rsplit("/", 1)[-1]

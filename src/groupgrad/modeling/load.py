@@ -1,0 +1,234 @@
+"""The policy as given: an id or directory is loaded, an object is taken as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import find_adapter_config_file
+
+from groupgrad import compat
+from groupgrad.errors import UnavailableError
+from groupgrad.modeling.adapters import is_adapted, load_adapter
+from groupgrad.modeling.quantized import check_computes, is_quantized, keep_trainable
+from groupgrad.modeling.vlm import sees
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load_policy(
+    model_id: str, init_kwargs: dict[str, Any], *, trust_remote_code: bool, quantization_config: Any, spread: bool
+) -> nn.Module:
+    """The model of an id or directory, in the architecture that its config names, float32 unless `dtype` is given.
+
+    An id or directory that holds an adapter gives the base model that it names, with the adapter on it, to be trained
+    further. With `spread` the model is placed over all visible accelerators (one process); otherwise it stays where it
+    is loaded.
+
+    Raises ValueError for a dtype that is none, a quantization config given twice, or an adapter that does not fit.
+    """
+    base_id = _base_of_adapter(model_id, init_kwargs)
+    if base_id is not None:
+        base = load_policy(
+            base_id,
+            {name: value for name, value in init_kwargs.items() if name != "revision"},
+            trust_remote_code=trust_remote_code,
+            quantization_config=quantization_config,
+            spread=spread,
+        )
+        return load_adapter(base, model_id, revision=init_kwargs.get("revision"))
+    kwargs = dict(init_kwargs)
+    kwargs["dtype"] = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", "float32")))
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    if quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError("quantization_config is given both as an argument and in model_init_kwargs; give it once")
+        kwargs["quantization_config"] = quantization_config
+    if spread and torch.cuda.is_available():
+        kwargs.setdefault("device_map", "auto")
+    revision = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
+    config = AutoConfig.from_pretrained(model_id, trust_remote_code=kwargs["trust_remote_code"], **revision)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnavailableError(
+            f"{model_id} is an encoder-decoder ({config.model_type}); groupgrad trains decoder-only language models"
+        )
+    return _architecture(config).from_pretrained(model_id, **kwargs)
+
+
+def _architecture(config: Any) -> Any:
+    """The class that a config names, or else the automatic one for what it describes."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    endings = ("ForCausalLM", "ForConditionalGeneration") if takes_images else ("ForCausalLM",)
+    if name.endswith(endings) and hasattr(transformers, name):
+        return getattr(transformers, name)
+    # Code that comes with a model names its own automatic class.
+    remote = getattr(config, "auto_map", None) or {}
+    is_remote = "AutoModelForImageTextToText" in remote and "AutoModelForCausalLM" not in remote
+    return AutoModelForImageTextToText if takes_images or is_remote else AutoModelForCausalLM
+
+
+def _base_of_adapter(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
+    """The base model that an adapter's configuration names; None if `model_id` holds no adapter."""
+    file = find_adapter_config_file(model_id, revision=init_kwargs.get("revision"))
+    if file is None:
+        return None
+    compat.require("peft", f"model={model_id!r} (an adapter)")
+    base_id = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    problem = None if base_id else f"{model_id} holds an adapter that names no base model"
+    if base_id and Path(base_id).is_absolute() and not Path(base_id).is_dir():
+        problem = f"{model_id} is an adapter that was trained on {base_id}, but there is no such directory here"
+    if problem is not None:
+        raise ValueError(
+            f"{problem}; pass the model as PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
+        )
+    return base_id
+
+
+def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer that belongs to a model id, or the processor if the model takes images; one must exist there.
+
+    Where there is no processor to be had for a model that takes images, the tokenizer, and a warning that says why.
+    """
+    kwargs = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
+    loaders = (AutoProcessor, AutoTokenizer) if sees(model) else (AutoTokenizer, AutoProcessor)
+    problem: Exception | None = None
+    for loader in loaders:
+        try:
+            found = loader.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
+        except (OSError, ValueError, ImportError) as error:
+            problem = problem or error
+            continue
+        if not _knows_nothing(found):
+            if problem is not None and loaders[0] is AutoProcessor:
+                logger.warning("the processor of %r cannot be loaded: %s", model_id, problem)
+            return found
+        problem = problem or ValueError("there are no tokenizer files")
+    raise ValueError(
+        f"no tokenizer found for the model {model_id!r} ({type(model).__name__}): {problem}; pass one as "
+        "processing_class=AutoTokenizer.from_pretrained(...)"
+    ) from problem
+
+
+def _knows_nothing(processing_class: Any) -> bool:
+    """True for the empty tokenizer that transformers (5.0 on) makes of a model folder without tokenizer files."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return False
+    return set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+
+
+def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer itself, also out of a processor. TypeError for anything else."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}; it must be a tokenizer "
+            "(AutoTokenizer.from_pretrained) or a processor that has one"
+        )
+    return tokenizer
+
+
+def end_of_sequence_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All token ids that end a completion: the tokenizer's and those of the model's generation config."""
+    ids: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    for token in configured if isinstance(configured, (list, tuple)) else [configured]:
+        if token is not None and int(token) not in ids:
+            ids.append(int(token))
+    return ids
+
+
+def max_context(model: Any) -> int | None:
+    """Positions that the model has for prompt and completion together; None if its config sets no bound."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return int(limit) if limit else None
+
+
+def check_trainable(model: nn.Module) -> None:
+    """ValueError for a model of which nothing would be trained, or whose weights cannot be."""
+    # transformers' own add_adapter leaves the model what it was.
+    if is_quantized(model) and not is_adapted(model) and not getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"the weights of this {type(model).__name__} are quantized and cannot be trained themselves; give a "
+            "peft_config (use_peft on the command line) to train an adapter over them, or load the model without "
+            "quantization_config, load_in_4bit or load_in_8bit"
+        )
+    keep_trainable(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"all parameters of this {type(model).__name__} are frozen (requires_grad is False), so there is nothing "
+            "to train; load an adapter with PeftModel.from_pretrained(..., is_trainable=True), give a peft_config, or "
+            "call model.requires_grad_(True)"
+        )
+    if is_quantized(model):
+        check_computes(model)
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout layer to 0, and of attention that drops out by a number of its own."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def cast_head_to_float32(model: Any) -> None:
+    """Hold the output head in float32 and multiply in float32, whatever the rest computes in (arXiv:2510.13786).
+
+    ValueError if the head shares its weight with the input embedding, or carries an adapter.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        raise ValueError(f"cast_lm_head_to_fp32=True, but {type(model).__name__} names no output head; set it to False")
+    embedding = model.get_input_embeddings()
+    if getattr(embedding, "weight", None) is getattr(head, "weight", object()):
+        raise ValueError(
+            "cast_lm_head_to_fp32=True, but this model ties its output head to the input embedding "
+            "(config.tie_word_embeddings=True); set cast_lm_head_to_fp32=False or use a model with an untied head"
+        )
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"cast_lm_head_to_fp32=True, but the output head is a {type(head).__name__}, not a plain linear layer (an "
+            "adapter on lm_head?); leave lm_head out of the adapter's target_modules or set it to False"
+        )
+    head.to(torch.float32)
+    head.__class__ = _Float32Linear
+
+
+class _Float32Linear(nn.Linear):
+    """A linear layer that computes in float32 also under autocast."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            return super().forward(input.float())
+
+
+def _dtype(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return value
+    if value not in _DTYPES:
+        raise ValueError(f"model_init_kwargs['dtype'] is {value!r}; choose one of {sorted(_DTYPES)} or a torch.dtype")
+    return _DTYPES[value]

@@ -1,0 +1,1 @@
+"""From tokens to log-probs and entropies."""

@@ -1,0 +1,1 @@
+"""Images: prompts that hold them, and images that tools return."""

@@ -1,1 +1,0 @@
-"""From the micro-batches of an optimizer step to its gradient: what is computed, in which parts, and within memory."""

@@ -1,0 +1,247 @@
+"""A training run as it is kept: logged, shown, saved, resumed, searched and pushed.
+
+What a step computes is in `trainer/trainer.py`; this file joins groupgrad's metrics and state to what
+`transformers.Trainer` logs and saves.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import PredictionOutput, TrainOutput
+
+from groupgrad import dist
+from groupgrad.batching.eval_loader import EvalLoader
+from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.config import GRPOConfig
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import Engine
+from groupgrad.engines.vllm.setup import longest_context, serve_policy
+from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.modeling.fused_modules import own_parts
+from groupgrad.modeling.liger import kernels_in_force
+from groupgrad.modeling.reference import Reference
+from groupgrad.modeling.renamed_weights import load_renamed
+from groupgrad.modeling.scoring.attention import unplug
+from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.systems.gradient_sync import Joining
+from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
+from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.rollout.base import row_seed
+from groupgrad.rollout.custom import sample_completions
+from groupgrad.rollout.sources import Agency
+from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.telemetry.metric_store import MetricStore
+from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.run_card import write_run_card
+from groupgrad.trainer import build as assembly
+from groupgrad.trainer.build import Setup
+from groupgrad.trainer.callbacks import RunState
+
+
+class TrainingRun(Trainer):
+    """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
+
+    args: GRPOConfig
+    model: Any
+    callback_handler: Any
+    progress: ProgressCallback
+    metric_store: MetricStore
+    """What was measured since the last log event."""
+    completion_log: CompletionLog
+    run_state: RunState
+    """Everything that a step depends on beyond what `transformers.Trainer` saves."""
+    reference: Reference | None
+    serving: ServedPolicy | None = None
+    """vLLM with the policy's weights, if it samples."""
+    engine: Engine
+    prompt_maker: PromptMaker
+    setup: Setup
+    plan: RoundPlan
+    agency: Agency
+    _joining: Joining | None = None
+    """How the ranks train together; None alone, and where DeepSpeed sees to it."""
+    _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
+    """Completions that rollout functions have asked for in this optimizer step."""
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
+        whatever happens."""
+        self._forget_served()
+        try:
+            with self.progress, kernels_in_force(self.args):
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+        finally:
+            self.setup.round_maker.close()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """`Trainer.evaluate`: the metrics, by `eval_` names."""
+        self._forget_served()
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self._close_unless_training()
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """`Trainer.predict`: the metrics, by `test_` names."""
+        self._forget_served()
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._close_unless_training()
+
+    @property
+    def num_generations(self) -> int:
+        """Completions of a prompt in training."""
+        return int(self.args.num_generations or 0)
+
+    @property
+    def num_generations_eval(self) -> int:
+        """Completions of a prompt in evaluation."""
+        return self.args.num_generations_eval_resolved
+
+    def sample_completions(self, prompts: Sequence[Any], *, max_new_tokens: int | None = None) -> dict[str, Any]:
+        """Completions of the policy as it is now, one for each prompt (text or messages): for rollout functions.
+
+        A dict of `prompt_ids`, `completion_ids` and `logprobs`, which a rollout function may return as it is. Each call
+        draws something else; a run of the same seed draws the same.
+        """
+        sampling = self.setup.sampling
+        # Rounds that are sampled ahead must not meet other weights: then these are the last that were sent.
+        if self.serving is not None and not (self.is_in_train and self.args.rollout_ahead):
+            self.serving.refresh(self.state.global_step)
+        if max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        first = self._sampled_for_functions.get(self.state.global_step, 0)
+        self._sampled_for_functions = {self.state.global_step: first + len(prompts)}
+        rows = range(first, first + len(prompts))
+        seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
+        return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
+
+    def _serve(self, parts: assembly.Parts) -> ServedPolicy:
+        """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
+        served = serve_policy(self.args, self.model, parts, self.agency)
+        # What this process started of vLLM ends with the trainer, or when the process does.
+        weakref.finalize(self, served.close)
+        if assembly.narrow_context(self.prompt_maker, longest_context(served)):
+            datasets = self.train_dataset, self.eval_dataset
+            assembly.check_datasets(*datasets, self.plan, self.prompt_maker, self.agency, self.args)
+        return served
+
+    def _forget_served(self) -> None:
+        """Outside of training nothing tells that the weights have changed."""
+        if self.serving is not None and not self.is_in_train:
+            self.serving.forget()
+
+    def _close_unless_training(self) -> None:
+        if not self.is_in_train:
+            self.setup.round_maker.close()
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Forward and backward; afterwards no layer is computed again, and the model is called as it was found."""
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            unplug(self.model)
+            own_parts(self.model)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
+        if training and dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model):
+            args, megabytes = self.args, self.args.ddp_bucket_cap_mb
+            size = dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20
+            buffers = args.ddp_broadcast_buffers is not False
+            # What is prepared for evaluation is placed, compiled and given its precision, but not wrapped.
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            self._joining = Joining(self.model, bucket_bytes=size, buffers=buffers)
+            self._joining.begin()
+        return super()._wrap_model(model, training, dataloader)
+
+    def _joined(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Collective at the end of the step's last micro-batch, which is trained inside, and when one fails."""
+        return nullcontext() if self._joining is None else self._joining.micro_batch(is_last=is_last)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Collective on training logs: the window's metrics of all ranks join the loop's own."""
+        if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
+            logs = {**logs, **self.metric_store.flush()}
+            self.completion_log.flush(self.state.global_step, "train")
+        super().log(logs, start_time)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """The optimizer that the configuration asks for, and its arguments."""
+        if not getattr(args, "stochastic_rounding", False):
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return StochasticAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: tokens are counted when they are sampled."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.run_state.save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_fsdp_enabled or not load_renamed(unwrap(model or self.model), resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        folder = self.state.best_model_checkpoint
+        is_spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if is_spread or folder is None or not load_renamed(unwrap(self.model), folder):
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.run_state.load(checkpoint)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now."""
+        start = copy.deepcopy(self.model.state_dict())
+
+        def restart() -> nn.Module:
+            self.model.load_state_dict(start)
+            return self.model
+
+        self.model_init = restart
+        try:
+            return super().hyperparameter_search(*args, **kwargs)
+        finally:
+            self.model_init = None
+
+    def get_test_dataloader(self, test_dataset: Any) -> EvalLoader:  # pyright: ignore
+        """The same for `predict`."""
+        return self.get_eval_dataloader(test_dataset)  # pyright: ignore
+
+    def _prepare_for_evaluation(self) -> None:
+        """Place the model and give it training's precision, when evaluation comes before any training."""
+        if self.model_wrapped is self.model and self.model not in self.accelerator._models:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.create_model_card()  # before the checkpoint, which is pushed with it
+        super()._save_checkpoint(*args, **kwargs)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **fields: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`."""
+        if self.is_world_process_zero():
+            fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+            write_run_card(self.args, self.model, self.state.log_history, hub_model_id=self.hub_model_id, **fields)

@@ -1,0 +1,483 @@
+"""What the trainer's constructor arguments stand for: each function turns some of them into a ready part."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
+from transformers import PreTrainedModel, Trainer, set_seed
+
+from groupgrad import compat
+from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.config import GRPOConfig
+from groupgrad.config.launcher import uses_deepspeed, zero_stage
+from groupgrad.config.unused_settings import idle_reward_settings
+from groupgrad.data.prompts import PromptMaker, check_dataset
+from groupgrad.engines.base import Engine, SamplingOptions
+from groupgrad.engines.selection import EngineChoice, choose_engine
+from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.envs.environments import KIND_COLUMN
+from groupgrad.errors import UnavailableError
+from groupgrad.modeling import load
+from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
+from groupgrad.modeling.aux_loss import balance_weight, configured_weight
+from groupgrad.modeling.decoder_check import check_causal
+from groupgrad.modeling.liger import check_liger, put_kernels_in
+from groupgrad.modeling.reference import Reference, check_spread
+from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
+from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.self_check import LayoutReport, check_layout
+from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
+from groupgrad.modeling.systems.stochastic_adamw import check_parameters
+from groupgrad.modeling.systems.zero3 import runnable, whole
+from groupgrad.modeling.vlm import sees
+from groupgrad.multimodal.vlm_prompts import VisionPromptMaker, example_prompt, is_processor, speaking_tokenizer
+from groupgrad.objectives import PolicyOptions
+from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.collector import RoundMaker
+from groupgrad.rollout.evaluation import Evaluator
+from groupgrad.rollout.sources import Agency
+from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.telemetry.timings import Timings
+from groupgrad.trainer import options
+from groupgrad.trainer.callbacks import EntropyController
+from groupgrad.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS_KEPT = ("prompt", "image", "images", KIND_COLUMN)
+
+
+@dataclass(slots=True)
+class Parts:
+    """A policy with what belongs to it."""
+
+    model: Any
+    processing_class: Any
+    tokenizer: Any
+    eos_ids: list[int]
+    max_context: int | None
+    reference: Reference | None
+    aux_loss_coef: float
+    """Weight of the load-balancing loss of a mixture of experts; 0 for other models."""
+
+
+def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, environment_factory: Any = None) -> Any:
+    """One of the spellings of "what scores the completions"; ValueError if none or several are given.
+
+    With environments, which may bring rewards of their own, there may be none: an empty list.
+    """
+    given = {"reward_funcs": reward_funcs, "reward_fn": reward_fn, "reward_model": reward_model}
+    used = {name: value for name, value in given.items() if value is not None and value != []}
+    if not used and environment_factory is not None:
+        return []
+    if not used:
+        raise ValueError(
+            "no reward source: reward_funcs is empty; give a reward function, a reward model or a list of them"
+        )
+    if len(used) > 1 and "reward_funcs" in used:
+        raise ValueError(f"{' and '.join(used)} are given; put all of them into reward_funcs")
+    values = list(used.values())
+    return values[0] if len(values) == 1 else values
+
+
+def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOConfig:
+    """The configuration, a default one if none is given. TypeError for another kind of arguments object."""
+    if args is None:
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        name = str(name).rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
+        args = GRPOConfig(output_dir=f"{name}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        raise TypeError(f"args is a {type(args).__name__}; it must be a groupgrad.GRPOConfig")
+    if num_generations is not None and num_generations != args.num_generations:
+        args = replace(args, num_generations=num_generations)
+    if args.use_liger_kernel:
+        check_liger(args.device)
+    return args
+
+
+def check_devices(config: GRPOConfig, model: Any) -> None:
+    """ValueError if one process sees several GPUs and the model is not spread over them by a device map."""
+    if config.n_gpu > 1 and len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
+        raise ValueError(
+            f"this single process sees {config.n_gpu} GPUs, which would need DataParallel; start it with `accelerate "
+            "launch` (one process a GPU), show it one GPU with CUDA_VISIBLE_DEVICES=0, or spread the model with "
+            "model_init_kwargs={'device_map': 'auto'}"
+        )
+
+
+def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:
+    """The one of the two spellings that is given, or None; ValueError if both are."""
+    if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
+        raise ValueError("processing_class and tokenizer are given, two names of one argument; give only one of them")
+    return tokenizer if processing_class is None else processing_class
+
+
+def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:
+    """ImportError if the optimizer that `config` names needs a package that is not installed, ValueError if it lacks
+    another setting, or is to round stochastically what is not bfloat16."""
+    if config.stochastic_rounding:
+        if optimizers[0] is not None:
+            raise ValueError(
+                "optimizers has an optimizer, and stochastic_rounding=True asks for another; take one of them out"
+            )
+        check_parameters(model)
+        return
+    if optimizers[0] is not None or uses_deepspeed(config):
+        return
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(config, model)
+    except (ImportError, ValueError) as error:
+        name = f"optim={getattr(config.optim, 'value', config.optim)!r}"
+        if "bitsandbytes" in str(error):
+            compat.require("bitsandbytes", name)
+        raise type(error)(f"{name} cannot be used: {error}; or set optim='adamw_torch'") from error
+
+
+def build_parts(
+    model: Any, config: GRPOConfig, processing_class: Any, quantization_config: Any, peft_config: Any
+) -> Parts:
+    """The policy on its way into training, its tokenizer, and the frozen reference if a KL term is used."""
+    # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
+    set_seed(config.seed)
+    model = _load_model(model, config, quantization_config)
+    adapter_is_fresh = not is_adapted(model)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, in_models_type=config.stochastic_rounding)
+    check_adapter(model)
+    if config.use_liger_kernel:
+        put_kernels_in(model, config.liger_kernel_config)
+    load.check_trainable(model)
+    processing_class, tokenizer = _load_processing_class(model, config, processing_class)
+    eos_ids = load.end_of_sequence_ids(model, tokenizer)
+    if not eos_ids:
+        raise ValueError(
+            "neither the tokenizer nor the model's generation config names an end-of-sequence token, so no completion "
+            "could ever end; set tokenizer.eos_token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(eos_ids[0])
+    for owner in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        if owner is not None:
+            owner.pad_token_id = tokenizer.pad_token_id
+    if config.disable_dropout:
+        load.turn_off_dropout(model)
+    reference = None
+    if config.beta != 0.0:
+        reference = Reference(model, adapter_is_fresh=adapter_is_fresh, follows=config.sync_ref_model)
+    if zero_stage(config) == 3:
+        check_spread(model, reference)
+    if config.cast_lm_head_to_fp32:
+        for part in [model, reference.module if reference is not None else None]:
+            if part is not None:
+                load.cast_head_to_float32(part)
+    return Parts(
+        model=model,
+        processing_class=processing_class,
+        tokenizer=speaking_tokenizer(processing_class, tokenizer),
+        eos_ids=eos_ids,
+        max_context=load.max_context(model),
+        reference=reference,
+        aux_loss_coef=configured_weight(model, config.router_aux_loss_coef),
+    )
+
+
+def check_datasets(
+    train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: PromptMaker, agency: Agency, config: GRPOConfig
+) -> None:
+    """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
+    if train is None:
+        raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
+    check_rows(train, "train_dataset", prompt_maker, agency)
+    if isinstance(train, IterableDataset):
+        if config.max_steps <= 0:
+            raise ValueError(
+                f"train_dataset is a stream without a length and max_steps is {config.max_steps}; set max_steps to the "
+                "number of optimizer steps to train"
+            )
+    elif len(train) < plan.prompts_per_round:
+        raise ValueError(
+            f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_round} distinct "
+            f"prompts ({plan.rows_per_round} completions / num_generations={plan.num_generations}); add rows, or lower "
+            "generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
+        )
+    for name, dataset in named_datasets(evaluation).items():
+        check_rows(dataset, name, prompt_maker, agency)
+    strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
+    if evaluation is None and strategy != "no":
+        raise ValueError(
+            f"eval_strategy is {strategy!r}, but there is no eval_dataset; give one or set eval_strategy='no'"
+        )
+    if evaluation is None and config.eval_on_start:
+        raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
+
+
+def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, agency: Agency) -> None:
+    """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
+    check_dataset(dataset, name, prompt_maker, may_lack_prompts=agency.environments is not None)
+    agency.check_dataset(dataset, name, prompt_maker.max_context)
+
+
+def named_datasets(evaluation: Any) -> dict[str, Any]:
+    """Evaluation sets by the name that messages use; one set or a dict of them. TypeError for anything else."""
+    if evaluation is None:
+        return {}
+    if isinstance(evaluation, Mapping):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
+    return {"eval_dataset": evaluation}
+
+
+def keep_columns(config: GRPOConfig, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`."""
+    if not config.remove_unused_columns:
+        return train, evaluation
+    return keep_prompt_columns(train), keep_prompt_columns(evaluation)
+
+
+def keep_prompt_columns(dataset: Any) -> Any:
+    """With `remove_unused_columns`: the data set with its prompts (images, names of environments) alone."""
+    if isinstance(dataset, (DatasetDict, IterableDatasetDict)) or type(dataset) is dict:
+        return {name: keep_prompt_columns(part) for name, part in dataset.items()}
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return dataset
+    names = dataset.column_names or list(next(iter(dataset)))
+    return dataset.remove_columns([name for name in names if name not in _COLUMNS_KEPT])
+
+
+def plan_for(config: GRPOConfig) -> RoundPlan:
+    """The round's arithmetic, checked. ValueError if groups do not fit (the config's own rules say the same)."""
+    plan = options.round_plan(config)
+    if plan.rows_per_round % plan.num_generations:
+        raise ValueError(
+            f"a generation batch of {plan.rows_per_round} completions cannot be cut into groups of num_generations="
+            f"{plan.num_generations}"
+        )
+    return plan
+
+
+def entropy_controller(config: GRPOConfig) -> EntropyController:
+    """The weight of the entropy bonus."""
+    return EntropyController(
+        config.entropy_coef,
+        adaptive=config.use_adaptive_entropy,
+        target=config.entropy_target,
+        delta=config.entropy_coef_delta,
+        minimum=config.entropy_coef_min,
+        maximum=config.entropy_coef_max,
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """What one step and one evaluation work with, made from the configuration."""
+
+    plan: RoundPlan
+    policy_options: PolicyOptions
+    forward_options: ForwardOptions
+    sampling: SamplingOptions
+    frozen_scorer: FrozenScorer
+    round_maker: RoundMaker
+    evaluator: Evaluator
+
+
+@dataclass(slots=True, frozen=True)
+class Paths:
+    """How the model at hand is sampled from and scored."""
+
+    engine: EngineChoice
+    layout: LayoutReport
+    example: Prompt | None = None
+    """The prompt with an image that a model that sees was tried on."""
+
+
+def choose_paths(
+    config: GRPOConfig, model: nn.Module, parts: Parts, precision: Any, served: Engine | None = None
+) -> Paths:
+    """The engine and the layout that the model can run in, tried on random tokens; the engine is `served` if given.
+    ConfigError if what is asked for cannot be had. `precision` makes the context that training's mixed precision
+    computes in."""
+    pad_id, example = int(parts.tokenizer.pad_token_id), _example(parts)
+    scoring = options.forward_options(config, pad_id=pad_id, aux_loss=False)
+    asked = config.router_aux_loss_coef
+    with runnable(model):
+        check_causal(model, precision)
+        parts.aux_loss_coef = balance_weight(model, scoring, parts.aux_loss_coef, asked, precision)
+        layout = check_layout(model, replace(scoring, aux_loss=parts.aux_loss_coef != 0.0), precision, example)
+    if layout.reason is not None:
+        name = type(unwrap(model)).__name__
+        logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
+    if served is not None:
+        return Paths(EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example)
+    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+    further: dict[str, Any] = {"tokenizer": parts.tokenizer, "precision": precision, "example": example}
+    with whole(model):
+        engine = choose_engine(model, options.engine_options(config), sampling, **further)
+    return Paths(engine, layout, example)
+
+
+def _example(parts: Parts) -> Prompt | None:
+    """A prompt with an image, for a model that sees; None if its processor fails, which rows with images will tell."""
+    try:
+        return example_prompt(parts.processing_class) if sees(parts.model) else None
+    except ValueError:
+        return None
+
+
+def checkpointing_by_need(
+    config: GRPOConfig, model: nn.Module, forward_options: ForwardOptions, precision: Any, example: Prompt | None = None
+) -> CheckpointingByNeed | None:
+    """What turns gradient checkpointing on where memory needs it; None if the configuration has decided."""
+    can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
+    # Ranks that share a model compute it in the same way, so none decides by its own memory.
+    if config.gradient_checkpointing is not None or not can or zero_stage(config) == 3:
+        return None
+    chosen = options.mapping(config.gradient_checkpointing_kwargs)
+    return CheckpointingByNeed(model, forward_options, chosen, precision, example)
+
+
+def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:
+    """What turns rows into prompts; with images where the model takes them and there is a processor for them."""
+    kwargs, name = options.mapping(config.chat_template_kwargs), type(unwrap(parts.model)).__name__
+    if not sees(parts.model):
+        no_images = f"{name} reads text alone; train a model that takes images, or remove the images from the data set"
+        return PromptMaker(parts.tokenizer, kwargs, parts.max_context, no_images=no_images)
+    if is_processor(parts.processing_class):
+        return VisionPromptMaker(parts.processing_class, parts.tokenizer, kwargs, parts.max_context)
+    found = f"processing_class is a {type(parts.processing_class).__name__}, which makes no model inputs of images"
+    logger.warning("%s takes images, but %s: it trains on text alone", name, found)
+    no_images = f"{found}; pass processing_class=AutoProcessor.from_pretrained(...)"
+    return PromptMaker(parts.tokenizer, kwargs, parts.max_context, no_images=no_images)
+
+
+def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
+    """Let prompts and completions fit into `longest` tokens together; whether that is less than the model has."""
+    if prompt_maker.max_context is not None and prompt_maker.max_context <= longest:
+        return False
+    prompt_maker.max_context = longest
+    return True
+
+
+def build_completion_log(config: GRPOConfig) -> CompletionLog:
+    """What keeps and shows completions."""
+    return CompletionLog(
+        config.output_dir,  # pyright: ignore[reportArgumentType]
+        num_to_print=config.num_completions_to_print,
+        unique_prompts=config.log_unique_prompts,
+        log_multimodal=config.log_multimodal,
+        report_to=config.report_to or (),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any, agency: Agency) -> RewardRunner:
+    """What scores completions. ValueError if there is not one weight a reward function."""
+    rewards = RewardRunner(
+        reward_funcs,
+        processing_classes,
+        models=options.reward_model_options(config),
+        own_names=agency.reward_names,
+    )
+    by_name = any(model.is_by_name for model in rewards.models)
+    if idle := idle_reward_settings(config, models=bool(rewards.models), by_name=by_name):
+        warnings.warn(idle)
+    options.scoring_options(config, len(rewards.names) - len(agency.reward_names), len(agency.reward_names))
+    return rewards
+
+
+def check_reward_models(rewards: RewardRunner, train_dataset: Any) -> None:
+    """ValueError if the prompts are conversations and a reward model has no chat template to write them with."""
+    first = next(iter(train_dataset), {})
+    # Rows without prompts are for environments, which begin with a conversation.
+    if not isinstance(first.get("prompt"), str):
+        for model in rewards.models:
+            model.check_conversations()
+
+
+def build_setup(
+    config: GRPOConfig,
+    parts: Parts,
+    prompt_maker: PromptMaker,
+    paths: Paths,
+    rewards: RewardRunner,
+    timings: Timings,
+    agency: Agency,
+    trainer: Any = None,
+) -> Setup:
+    """Cut the configuration into each floor's options and hand them to the floors. `trainer` is what a user's rollout
+    function is called with."""
+    pad_id = int(parts.tokenizer.pad_token_id)
+    policy_options = options.policy_options(config)
+    forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
+    forward_options = paths.layout.options(forward_options)
+    frozen_scorer = FrozenScorer(parts.model, parts.reference, forward_options, config.device)
+    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+    rollouts = agency.source(config, paths.engine.engine, prompt_maker, sampling, trainer)
+    num_own = len(agency.reward_names)
+    scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
+    served = paths.engine.engine if isinstance(paths.engine.engine, ServedPolicy) else None
+    around = nullcontext if served is not None else partial(whole, parts.model)
+    round_maker = RoundMaker(rollouts, rewards, scoring, timings, served, ahead=config.rollout_ahead, around=around)
+    evaluator = Evaluator(
+        model=parts.model,
+        round_maker=round_maker,
+        frozen=frozen_scorer,
+        policy_options=policy_options,
+        forward_options=forward_options,
+        num_generations=config.num_generations_eval_resolved,
+        mask_truncated=config.mask_truncated_completions,
+        aux_loss_coef=parts.aux_loss_coef,
+        device=config.device,
+    )
+    return Setup(plan_for(config), policy_options, forward_options, sampling, frozen_scorer, round_maker, evaluator)
+
+
+def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:
+    if isinstance(model, str):
+        if (Path(model).is_absolute() or model.startswith((".", "~"))) and not Path(model).is_dir():
+            raise ValueError(f"model is {model!r}, but there is no such directory; give an existing one or a model id")
+        return load.load_policy(
+            model,
+            options.mapping(config.model_init_kwargs),
+            trust_remote_code=config.trust_remote_code,
+            quantization_config=quantization_config,
+            spread=config.world_size == 1 and not uses_deepspeed(config),
+        )
+    if not isinstance(model, (PreTrainedModel, nn.Module)):
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be a model id, a directory, a PreTrainedModel or a PeftModel"
+        )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnavailableError(
+            f"{type(model).__name__} is an encoder-decoder; groupgrad trains decoder-only language models"
+        )
+    for name, value in (
+        ("model_init_kwargs", config.model_init_kwargs),
+        ("quantization_config", quantization_config),
+    ):
+        if value:
+            warnings.warn(f"{name} has no effect: the model is already loaded, it is used as it is")
+    return model
+
+
+def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any) -> tuple[Any, Any]:
+    if processing_class is None:
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+        if not name:
+            raise ValueError(
+                "processing_class is None and the model has no name to load a tokenizer by; pass the tokenizer as "
+                "processing_class"
+            )
+        processing_class = load.load_tokenizer(
+            model,
+            name,
+            revision=options.mapping(config.model_init_kwargs).get("revision"),
+            trust_remote_code=config.trust_remote_code,
+        )
+    return processing_class, load.inner_tokenizer(processing_class)

@@ -1,0 +1,30 @@
+"""The gradient of an on-policy step, known before its forward pass.
+
+Where the weights are those that sampled, the log-probs of the forward pass are those of the sampler, and so the loss's
+gradient with respect to them is known beforehand. The output head then finds its own gradients while it computes its
+scores, instead of computing its logits twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from groupgrad.batch import Batch, TokenScores
+from groupgrad.modeling.scoring.head import Foreseen
+from groupgrad.objectives import PolicyOptions, policy_loss
+
+
+def foresee(batch: Batch, options: PolicyOptions, *, exact: bool = True) -> Foreseen | None:
+    """What the loss will ask of the log-probs; None off-policy, or where the sampler gave no log-probs that are
+    `exact`, those of the modules that train.
+
+    The entropy bonus is left out: with one, entropies carry gradients of their own and nothing can be foreseen.
+    """
+    if not exact or batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
+        return None
+    known = batch.sampling_logprobs.detach().float()
+    logprobs = known.nan_to_num(nan=0.0).requires_grad_()
+    with torch.enable_grad():
+        loss = policy_loss(TokenScores(logprobs, torch.zeros_like(known)), batch, options).loss
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+    return Foreseen(known, gradient)

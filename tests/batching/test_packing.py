@@ -1,0 +1,121 @@
+"""Rows shared out by cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupgrad.batching.collate import collate
+from groupgrad.batching.packing import RowCost, load, pack, parted, row_costs
+from groupgrad.types import Prompt, Rollout
+
+
+def rows(*groups: list[int], prompt: int = 0) -> list[RowCost]:
+    """Completion lengths, one list a group."""
+    return [RowCost(length, prompt, g) for g, lengths in enumerate(groups) for length in lengths]
+
+
+def in_order(count: int, bins: int) -> list[list[int]]:
+    """Contiguous shares of like size, as the round's plan makes them."""
+    return [list(range(count * b // bins, count * (b + 1) // bins)) for b in range(bins)]
+
+
+def loads(costs: list[RowCost], bins: list[list[int]]) -> list[int]:
+    return [load(costs[row] for row in rows) for rows in bins]
+
+
+def test_a_prompt_costs_once_in_a_micro_batch():
+    costs = rows([3, 4], [5], prompt=10)
+    assert load(costs) == 12 + 20
+    assert load(costs[:2]) == 17
+    assert load([RowCost(3, 30, 0), RowCost(1, 10, 0), RowCost(0, 0, 0)]) == 34
+    assert load([]) == 0
+
+
+def test_costs_follow_the_passes_that_rows_need():
+    prompts = [Prompt([5, 6], {"prompt": "x"}, 0), Prompt([7, 8, 9], {"prompt": "y"}, 1)]
+    rollouts = [Rollout(prompts[i // 2], i, [1] * (i + 1), "eos", "", "") for i in range(4)]
+    batch = collate(rollouts, [0.0] * 4, mask_truncated=False)
+    assert row_costs(batch) == [RowCost(3, 6, 0), RowCost(6, 6, 0), RowCost(9, 9, 1), RowCost(12, 9, 1)]
+    batch.passes = torch.tensor([2, 1, 0, 1])
+    assert row_costs(batch) == [RowCost(3, 6, 0), RowCost(2, 2, 0), RowCost(0, 0, 1), RowCost(4, 3, 1)]
+
+
+def test_groups_that_the_plan_cut_are_joined():
+    """The plan cuts the third group between a micro-batch that is full and one that is nearly empty."""
+    costs = rows([8, 8], [1, 1], [8, 8], [1, 1], prompt=2)
+    plan = [[0, 1, 4], [2, 3], [5], [6, 7]]
+    assert loads(costs, plan) == [28, 4, 10, 4]
+    assert sorted(loads(costs, pack(costs, plan))) == [4, 4, 18, 18]
+
+
+def test_like_work_is_balanced():
+    """Dead groups cost nothing and leave the live ones a micro-batch each."""
+    costs = rows([8, 8], [0, 0], [9, 7], [0, 0])
+    assert pack(costs, in_order(8, 2)) == in_order(8, 2)
+    costs = rows([8, 8], [9, 7], [0, 0], [0, 0])
+    assert loads(costs, in_order(8, 2)) == [32, 0]
+    packed = pack(costs, in_order(8, 2))
+    assert loads(costs, packed) == [16, 16]
+    assert [0, 1] in [[row for row in part if costs[row].own] for part in packed]
+
+
+def test_time_comes_before_memory():
+    """Cutting the one live group would balance the halves, at the price of its prompt."""
+    costs = [*(RowCost(6, 3, 0) for _ in range(4)), *(RowCost(0, 0, 1) for _ in range(4))]
+    assert sorted(loads(costs, pack(costs, in_order(8, 2)))) == [0, 27]
+    assert loads(costs, parted(costs, 2)) == [15, 15]
+
+
+GROUPS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=8)
+
+
+@given(GROUPS, st.integers(0, 30), st.integers(1, 9))
+def test_every_row_once_and_never_worse_than_the_plan(groups: list[list[int]], prompt: int, bins: int):
+    costs = rows(*groups, prompt=prompt)
+    plan = in_order(len(costs), bins)
+    packed = pack(costs, plan)
+    assert len(packed) == bins
+    assert sorted(row for part in packed for row in part) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in packed)
+    assert max(loads(costs, packed)) <= max(loads(costs, plan))
+    assert sum(loads(costs, packed)) <= sum(loads(costs, plan))
+    assert packed == pack(list(costs), [list(part) for part in plan])
+    if len(costs) >= bins and packed != plan:
+        assert all(packed)
+
+
+@given(GROUPS, st.integers(0, 30), st.data())
+def test_the_largest_part_is_bounded(groups: list[list[int]], prompt: int, data: st.DataObject):
+    """List scheduling: at most a fair share and the largest piece more; single rows are among the pieces tried. A bin
+    that got a row so as not to stay empty holds that row alone."""
+    costs = rows(*groups, prompt=prompt)
+    parts = data.draw(st.integers(1, len(costs)))
+    single = [cost.own + cost.prompt for cost in costs]
+    found = parted(costs, parts)
+    assert max(loads(costs, found)) <= sum(single) / parts + max(single)
+    assert all(found)
+    assert sorted(row for part in found for row in part) == list(range(len(costs)))
+
+
+@given(GROUPS, st.integers(0, 5), st.integers(1, 6))
+def test_groups_within_a_fair_share_stay_whole(groups: list[list[int]], prompt: int, bins: int):
+    costs = rows(*groups, prompt=prompt)
+    plan = [list(range(len(costs))), *([] for _ in range(bins - 1))]
+    packed = pack(costs, plan)
+    if packed == plan or len(groups) < bins:
+        return
+    place = {row: b for b, part in enumerate(packed) for row in part}
+    fair = sum(load(c for c in costs if c.group == g) for g in range(len(groups))) / bins
+    for g in range(len(groups)):
+        members = [row for row, cost in enumerate(costs) if cost.group == g]
+        if load(costs[row] for row in members) <= fair and all(len(part) > 1 for part in packed):
+            assert len({place[row] for row in members}) == 1
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_like_rows_are_cut_evenly(parts: int):
+    costs = rows([4] * 12, prompt=6)
+    assert loads(costs, parted(costs, parts)) == [6 + 48 // parts] * parts

@@ -1,0 +1,218 @@
+"""Every family's format: found by probing, calls read back as rendered, replies that continue a turn."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from groupgrad.chat import ChatFormat
+
+USER = {"role": "user", "content": "How many?"}
+TYPES = {"count": "integer", "ratio": "number", "note": "string", "flag": "boolean", "items": "array", "more": "object"}
+
+
+def schema(name: str, types: dict[str, str]) -> dict[str, Any]:
+    properties = {key: {"type": kind, "description": "a value"} for key, kind in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(types)}
+    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+
+
+SCHEMAS = [schema("add_all", TYPES), schema("look_up", {"note": "string"})]
+
+
+def tokenizer_of(family: Any, byte_tokenizer: Any) -> Any:
+    return byte_tokenizer(family.template, family.special, family.added)
+
+
+def assistant(tokenizer: Any, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> dict[str, Any]:
+    """A message with calls, their arguments as JSON text where the template insists on it."""
+    as_text = "+ c.function.arguments + " in tokenizer.chat_template
+    entries = []
+    for number, (name, arguments) in enumerate(calls):
+        value = json.dumps(arguments) if as_text else arguments
+        entries.append({"type": "function", "id": f"abcdefgh{number}", "function": {"name": name, "arguments": value}})
+    return {"role": "assistant", "content": content, "tool_calls": entries}
+
+
+def turn_ids(tokenizer: Any, message: dict[str, Any], end: str) -> list[int]:
+    """What a model would sample to say the message, its end mark included."""
+    kwargs = {"tools": SCHEMAS, "tokenize": False}
+    prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True, **kwargs)
+    whole = tokenizer.apply_chat_template([USER, message], **kwargs)
+    assert whole.startswith(prompt)
+    text = whole[len(prompt) :]
+    text = text[: text.rindex(end) + len(end)] if end in text else text + end
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def random_value(rng: random.Random, kind: str) -> Any:
+    texts = [
+        "",
+        "plain",
+        "two words",
+        'a "quoted" one',
+        "line\nbreak",
+        "  padded ",
+        "5",
+        "true",
+        "{not json",
+        "é 漢 🙂",
+        "a<b>c",
+    ]
+    if kind == "integer":
+        return rng.randint(-999, 10**12)
+    if kind == "number":
+        return rng.choice([rng.uniform(-5, 5), -3.0, 1e-7])
+    if kind == "boolean":
+        return rng.random() < 0.5
+    if kind == "array":
+        return [random_value(rng, rng.choice(["integer", "string", "boolean"])) for _ in range(rng.randint(0, 3))]
+    if kind == "object":
+        return {
+            f"k{i}": random_value(rng, rng.choice(["integer", "string", "array"])) for i in range(rng.randint(0, 3))
+        }
+    return rng.choice(texts)
+
+
+def random_call(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    if rng.random() < 0.4:
+        return "look_up", {"note": random_value(rng, "string")}
+    chosen = rng.sample(sorted(TYPES), rng.randint(0, len(TYPES)))
+    return "add_all", {key: random_value(rng, TYPES[key]) for key in chosen}
+
+
+def same_types(first: Any, second: Any) -> bool:
+    """True if values that are equal are of the same types all through: 1 == True == 1.0 for Python."""
+    if isinstance(first, dict):
+        return isinstance(second, dict) and all(same_types(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return isinstance(second, list) and all(map(same_types, first, second))
+    return type(first) is type(second)
+
+
+def test_what_is_found_about_a_template(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    assert family.name in chat.name
+    assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == list(family.ends)
+    assert chat.shows_tools
+    assert (chat.rewrites_history is None) == family.keeps_history
+
+
+def test_prompts_are_those_of_the_template(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    expected = tokenizer.apply_chat_template([USER], tools=SCHEMAS, add_generation_prompt=True)["input_ids"]
+    assert chat.prompt_ids([USER], SCHEMAS) == expected
+
+
+def test_rendered_calls_are_read_back(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    rng = random.Random(7)
+    for _ in range(40):
+        calls = [random_call(rng) for _ in range(rng.randint(1, 3 if family.several else 1))]
+        content = rng.choice(["", "Let me see."]) if family.content else ""
+        ids = turn_ids(tokenizer, assistant(tokenizer, calls, content), family.ends[0])
+        turn = chat.parse(ids, SCHEMAS)
+        assert [(call.name, call.arguments, call.problem) for call in turn.calls] == [(*call, None) for call in calls]
+        assert same_types([call.arguments for call in turn.calls], [arguments for _, arguments in calls])
+        assert turn.message["content"] == content
+        functions = [entry["function"] for entry in turn.message["tool_calls"]]
+        assert functions == [{"name": name, "arguments": arguments} for name, arguments in calls]
+
+
+def test_ids_of_calls_are_kept_where_the_syntax_has_them(families: Any, byte_tokenizer: Any) -> None:
+    for name in ("list", "args"):
+        tokenizer = tokenizer_of(families[name], byte_tokenizer)
+        message = assistant(tokenizer, [("look_up", {"note": "x"}), ("look_up", {"note": "y"})])
+        turn = ChatFormat.of(tokenizer, schemas=SCHEMAS).parse(turn_ids(tokenizer, message, "</s>"), SCHEMAS)
+        assert [call.id for call in turn.calls] == ["abcdefgh0", "abcdefgh1"]
+        assert [entry["id"] for entry in turn.message["tool_calls"]] == ["abcdefgh0", "abcdefgh1"]
+
+
+def test_a_reply_continues_an_ended_turn(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    message = assistant(tokenizer, [("look_up", {"note": "x"})])
+    ids = turn_ids(tokenizer, message, family.ends[0])
+    reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
+    assert tokenizer.decode(chat.reply_ids(ids, message, [reply], SCHEMAS)) == family.reply
+
+
+def test_a_turn_that_was_not_ended_gets_its_end(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    message = assistant(tokenizer, [("look_up", {"note": "x"})])
+    ids = turn_ids(tokenizer, message, family.ends[0])
+    reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
+    text = tokenizer.decode(chat.reply_ids(ids[:-1], message, [reply], SCHEMAS))
+    assert text == family.ends[0] + family.reply
+
+
+def test_appended_ids_are_the_rendered_conversation(family: Any, byte_tokenizer: Any) -> None:
+    """Where a template leaves earlier turns alone, prompt + turn + reply is what it renders in one go."""
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    rng = random.Random(3)
+    contents = ["5", "é\n\nx", "<tool_call>"]
+    for _ in range(10):
+        calls = [random_call(rng) for _ in range(rng.randint(1, 2 if family.several else 1))]
+        message = assistant(tokenizer, calls)
+        replies = [
+            {
+                "role": "tool",
+                "name": name,
+                "content": rng.choice(contents),
+                "tool_call_id": f"abcdefgh{i}",
+            }
+            for i, (name, _) in enumerate(calls)
+        ]
+        ids = turn_ids(tokenizer, message, family.ends[0])
+        appended = chat.prompt_ids([USER], SCHEMAS) + ids + chat.reply_ids(ids, message, replies, SCHEMAS)
+        rendered = chat.prompt_ids([USER, message, *replies], SCHEMAS)
+        assert (appended == rendered) == family.keeps_history
+
+
+def test_text_without_calls_is_the_decoded_text(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    for text in ("  4 \n", "", "a {x: 1} [b] <b>bold</b>", '{"answer": 4}', "<think> no end"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [chat.end_ids[-1]]
+        turn = chat.parse(ids, SCHEMAS)
+        assert turn.calls == []
+        assert turn.message == {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+def test_special_tokens_leave_the_content(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    eos = [tokenizer.eos_token_id]
+    ids = tokenizer("one", add_special_tokens=False)["input_ids"]
+    turn = chat.parse(ids + eos + ids + eos + eos, SCHEMAS)
+    assert turn.message["content"] == "oneone"
+
+
+def test_a_reply_with_a_strange_name_or_id_is_rendered_all_the_same(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(family, byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    for name, call_id in (('a"} b', None), ("", "x"), ("</tool_call>", "much too long an id")):
+        reply = {"role": "tool", "name": name, "content": "OK7", "tool_call_id": call_id}
+        assert "OK7" in tokenizer.decode(chat.reply_ids([], {}, [reply], SCHEMAS))
+
+
+def test_no_reply_is_an_error(families: Any, byte_tokenizer: Any) -> None:
+    chat = ChatFormat.of(tokenizer_of(families["json"], byte_tokenizer), schemas=SCHEMAS)
+    with pytest.raises(ValueError, match="no replies"):
+        chat.reply_ids([1], {}, [], SCHEMAS)
+
+
+def test_another_end_of_turn_token_ends_a_turn_too(families: Any, byte_tokenizer: Any) -> None:
+    tokenizer = tokenizer_of(families["bare"], byte_tokenizer)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": None}
+    ended = [5, tokenizer.convert_tokens_to_ids("<|eom_id|>")]
+    assert tokenizer.decode(chat.reply_ids(ended, {}, [reply], SCHEMAS)) == families["bare"].reply

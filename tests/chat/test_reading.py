@@ -1,0 +1,349 @@
+"""Reading turns: broken calls with words for the model, reasoning, parsers of others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from groupgrad.chat import Call, ChatFormat
+
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer", "description": "x"}}, "required": ["n"]}
+SCHEMAS = [{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": PARAMETERS}}]
+F = Call("f", {"n": 1})
+
+
+def chat_of(families: Any, byte_tokenizer: Any, name: str, **kwargs: Any) -> ChatFormat:
+    family = families[name]
+    return ChatFormat.of(byte_tokenizer(family.template, family.special, family.added), schemas=SCHEMAS, **kwargs)
+
+
+def parse(chat: ChatFormat, text: str) -> Any:
+    ids = chat._tokenizer(text, add_special_tokens=False)["input_ids"]
+    return chat.parse(ids, SCHEMAS)
+
+
+BROKEN = [
+    ("json", '<tool_call>\n{"name": "f", "arguments": {"n": 1', "ends too early"),
+    ("json", "<tool_call>", "ends too early"),
+    ("json", '<tool_call>\n{"name": "f", "arguments": {"n": x}}\n</tool_call>', "Expecting value"),
+    ("json", '<tool_call>\n{"arguments": {"n": 1}}\n</tool_call>', "no name"),
+    ("json", '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>', "must be a JSON object"),
+    ("json", '<tool_call>\n{"name": "f", "arguments": {"n": 1}}', "</tool_call> is missing"),
+    ("json", "<tool_call>\nf(1)\n</tool_call>", "no valid JSON"),
+    ("json, special tags", '<tool_call>{"name": "f"</tool_call>', "no valid JSON"),
+    ("xml", "<tool_call>\n<function=f>\n<parameter=n>\n1", "'n' of f is not closed"),
+    ("xml", "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n", "call of f is not closed"),
+    ("xml", "<tool_call>\n<function=>\n</function>\n</tool_call>", "no name"),
+    ("pairs", "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</tool_call>", "'n' of f is not closed"),
+    ("pairs", "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n", "call of f is not closed"),
+    ("bare", '{"name": "f", "parameters": {"n": 1', "ends too early"),
+    ("bare", '{"name": "f", "parameters": 5}', "must be a JSON object"),
+    ("list", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}', "no valid JSON"),
+    ("list", "[TOOL_CALLS]f", "no valid JSON"),
+    ("args", "[TOOL_CALLS]f", "not of the form"),
+    ("args", '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"n": ', "ends too early"),
+    ("channels", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": ', "ends too early"),
+    ("channels", "<|channel|>commentary to=functions.f<|message|>n=1<|call|>", "no valid JSON"),
+    ("braces", "<|tool_call>call:f{n:1", "ends too early"),
+    ("braces", "<|tool_call>call:f{n:1}", "<tool_call|> is missing"),
+    ("braces", '<|tool_call>call:f{n:<|"|>1}<tool_call|>', "a text is not closed"),
+    ("braces", "<|tool_call>call:f<tool_call|>", "no name with braces"),
+    ("python", "<|tool_call_start|>[f(n=", "<|tool_call_end|> is missing"),
+    ("python", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "given by name"),
+    ("python", "<|tool_call_start|>[f(n=g())]<|tool_call_end|>", "plain values"),
+    ("python", "<|tool_call_start|>[1]<|tool_call_end|>", "no call of the form"),
+    ("python", "<|tool_call_start|>f of one<|tool_call_end|>", "no list of the form"),
+    ("fenced", '<|calls|><|call|>function<|sep|>f\n```json\n{"n": 1}', "is not closed"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "problem"), BROKEN)
+def test_a_broken_call_is_a_call_with_a_problem(
+    families: Any, byte_tokenizer: Any, name: str, text: str, problem: str
+) -> None:
+    turn = parse(chat_of(families, byte_tokenizer, name), text)
+    assert [call.arguments for call in turn.calls] == [{}]
+    assert problem in (turn.calls[0].problem or "")
+    assert "tool_calls" not in turn.message
+
+
+def test_good_calls_beside_broken_ones_are_kept_in_order(families: Any, byte_tokenizer: Any) -> None:
+    good = '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
+    turn = parse(chat_of(families, byte_tokenizer, "json"), f"a\n{good}\n<tool_call>\nx\n</tool_call>\n{good}\nb")
+    assert [call.problem is None for call in turn.calls] == [True, False, True]
+    assert turn.message["content"] == "a\n<tool_call>\nx\n</tool_call>\nb"
+    assert len(turn.message["tool_calls"]) == 2
+
+
+def test_no_text_makes_reading_fail(family: Any, byte_tokenizer: Any) -> None:
+    tokenizer = byte_tokenizer(family.template, family.special, family.added)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    pieces = [*re.split(r"(\W)", chat._found.shown.one), *family.special, *'{}[]():,="\\\n', "f", "1", "é"]
+    rng = random.Random(11)
+    for _ in range(150):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 60)))
+        turn = parse(chat, text)
+        assert isinstance(turn.message["content"], str)
+        assert all((call.problem is None) <= bool(call.name) for call in turn.calls)
+        assert all(call.problem is None or call.arguments == {} for call in turn.calls)
+
+
+def test_a_turn_of_nothing_but_calls_is_cut(families: Any, byte_tokenizer: Any) -> None:
+    chat = chat_of(families, byte_tokenizer, "json")
+    listed = parse(chat, "<tool_call>[" + ", ".join(['{"name": "f"}'] * 70) + "]</tool_call>")
+    assert len(listed.calls) == 65 and "more than 64 calls" in (listed.calls[64].problem or "")
+    turn = parse(chat, '<tool_call>{"name": "f"}</tool_call>' * 500)
+    assert [call.problem for call in turn.calls[:64]] == [None] * 64
+    assert len(turn.calls) == 65 and "more than 64 calls" in (turn.calls[64].problem or "")
+    assert len(turn.message["tool_calls"]) == 64
+
+
+def test_spaces_in_arguments_are_not_tidied(families: Any, byte_tokenizer: Any) -> None:
+    family = families["json"]
+    tokenizer = byte_tokenizer(family.template, family.special)
+    tokenizer.clean_up_tokenization_spaces = True
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    turn = parse(chat, '<tool_call>{"name": "f", "arguments": {"n": "a , b ?"}}</tool_call>')
+    assert turn.calls[0].arguments == {"n": "a , b ?"}
+    ids = tokenizer("a , b ?")["input_ids"]
+    assert chat.parse(ids, SCHEMAS).message["content"] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("json", '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'),
+        ("json", '<tool_call>\n\n {"arguments": {"n": 1}, "name": "f"} </tool_call>'),
+        ("json", '<tool_call>\n{"name": "f", "arguments": "{\\"n\\": 1}"}\n</tool_call>'),
+        ("json", '<tool_call>\n{"function": {"name": "f", "arguments": {"n": 1}}}\n</tool_call>'),
+        ("json", '<tool_call>\n[{"name": "f", "arguments": {"n": 1}}]\n</tool_call>'),
+        ("xml", "<tool_call><function=f><parameter=n>1</parameter></function></tool_call>"),
+        ("pairs", "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("bare", '<|python_tag|>{"name": "f", "parameters": {"n": 1}}'),
+        ("bare", '\n{"type": "function", "name": "f", "parameters": {"n": 1}}'),
+        ("list", '[TOOL_CALLS] [{"name": "f", "arguments": {"n": 1}}]'),
+        ("list", '[TOOL_CALLS]{"name": "f", "arguments": {"n": 1}}'),
+        ("channels", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}<|call|>'),
+        ("channels", ' to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>'),
+        ("braces", "<|tool_call>call:f{n: 1}<tool_call|>"),
+        ("python", "<|tool_call_start|>f(n=1)<|tool_call_end|>"),
+    ],
+)
+def test_small_differences_in_writing_do_not_matter(families: Any, byte_tokenizer: Any, name: str, text: str) -> None:
+    turn = parse(chat_of(families, byte_tokenizer, name), text)
+    assert turn.calls == [F]
+    assert turn.message["content"] == ""
+
+
+def test_bare_calls_may_follow_each_other_and_other_objects_are_text(families: Any, byte_tokenizer: Any) -> None:
+    chat = chat_of(families, byte_tokenizer, "bare")
+    call = '{"name": "f", "parameters": {"n": 1}}'
+    assert parse(chat, f"{call}; {call}\n{call}").calls == [F, F, F]
+    for text in ('{"name": "Ada"}', '{"answer": [1]}', "[1, 2]", "{", f"I could say {call}"):
+        turn = parse(chat, text)
+        assert (turn.calls, turn.message["content"]) == ([], text)
+
+
+@pytest.mark.parametrize("name", ["json", "json, thinking", "xml"])
+def test_reasoning_is_split_off(families: Any, byte_tokenizer: Any, name: str) -> None:
+    chat = chat_of(families, byte_tokenizer, name)
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
+    if name == "xml":
+        call = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>"
+    # The prompt of the XML template has opened the block already.
+    opening = "" if name == "xml" else "<think>\n"
+    turn = parse(chat, f"{opening}one {call} no\n</think>\n\nSo:\n{call}<|im_end|>")
+    assert turn.message["reasoning_content"] == f"one {call} no"
+    assert turn.message["content"] == "So:"
+    assert turn.calls == [F]
+    assert parse(chat, f"{opening}a\n</think>\n\nb").message == {
+        "role": "assistant",
+        "content": "b",
+        "reasoning_content": "a",
+    }
+
+
+def test_a_block_that_is_not_closed_is_text(families: Any, byte_tokenizer: Any) -> None:
+    for name in ("json, thinking", "xml"):
+        turn = parse(chat_of(families, byte_tokenizer, name), "<think>\nhm")
+        assert turn.message == {"role": "assistant", "content": "<think>\nhm"}
+
+
+def test_channels_are_taken_apart(families: Any, byte_tokenizer: Any) -> None:
+    chat = chat_of(families, byte_tokenizer, "channels")
+    start = "<|start|>assistant"
+    turn = parse(
+        chat,
+        f"<|channel|>analysis<|message|>one<|end|>{start}<|channel|>analysis<|message|>two<|end|>"
+        f"{start}<|channel|>commentary<|message|>I look.<|end|>"
+        f'{start}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"n": 1}}<|call|>',
+    )
+    assert turn.message["reasoning_content"] == "one\ntwo"
+    assert turn.message["content"] == "I look."
+    assert turn.calls == [F]
+    final = parse(chat, f"<|channel|>analysis<|message|>hm<|end|>{start}<|channel|>final<|message|>4<|return|>")
+    assert final.message == {"role": "assistant", "content": "4", "reasoning_content": "hm"}
+
+
+def test_a_parser_given_by_the_user_wins(families: Any, byte_tokenizer: Any) -> None:
+    seen: list[Any] = []
+
+    def parser(text: str, ids: list[int]) -> dict[str, Any]:
+        seen.append((text, ids))
+        return {"content": "c", "thinking": "t", "tool_calls": [{"name": "f", "arguments": '{"n": 1}'}, {"name": 3}]}
+
+    chat = chat_of(families, byte_tokenizer, "json", response_parser=parser)
+    ids = chat._tokenizer("<|im_start|>call f<|im_end|>", add_special_tokens=False)["input_ids"]
+    turn = chat.parse(ids, SCHEMAS)
+    assert seen == [("<|im_start|>call f", ids)]
+    assert turn.calls[0] == F and "no name" in (turn.calls[1].problem or "")
+    assert turn.message == {
+        "role": "assistant",
+        "content": "c",
+        "reasoning_content": "t",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}],
+    }
+    assert chat.name == "the response_parser given"
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (ValueError("no idea"), "ValueError: no idea"),
+        ("text", "it returned a str"),
+        (None, "it returned a NoneType"),
+        ({"content": 5}, "its content is a int"),
+        ({"tool_calls": {"name": "f"}}, "its tool_calls are a dict"),
+        ({"reasoning_content": ["a"]}, "its reasoning is a list"),
+    ],
+)
+def test_a_parser_that_fails_leaves_a_turn_of_text(
+    families: Any, byte_tokenizer: Any, result: Any, problem: str
+) -> None:
+    def parser(text: str, ids: list[int]) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    turn = parse(chat_of(families, byte_tokenizer, "json", response_parser=parser), "hi<|im_end|>")
+    assert turn.calls == []
+    assert turn.message == {"role": "assistant", "content": "hi"}
+    assert problem in (turn.problem or "")
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": ["<|im_end|>"], "content": "text"},
+    },
+}
+
+
+def test_the_tokenizers_own_parser_is_used_if_it_reads_its_templates_calls(
+    families: Any, byte_tokenizer: Any, caplog: Any
+) -> None:
+    family = families["json"]
+    tokenizer = byte_tokenizer(family.template, family.special)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    assert chat.name == "the tokenizer's response template"
+    turn = parse(chat, 'So:\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>')
+    assert (turn.calls, turn.message["content"]) == ([F], "So:")
+    assert parse(chat, " plain ").message == {"role": "assistant", "content": " plain "}
+    broken = parse(chat, "<tool_call>\n{x}\n</tool_call>")
+    assert "no valid JSON" in (broken.calls[0].problem or "")
+
+    fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "close": "]"}}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    with caplog.at_level(logging.WARNING):
+        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    assert "JSON objects" in chat.name
+    assert "response template is not used" in caplog.text
+
+
+def test_the_real_qwen3_template(shared: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    assert chat.name == "JSON objects in <tool_call> tags"
+    assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == ["<|im_end|>"]
+    assert chat.shows_tools
+    assert chat.rewrites_history is not None and "<think>" in chat.rewrites_history[0]
+    user = {"role": "user", "content": "Add."}
+    text = '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call><|im_end|>'
+    ids = tokenizer(text)["input_ids"]
+    turn = chat.parse(ids, SCHEMAS)
+    assert turn.calls == [F]
+    assert (turn.message["content"], turn.message["reasoning_content"]) == ("I look.", "hm")
+    reply = {"role": "tool", "name": "f", "content": "2", "tool_call_id": None}
+    appended = chat.prompt_ids([user], SCHEMAS) + ids + chat.reply_ids(ids, turn.message, [reply, reply], SCHEMAS)
+    # With thought in it the template keeps the turn, so it renders the whole as we do.
+    assert appended == chat.prompt_ids([user, turn.message, reply, reply], SCHEMAS)
+    assert chat.reply_ids(ids[:-1], turn.message, [reply], SCHEMAS)[0] == chat.end_ids[0]
+
+
+def test_the_real_qwen3_template_without_thinking(shared: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS, chat_template_kwargs={"enable_thinking": False})
+    ids = tokenizer('<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call><|im_end|>')["input_ids"]
+    reply = {"role": "tool", "name": "f", "content": "2", "tool_call_id": None}
+    text = tokenizer.decode(chat.reply_ids(ids, {}, [reply], SCHEMAS))
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert chat.parse(ids, SCHEMAS).message["content"] == ""
+
+
+def _template_files() -> list[Path]:
+    folder = os.environ.get("GROUPGRAD_TEMPLATES")
+    return sorted(Path(folder).glob("*.jinja")) if folder else []
+
+
+@pytest.mark.skipif(not _template_files(), reason="GROUPGRAD_TEMPLATES names no folder of chat templates (*.jinja)")
+@pytest.mark.parametrize("path", _template_files(), ids=lambda path: path.stem)
+def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
+    """A real template either works, or the error says that it has no tools or that a parser is needed."""
+    template = path.read_text(encoding="utf-8")
+    special = sorted({*re.findall(r"<\|?[\w\"]+\|?>|<｜[^<>｜]+｜>|</?s>|\[/?[A-Z_]{3,}\]", template)})
+    special = [text for text in special if text not in ("<think>", "<tool_call>", "<tools>", "<name>", "<function>")]
+    tokenizer = byte_tokenizer(template, tuple(text for text in special if "|" in text or "｜" in text or "s>" in text))
+    try:
+        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    except ValueError as error:
+        # Some show calls only beside a content of None, which transformers takes out before rendering.
+        shows_calls = "tool_calls" in template and "['content'] is none" not in template
+        assert ("unknown syntax" if shows_calls else "shows no tool calls") in str(error)
+        return
+    shown = chat._found.shown
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "id": "abcdefgh1",
+                "function": {"name": "f", "arguments": '{"n": 1}' if shown.arguments_as_text else {"n": 1}},
+            }
+        ],
+    }
+    user = {"role": "user", "content": "Add."}
+    text = tokenizer.apply_chat_template([user, message], tools=SCHEMAS, tokenize=False)
+    prompt = tokenizer.apply_chat_template([user], tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
+    if text.startswith(prompt):
+        text = text[len(prompt) :]
+    turn = parse(chat, text)
+    assert [(call.name, call.arguments, call.problem) for call in turn.calls] == [("f", {"n": 1}, None)]
+    reply = {"role": "tool", "name": "f", "content": "Answer7", "tool_call_id": "abcdefgh1"}
+    assert "Answer7" in tokenizer.decode(chat.reply_ids([], turn.message, [reply], SCHEMAS))

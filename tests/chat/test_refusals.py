@@ -1,0 +1,135 @@
+"""Templates that cannot be used: each error shows what was rendered and what to do."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from groupgrad.chat import ChatFormat
+
+SCHEMAS = [{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": {}}}]
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SPECIAL = ("<|end|>",)
+
+
+def test_no_template(byte_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        ChatFormat.of(byte_tokenizer(None), schemas=SCHEMAS)
+
+
+def test_a_template_without_calls_needs_a_parser(byte_tokenizer: Any) -> None:
+    tokenizer = byte_tokenizer(PLAIN, SPECIAL)
+    with pytest.raises(ValueError, match=r"shows no tool calls.*response_parser="):
+        ChatFormat.of(tokenizer, schemas=SCHEMAS)
+
+
+def test_with_a_parser_replies_are_rendered_all_the_same(byte_tokenizer: Any, caplog: Any) -> None:
+    tokenizer = byte_tokenizer(PLAIN, SPECIAL)
+
+    def parser(text: str, ids: list[int]) -> dict[str, Any]:
+        return {"content": "", "tool_calls": [{"name": text}]}
+
+    with caplog.at_level(logging.WARNING):
+        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS, response_parser=parser)
+    assert not chat.shows_tools and "does not show tools" in caplog.text
+    reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
+    assert tokenizer.decode(chat.reply_ids([5], {}, [reply, reply], SCHEMAS)) == (
+        "<|end|><tool>OK<|end|><tool>OK<|end|><assistant>"
+    )
+    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], {}, [reply], SCHEMAS)) == "<tool>OK<|end|><assistant>"
+    assert chat.parse(tokenizer("f<|end|>")["input_ids"], SCHEMAS).calls[0].name == "f"
+
+
+def test_with_a_parser_replies_become_user_messages_where_there_is_no_role_for_tools(
+    byte_tokenizer: Any, caplog: Any
+) -> None:
+    """As in Gemma 3, whose template takes turns of the user and the model and nothing else."""
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
+        "{% endif %}{{ '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = byte_tokenizer(template, ("<start>", "<end>"))
+
+    def parser(text: str, ids: list[int]) -> dict[str, Any]:
+        return {"content": text}
+
+    with caplog.at_level(logging.WARNING):
+        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS, response_parser=parser)
+    assert "rendered as messages of the user" in caplog.text
+    replies = [{"role": "tool", "name": "f", "content": content, "tool_call_id": None} for content in ("OK", "7")]
+    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], {}, replies, SCHEMAS)) == (
+        "\n<start>user\nOK\n7<end>\n<start>assistant\n"
+    )
+
+
+def test_tools_are_shown_beside_replies_where_that_changes_them(families: Any, byte_tokenizer: Any) -> None:
+    family = families["json"]
+    template = family.template.replace(
+        "<tool_response>\\n' + m", "<tool_response>\\n' + (tools or []) | length | string + m"
+    )
+    assert template != family.template
+    tokenizer = byte_tokenizer(template, family.special)
+    reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], {}, [reply], SCHEMAS))
+
+
+def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
+    template = (
+        "{{ tools | tojson if tools }}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
+        "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</call>{% endfor %}"
+        "{{ '\\n' }}{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    tokenizer = byte_tokenizer(template)
+    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    assert (chat.name, chat.end_ids) == ("JSON objects in <call> tags", ())
+    turn = chat.parse(tokenizer('<call>{"name": "f"}</call>')["input_ids"] + [tokenizer.eos_token_id], SCHEMAS)
+    assert [call.name for call in turn.calls] == ["f"]
+    reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
+    assert tokenizer.decode(chat.reply_ids([1], {}, [reply], SCHEMAS)) == "\ntool: OK\nassistant: "
+
+
+def test_an_unknown_syntax_is_shown(byte_tokenizer: Any) -> None:
+    template = PLAIN.replace(
+        "<|end|>",
+        "{% for c in m.tool_calls or [] %}please run {{ c.function.name }} with {{ c.function.arguments }}{% endfor %}"
+        "<|end|>",
+        1,
+    )
+    with pytest.raises(ValueError, match=r"(?s)unknown syntax.*please run probe_tool_one with.*response_parser="):
+        ChatFormat.of(byte_tokenizer(template, SPECIAL), schemas=SCHEMAS)
+
+
+def test_a_template_that_refuses_tool_messages(families: Any, byte_tokenizer: Any) -> None:
+    refusing = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('who is tool?') }}{% endfor %}"
+    tokenizer = byte_tokenizer(refusing + families["json"].template, families["json"].special)
+    with pytest.raises(ValueError, match=r"refuses the answer to a tool call: who is tool\?"):
+        ChatFormat.of(tokenizer, schemas=SCHEMAS)
+
+
+def test_a_template_that_drops_calls_once_they_are_answered(families: Any, byte_tokenizer: Any) -> None:
+    template = families["json"].template.replace(
+        "in m.tool_calls or []", "in (m.tool_calls if loop.last else none) or []"
+    )
+    with pytest.raises(ValueError, match=r"(?s)no way to continue.*<tool_call>.*with the\s+reply as"):
+        ChatFormat.of(byte_tokenizer(template, families["json"].special), schemas=SCHEMAS)
+
+
+def test_a_template_that_drops_the_tools_answer(families: Any, byte_tokenizer: Any) -> None:
+    template = families["json"].template.replace("<tool_response>\\n' + m.content", "<tool_response>\\n'")
+    assert template != families["json"].template
+    with pytest.raises(ValueError, match="no way to continue"):
+        ChatFormat.of(byte_tokenizer(template, families["json"].special), schemas=SCHEMAS)
+
+
+def test_a_template_that_cannot_show_a_question(byte_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="cannot render one user message: never"):
+        ChatFormat.of(byte_tokenizer("{{ raise_exception('never') }}"), schemas=SCHEMAS)

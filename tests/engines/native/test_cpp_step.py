@@ -1,0 +1,397 @@
+"""The compiled decode step: the numbers of the modules, and the way without it wherever it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native import runner as graphs
+from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.cpp_step import CompiledModel
+from groupgrad.engines.native.direct_step import DirectModel, direct_model
+from groupgrad.engines.native.logits import last_logits
+from groupgrad.kernels import compile as build
+from groupgrad.kernels import library, status
+from groupgrad.kernels.choose import choose
+
+OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
+BASE: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+MANY_HEADS = {"hidden_size": 40, "num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 6}
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases, one key head": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "twenty heads a key head": ("Llama", MANY_HEADS),
+    "window": ("Mistral", {"sliding_window": 6}),
+    "window in one layer": ("Qwen2", {"hidden_size": 32, **WINDOWS}),
+    "norms of heads, tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "work for three threads": ("Qwen3", {"hidden_size": 150, "intermediate_size": 300, "head_dim": 32}),
+    "wide heads": ("Qwen3", {"head_dim": 76, "rope_parameters": YARN}),
+}
+
+needs_kernels = pytest.mark.skipif(library() is None, reason=status())
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As if no kernel had been asked for in this process, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build._library.cache_clear()
+    yield tmp_path / "groupgrad" / "kernels"
+    monkeypatch.undo()
+    build._library.cache_clear()
+
+
+@pytest.fixture
+def threads():
+    """Sets how many torch, and so the kernels, may use; as before afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def make(family: str, changes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**{**BASE, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def form(model: Any) -> CompiledModel | DirectModel | None:
+    plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        last_logits(model, token, token, plan, token)
+    return direct_model(model, plan.calls)
+
+
+def requests() -> list[Request]:
+    lengths = (1, 6, 11, 230)
+    return [Request([3 + i % 4] * lengths[i % 4], i, 8 + 5 * (i % 7)) for i in range(21)]
+
+
+def logprobs(model: Any, request: Request, ids: list[int]) -> list[float]:
+    """What the model gives the tokens `ids` in a plain forward pass."""
+    with torch.no_grad():
+        logits = model.double()(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, len(request.prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1).tolist()
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def has_fused_sums() -> bool:
+    """True if a multiplication and an addition are rounded once, together."""
+    return platform.machine() in ("aarch64", "arm64") or "fma" in Path("/proc/cpuinfo").read_text().split()
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 31, 70])
+@pytest.mark.parametrize(("width", "outputs"), [(1, 1), (7, 5), (16, 50), (33, 1), (100, 203), (515, 97)])
+def test_products_are_those_of_float64(rows: int, width: int, outputs: int):
+    torch.manual_seed(rows)
+    kernels = library()
+    assert kernels is not None
+    inputs, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
+    for b, threads in ((bias, 1), (None, 3)):
+        found = torch.full((rows + 1, outputs), 7.0)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, b, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, outputs, threads) == 0
+        expected = inputs.double() @ weight.double().T + (0.0 if b is None else b.double())
+        torch.testing.assert_close(found[:rows].double(), expected, rtol=1e-5, atol=1e-6 * width)
+        assert (found[rows] == 7.0).all()
+
+
+def sums_in_order(inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """(rows, outputs) float32: 192 numbers summed one by one, or two halves of up to 384, then the next ones added."""
+    width = inputs.shape[1]
+    size = (width + 1) // 2 if 192 < width <= 384 else 192
+    found = None
+    for start in range(0, width, size):
+        total = np.zeros((len(inputs), len(weight)), np.float32)
+        for k in range(start, min(start + size, width)):
+            # A product of two float32 numbers is exact in float64, so that only the sum is rounded.
+            exact = np.outer(inputs[:, k].astype(np.float64), weight[:, k].astype(np.float64)) + total
+            total = exact.astype(np.float32)
+        found = total if found is None else found + total
+    assert found is not None
+    return found
+
+
+@needs_kernels
+@pytest.mark.skipif(not has_fused_sums(), reason="this machine rounds products before it sums them")
+@pytest.mark.parametrize("width", [1, 20, 192, 193, 256, 384, 385, 515])
+def test_sums_are_taken_number_by_number_whatever_the_rows(width: int):
+    torch.manual_seed(width)
+    kernels = library()
+    assert kernels is not None
+    inputs, weight = torch.randn(120, width), torch.randn(53, width)
+    expected = torch.from_numpy(sums_in_order(inputs.numpy(), weight.numpy()))
+    for rows in (1, 3, 8, 13, 16, 24, 31, 40, 56, 64, 77, 120):
+        found = torch.empty(rows, 53)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, 53, 2) == 0
+        assert torch.equal(found, expected[:rows]), rows
+
+
+@needs_kernels
+def test_norms_are_rounded_once():
+    # Layers that add nothing, and a head that gives each number of the last norm as a logit.
+    model = make("Qwen3", {"hidden_size": 53})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(torch.eye(53))
+        model.model.embed_tokens.weight.normal_()
+        model.model.norm.weight.copy_(torch.empty(53).uniform_(2.0, 4.0))
+    assert isinstance(form(model), CompiledModel)
+    samples = NativeEngine(model).sample(
+        [Request([3], i, 60) for i in range(64)], SamplingOptions(max_new_tokens=60, eos_ids=(), pad_id=0)
+    )
+    hidden, norm = model.model.embed_tokens.weight.double(), model.model.norm
+    factor = (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    expected = (norm.weight.double() * hidden * factor).log_softmax(-1)
+    # The first token's logits are those of the model's own modules.
+    off = [
+        logprob - expected[before, token].item()
+        for sample in samples
+        for before, token, logprob in zip(sample.ids, sample.ids[1:], sample.logprobs[1:])
+    ]
+    assert torch.tensor(off).square().mean().sqrt() < 1.95e-7
+
+
+def sums_as_mkl_does_here() -> bool:
+    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    return "AuthenticAMD" in cpu and "avx2" in cpu.split() and torch.backends.mkl.is_available()
+
+
+@needs_kernels
+@pytest.mark.skipif(not sums_as_mkl_does_here(), reason="MKL on an AMD processor is needed")
+@pytest.mark.parametrize("width", [64, 192, 256, 384, 512, 1536])
+def test_products_are_those_of_the_training_pass_to_the_last_bit(width: int):
+    torch.manual_seed(width)
+    kernels = library()
+    assert kernels is not None
+    inputs, weight = torch.randn(300, width), torch.randn(96, width)
+    expected = nn.functional.linear(inputs, weight)
+    for rows in (1, 8, 37, 64):
+        found = torch.empty(rows, 96)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, 96, 1) == 0
+        assert torch.equal(found, expected[:rows]), rows
+
+
+def other_machines() -> list[str]:
+    """Compiler options for machines with narrower vectors than this one may have, which run here too."""
+    flags = (
+        Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" and sys.platform == "linux" else []
+    )
+    return ["-march=x86-64"] * ("sse2" in flags) + ["-march=haswell"] * ({"avx2", "fma", "bmi2"} <= set(flags))
+
+
+@needs_kernels
+@pytest.mark.parametrize("target", other_machines())
+def test_kernels_built_for_narrower_vectors_give_the_same(target: str, fresh: Path, monkeypatch):
+    monkeypatch.setattr(build, "_TARGETS", (target,))
+    kernels = library()
+    assert kernels is not None
+    torch.manual_seed(0)
+    for rows, width, outputs in ((1, 16, 50), (3, 33, 1), (9, 100, 203), (31, 515, 97)):
+        inputs, weight, found = torch.randn(rows, width), torch.randn(outputs, width), torch.empty(rows, outputs)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        assert kernels.groupgrad_linear(*pointers, rows, width, outputs, 1) == 0
+        torch.testing.assert_close(found.double(), inputs.double() @ weight.double().T, rtol=1e-5, atol=1e-6 * width)
+    logits, draws = 4 * torch.randn(5, 300), torch.rand(5, dtype=torch.float64)
+    chosen = choose(kernels, logits, 1.0, draws)
+    assert chosen is not None
+    expected = logits.double().log_softmax(-1)
+    assert chosen.tokens.tolist() == (expected.exp().cumsum(-1) <= draws[:, None]).sum(-1).tolist()
+    wanted = expected.gather(-1, chosen.tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(chosen.logprobs.double(), wanted, rtol=0, atol=2e-6)
+    many = [*requests()[:6], Request([5, 6, 7], 3, 210)]
+    options = SamplingOptions(max_new_tokens=210, pad_id=0)
+    for kind in ("norms of heads, tied", "twenty heads a key head", "window"):
+        model = make(*KINDS[kind])
+        assert isinstance(form(model), CompiledModel)
+        for request, sample in zip(many, NativeEngine(model).sample(many, options)):
+            assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
+            model.float()
+
+
+@needs_kernels
+def test_what_is_behind_a_weight_is_not_touched():
+    kernels = library()
+    assert kernels is not None
+    inputs, behind = torch.ones(3, 5), torch.full((5 * 5,), torch.nan)
+    behind[:20] = 2.0
+    found = torch.empty(3, 4)
+    kernels.groupgrad_linear(inputs.data_ptr(), behind.data_ptr(), None, found.data_ptr(), 3, 5, 4, 1)
+    assert found.tolist() == [[10.0] * 4] * 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("max_rows", [None, 5])
+def test_steps_give_the_numbers_of_the_model(kind: str, max_rows: int | None, threads, monkeypatch, caplog):
+    threads(3 if "threads" in kind else 1)
+    model = make(*KINDS[kind])
+    assert isinstance(form(model), CompiledModel)
+    own = []
+    original = graphs.step_logits
+    monkeypatch.setattr(graphs, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    with caplog.at_level(logging.WARNING):
+        engine = NativeEngine(model, max_rows=max_rows)
+        samples = engine.sample(requests(), OPTIONS)
+    assert not caplog.records
+    assert len(own) == 1 < engine.statistics.num_steps
+    for request, sample in zip(requests(), samples):
+        assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
+
+
+@needs_kernels
+def test_weights_are_read_anew_in_each_round():
+    model = make(*KINDS["norms of heads, tied"])
+    engine = NativeEngine(model)
+    engine.sample(requests(), OPTIONS)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.neg_()
+        model.model.norm.weight = nn.Parameter(1.5 * model.model.norm.weight)
+    for request, sample in zip(requests(), engine.sample(requests(), OPTIONS)):
+        assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
+        model.float()
+
+
+@needs_kernels
+def test_weights_that_are_no_numbers_are_reported():
+    model = make(*KINDS["window"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="no finite numbers"):
+        NativeEngine(model).sample(requests(), OPTIONS)
+
+
+@needs_kernels
+def test_modules_that_are_not_plain_are_called():
+    model = make(*KINDS["window"])
+    layer = model.model.layers[0]
+    assert isinstance(form(model), CompiledModel)
+    for place, name, other in (
+        (layer.mlp, "act_fn", nn.GELU()),
+        (layer.self_attn, "q_proj", nn.Sequential(layer.self_attn.q_proj)),
+        (model.model, "norm", nn.Sequential(model.model.norm)),
+        (model.model.rotary_emb, "rope_type", "dynamic"),
+        (layer.mlp.up_proj, "weight", nn.Parameter(layer.mlp.up_proj.weight.T.contiguous().T)),
+        (layer.mlp.up_proj, "out_features", 49),
+    ):
+        original = getattr(place, name)
+        setattr(place, name, other)
+        assert isinstance(form(model), DirectModel)
+        setattr(place, name, original)
+    layer.mlp.up_proj.forward = lambda input: torch.zeros(*input.shape[:-1], 50)
+    assert isinstance(form(model), DirectModel)
+
+
+# ------------------------------------------------------------------------------------------------ compiling
+
+
+@needs_kernels
+def test_a_library_is_kept_and_a_damaged_one_replaced(fresh: Path):
+    assert library() is not None
+    (path,) = fresh.iterdir()
+    content = path.read_bytes()
+    path.unlink()  # what is loaded must not change
+    path.write_bytes(content[:-100])
+    build._library.cache_clear()
+    assert library() is not None
+    assert [p.name for p in fresh.iterdir()] == [path.name]
+    assert len(path.read_bytes()) == len(content)
+
+
+@needs_kernels
+def test_mixed_precision_does_not_disturb_the_first_use(fresh: Path):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert library() is not None
+
+
+@needs_kernels
+def test_two_processes_may_compile_at_once(fresh: Path):
+    code = "from groupgrad.kernels import status; print(status())"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["compiled"] * 2
+    assert len(list(fresh.iterdir())) == 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("has_home", [True, False])
+def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path, has_home: bool, monkeypatch):
+    fresh.parent.write_text("no folder")
+    if not has_home:
+
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
+    assert library() is not None
+
+
+def test_without_a_compiler_everything_stays_as_it_is(fresh: Path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(fresh))
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert isinstance(form(make(*KINDS["window"])), DirectModel)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "no C++ compiler" in caplog.text
+    assert "no C++ compiler" in status()
+
+
+def test_a_compiler_that_fails_is_warned_of_once(fresh: Path, monkeypatch, caplog):
+    fresh.mkdir(parents=True)
+    compiler = fresh / "c++"
+    compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fresh}")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert library() is None
+        assert library() is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no such option" in caplog.text
+
+
+def test_kernels_may_be_turned_off(monkeypatch):
+    monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
+    assert library() is None
+    assert status() == "off: GROUPGRAD_NATIVE_KERNELS=0"
+    assert isinstance(form(make(*KINDS["window"])), DirectModel)

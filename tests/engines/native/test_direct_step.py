@@ -1,0 +1,137 @@
+"""The direct decode step: the logits of the model's own code, and the model's own code wherever it does not fit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine, engine
+from groupgrad.engines.native import runner as graphs
+from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.direct_step import FAMILIES, DirectModel, direct_model
+from groupgrad.engines.native.logits import last_logits
+
+OPTIONS = SamplingOptions(max_new_tokens=30, eos_ids=(1,), pad_id=0)
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch):
+    monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "Llama": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "Mistral": {"sliding_window": 6},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "Qwen3": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    },
+}
+
+
+def make(family: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **CHANGES[family]})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def calls(model: Any) -> Any:
+    plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        last_logits(model, token, token, plan, token)
+    return plan.calls
+
+
+def requests() -> list[Request]:
+    return [Request([3 + i % 4] * (1 + 5 * (i % 4)), i, 30) for i in range(12)]
+
+
+def test_every_family_is_tried():
+    assert {f"{name}ForCausalLM" for name in CHANGES} == FAMILIES
+
+
+@pytest.mark.parametrize("family", sorted(CHANGES))
+@pytest.mark.parametrize("adapted", [False, True])
+def test_direct_steps_give_the_texts_of_the_models_own(family: str, adapted: bool, monkeypatch, caplog):
+    model = make(family)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
+    counts = {"direct": 0, "own": 0}
+
+    def count(name: str, function: Any) -> Any:
+        def counting(*arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        return counting
+
+    monkeypatch.setattr(DirectModel, "__call__", count("direct", DirectModel.__call__))
+    monkeypatch.setattr(graphs, "step_logits", count("own", graphs.step_logits))
+    with caplog.at_level(logging.WARNING):
+        native = NativeEngine(model)
+        found = native.sample(requests(), OPTIONS)
+    assert not [record for record in caplog.records if record.name.startswith("groupgrad")]
+    assert (counts["own"], counts["direct"]) == (1, native.statistics.num_steps)
+    monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
+    expected = NativeEngine(model).sample(requests(), OPTIONS)
+    assert [s.ids for s in found] == [s.ids for s in expected]
+    for ours, theirs in zip(found, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
+        assert ours.entropies == pytest.approx(theirs.entropies, rel=1e-5, abs=1e-5)
+
+
+def test_a_direct_step_that_differs_is_given_up(monkeypatch, caplog):
+    model = make("Llama")
+    monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
+    expected = NativeEngine(model).sample(requests(), OPTIONS)
+
+    def wrong(tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+        return direct(tokens, positions + 1, plan)
+
+    direct = direct_model(model, calls(model))
+    assert direct is not None
+    monkeypatch.setattr(engine, "direct_model", lambda model, calls: wrong)
+    with caplog.at_level(logging.WARNING):
+        assert NativeEngine(model).sample(requests(), OPTIONS) == expected
+    assert "the model's own is used" in caplog.text
+
+
+def test_models_that_it_does_not_fit(build):
+    model = make("Llama")
+    assert direct_model(model, calls(model)) is not None
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *arguments: None)
+    assert direct_model(model, calls(model)) is None
+    handle.remove()
+    assert direct_model(model, {0: calls(model)[0]}) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert direct_model(model, calls(model)) is None
+    assert direct_model(model.to(torch.bfloat16), calls(model)) is None
+    for name in ("gemma2 (soft caps)", "gpt2", "qwen3-moe"):
+        other = build(name)
+        assert direct_model(other, calls(other)) is None

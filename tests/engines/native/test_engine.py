@@ -1,0 +1,227 @@
+"""The native engine: the tokens that `generate` and the other engine choose, from the modules that train."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from groupgrad.batching.collate import collate
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.modeling.scoring.attention import plannable
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.types import Prompt, Rollout
+
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
+OPTIONS = SamplingOptions(max_new_tokens=10, eos_ids=(1,), pad_id=0)
+GREEDY = replace(OPTIONS, extra={"do_sample": False})
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", SIZES),
+    "llama": ("Llama", SIZES),
+    "mistral, a window shorter than the prompt": ("Mistral", {**SIZES, "sliding_window": 4}),
+    "phi3": ("Phi3", {**SIZES, "original_max_position_embeddings": 64}),
+    "olmo2": ("Olmo2", SIZES),
+    "smollm3": ("SmolLM3", SIZES),
+    "gemma2": ("Gemma2", {**SIZES, **WINDOWED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", {**SIZES, **WINDOWED, "query_pre_attn_scalar": 4}),
+    "gpt-oss, sinks": ("GptOss", {**SIZES, **WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1},
+    ),
+    "gpt-neox": ("GPTNeoX", {**SIZES, "num_attention_heads": 4}),
+}
+
+
+def make(name: str) -> Any:
+    """A random model in float32 with weights large enough to tell tokens apart."""
+    family, sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def requests(num_rows: int = 12, budget: int = 10) -> list[Request]:
+    return [Request(PROMPTS[i % len(PROMPTS)], 1000 + i, budget) for i in range(num_rows)]
+
+
+def generated(model: nn.Module, request: Request) -> list[int]:
+    """What `generate` takes without chance for one row, up to and with its end."""
+    config = GenerationConfig(max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=1, pad_token_id=0)
+    ids = torch.tensor([request.prompt_ids])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # pyright: ignore
+    return output[0, len(request.prompt_ids) :].tolist()
+
+
+def assert_scores_are_the_trainers(model: nn.Module, asked: list[Request], samples: list[Sample], options: Any) -> None:
+    rollouts = [
+        Rollout(
+            Prompt(r.prompt_ids, {"prompt": ""}, i), i, s.ids, s.finish_reason, "", "", sampling_logprobs=s.logprobs
+        )
+        for i, (r, s) in enumerate(zip(asked, samples))
+    ]
+    batch = collate(rollouts, [0.0] * len(rollouts), mask_truncated=False)
+    scores = score_without_gradient(model, batch, ForwardOptions(temperature=options.temperature))
+    torch.testing.assert_close(batch.sampling_logprobs, scores.logprobs, rtol=1e-5, atol=1e-5)
+    entropies = torch.tensor([e for s in samples for e in s.entropies or []])
+    torch.testing.assert_close(entropies, scores.entropy, rtol=1e-5, atol=1e-5)
+
+
+def assert_alike(found: list[Sample], expected: list[Sample]) -> None:
+    assert [s.ids for s in found] == [s.ids for s in expected]
+    assert [s.finish_reason for s in found] == [s.finish_reason for s in expected]
+    for ours, theirs in zip(found, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_greedy_equals_generate_and_sampling_the_other_engine(name: str):
+    model = make(name)
+    found = NativeEngine(model).sample(requests(), GREEDY)
+    assert [s.ids for s in found] == [generated(model, r) for r in requests()]
+    assert_scores_are_the_trainers(model, requests(), found, GREEDY)
+    options = replace(OPTIONS, temperature=0.7)
+    found = NativeEngine(model).sample(requests(), options)
+    assert_alike(found, TransformersEngine(model).sample(requests(), options))
+    assert_scores_are_the_trainers(model, requests(), found, options)
+
+
+def test_every_architecture_that_can_run_plans(any_model):
+    if plannable(any_model) is not None:
+        with pytest.raises(ValueError, match="cannot run an attention plan"):
+            NativeEngine(any_model).sample(requests(), OPTIONS)
+        return
+    found = NativeEngine(any_model).sample(requests(), GREEDY)
+    assert [s.ids for s in found] == [generated(any_model, r) for r in requests()]
+    found = NativeEngine(any_model).sample(requests(), OPTIONS)
+    assert_alike(found, TransformersEngine(any_model).sample(requests(), OPTIONS))
+
+
+def test_adapters_are_sampled_without_merging(build):
+    peft = pytest.importorskip("peft")
+    base = build("qwen3")
+    bare = NativeEngine(copy.deepcopy(base)).sample(requests(), OPTIONS)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    found = NativeEngine(model).sample(requests(), OPTIONS)
+    assert [s.ids for s in found] != [s.ids for s in bare]
+    assert_alike(found, TransformersEngine(model).sample(requests(), OPTIONS))
+    assert_scores_are_the_trainers(model, requests(), found, OPTIONS)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    with model.disable_adapter():
+        assert_alike(NativeEngine(model).sample(requests(), OPTIONS), bare)
+
+
+def test_bfloat16_follows_the_trainer(build):
+    model = build("qwen3").to(torch.bfloat16)
+    found = NativeEngine(model).sample(requests(), OPTIONS)
+    for request, sample in zip(requests(), found):
+        ids = torch.tensor([[*request.prompt_ids, *sample.ids]])
+        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.ids)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0.0, atol=0.3)
+
+
+def test_mixed_precision_is_that_of_training(build):
+    model = build("qwen3")
+    plain = NativeEngine(model).sample(requests(), OPTIONS)
+    half = NativeEngine(model, precision=lambda: torch.autocast("cpu", torch.bfloat16)).sample(requests(), OPTIONS)
+    differences = [abs(a - b) for p, h in zip(plain, half) for a, b in zip(p.logprobs[:1], h.logprobs[:1])]
+    assert 1e-4 < max(differences) < 1.0
+
+
+# ------------------------------------------------------------------------------------------- one stream a row
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 3.0}])
+def test_a_rows_text_depends_on_neither_neighbours_nor_order_nor_batch_size(changes: dict[str, Any], build):
+    model, options = build("qwen3"), replace(OPTIONS, **changes)
+    asked = [Request(PROMPTS[i % 4], i, 3 + i) for i in range(12)]
+    alone = [NativeEngine(model).sample([request], options)[0] for request in asked]
+    for max_rows in (1, 5, None):
+        assert_alike(NativeEngine(model, max_rows=max_rows).sample(asked, options), alone)
+    assert_alike(NativeEngine(model).sample(asked[::-1], options)[::-1], alone)
+
+
+def test_sampling_leaves_the_global_random_stream_alone(build):
+    model = build("qwen3")
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    NativeEngine(model).sample(requests(), OPTIONS)
+    assert torch.equal(torch.rand(2), expected)
+
+
+# ------------------------------------------------------------------------------------------- the model is untouched
+
+
+def test_a_training_model_samples_without_dropout_and_goes_on_training(build):
+    model = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    expected = NativeEngine(model).sample(requests(), OPTIONS)
+    model.train()
+    model.transformer.h[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert NativeEngine(model).sample(requests(), OPTIONS) == expected
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_everything_is_put_back_after_an_error(build):
+    model = build("qwen3").train()
+    with pytest.raises(Exception, match=r"index|range"):
+        NativeEngine(model).sample([Request([5, 999], 0, 4)], OPTIONS)
+    assert all(module.training for module in model.modules())
+    assert not any("forward" in module.__dict__ or module._forward_pre_hooks for module in model.modules())
+    loss = model(torch.tensor([[5, 6]])).logits.sum()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_weights_that_change_are_seen_at_once(build):
+    model = build("qwen3")
+    engine = NativeEngine(model)
+    before = engine.sample(requests(), OPTIONS)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    after = engine.sample(requests(), OPTIONS)
+    assert [s.ids for s in after] != [s.ids for s in before]
+    assert_scores_are_the_trainers(model, requests(), after, OPTIONS)
+    assert engine.exact
+
+
+def test_prompts_are_computed_once_and_nothing_asked_is_nothing_sampled(build):
+    engine = NativeEngine(build("qwen3"))
+    found = engine.sample(requests(40), replace(OPTIONS, eos_ids=()))
+    assert {len(s.ids) for s in found} == {10}
+    assert engine.statistics.num_prefilled == sum(map(len, PROMPTS))
+    assert (engine.statistics.num_steps, engine.statistics.num_decoded) == (9, 9 * 40)
+    assert engine.sample([], OPTIONS) == []

@@ -1,0 +1,158 @@
+"""The bound on keys and values: rows wait, give way and go on, and what they say does not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native.kv_cache import LayerShape, Need, Store
+from groupgrad.engines.native.scheduler import Row, Schedule, _compact
+
+OPTIONS = SamplingOptions(max_new_tokens=150, eos_ids=(1,), pad_id=0)
+BYTES = 2 * 1 * (8 + 8) * 4
+"""Of a token in the models below: layers x heads x widths x float32."""
+
+
+def store(max_tokens: int) -> Store:
+    return Store({0: LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))}, max_tokens * 8)
+
+
+def assert_same_texts(found: Any, expected: Any) -> None:
+    assert [s.ids for s in found] == [s.ids for s in expected]
+    for ours, theirs in zip(found, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
+        assert ours.entropies == pytest.approx(theirs.entropies, abs=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral (sliding window)"])
+def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(kind: str, build):
+    model = build(kind, max_position_embeddings=256)
+    prompts = ([5, 6, 7, 8, 9], [10, 11], [12, 13, 14])
+    asked = [Request(prompts[i // 3], i, 40 + 12 * i) for i in range(9)]
+    options = replace(OPTIONS, eos_ids=())
+    roomy = NativeEngine(model)
+    expected = roomy.sample(asked, options)
+    assert (roomy.statistics.num_waited, roomy.statistics.num_preempted) == (0, 0)
+    most = roomy.statistics.peak_bytes
+    engine = NativeEngine(model, kv_memory=300 * BYTES)
+    assert_same_texts(engine.sample(asked, options), expected)
+    statistics = engine.statistics
+    assert statistics.num_waited > 0
+    assert statistics.num_preempted > 0
+    assert statistics.num_prefilled > sum(map(len, prompts))
+    assert statistics.peak_bytes <= 300 * BYTES < most
+
+
+def test_rows_that_end_make_place_at_once(build):
+    """Rows leave at EOS and waiting ones enter: the steps are the work divided by the rows at a time, and a tail."""
+    model = build("qwen3", max_position_embeddings=256)
+    asked = [Request([5, 6, 7], seed, 60) for seed in range(30)]
+    engine = NativeEngine(model, max_rows=4)
+    found = engine.sample(asked, OPTIONS)
+    lengths = [len(s.ids) for s in found]
+    assert len(set(lengths)) > 5
+    assert engine.statistics.num_decoded == sum(lengths) - 30
+    assert engine.statistics.num_steps <= (sum(lengths) - 30) / 4 + max(lengths)
+    assert_same_texts(found, NativeEngine(model).sample(asked, OPTIONS))
+
+
+def test_a_row_that_can_never_fit_is_told_before_sampling(build):
+    engine = NativeEngine(build("qwen3"), kv_memory=20 * BYTES)
+    need = 3 + 18
+    with pytest.raises(ValueError, match=rf"engine_kv_memory={20 * BYTES} .* 20 tokens.*at least {need * BYTES} "):
+        engine.sample([Request([5], 0, 4), Request([5, 6, 7], 0, 18)], OPTIONS)
+    assert engine.statistics.num_steps == 0
+    NativeEngine(build("qwen3"), kv_memory=need * BYTES).sample([Request([5, 6, 7], 0, 18)] * 2, OPTIONS)
+
+
+@pytest.mark.parametrize("arguments", [{"kv_memory": 0}, {"max_rows": 0}])
+def test_bounds_that_let_nothing_in(arguments: dict[str, int], build):
+    with pytest.raises(ValueError, match="=0"):
+        NativeEngine(build("qwen3"), **arguments)
+
+
+def test_one_long_prompt_does_not_pad_all_others(build):
+    """Prompts of 900 and of 1 to 3 tokens: side by side they would take 30 x 900 places."""
+    model = build("qwen3", max_position_embeddings=1024)
+    asked = [Request([5 + i % 30] * (900 if i == 0 else 1 + i % 3), i, 5) for i in range(30)]
+    engine = NativeEngine(model)
+    found = engine.sample(asked, replace(OPTIONS, eos_ids=()))
+    assert engine.statistics.peak_bytes < (2 * 1000 + 8192 + 30 * 40) * BYTES
+    assert_same_texts(found, [NativeEngine(model).sample([r], replace(OPTIONS, eos_ids=()))[0] for r in asked])
+
+
+@given(gone=st.lists(st.booleans(), max_size=12))
+def test_slots_stay_together_whoever_leaves(gone: list[bool]):
+    items: list[Any] = list(range(len(gone)))
+    memory = list(items)
+    for source, target in _compact(items, gone):
+        memory[target] = memory[source]
+    kept = [i for i, is_gone in enumerate(gone) if not is_gone]
+    assert sorted(items) == kept
+    assert memory[: len(kept)] == items
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12),
+    extra=st.integers(0, 200),
+    max_rows=st.one_of(st.none(), st.integers(1, 4)),
+)
+def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, max_rows: int | None):
+    """A dry run without a model: each active row gets a token a step and ends after its own number of tokens."""
+    asked = [Request([g] * (1 + 3 * g), 0, max(budget, true)) for g, budget, true in rows]
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in asked)
+    memory = store(longest + extra)
+    schedule = Schedule(memory, max_rows)
+    for ticket, request in enumerate(asked):
+        schedule.add(ticket, request)
+    done: list[Row] = []
+
+    def go_on(active: list[Row]) -> None:
+        for row in active:
+            row.ids.append(0)
+        ended = [row for row in active if len(row.ids) >= rows[row.ticket][2]]
+        done.extend(ended)
+        schedule.end(ended)
+
+    for _ in range(3000):
+        entering = schedule.admit()
+        if not (entering or schedule.active):
+            break
+        if entering:
+            new = {id(row.group): row.group for row in entering if row.group.slot < 0}
+            groups = [*schedule.groups, *new.values()]
+            assert memory.reserve(schedule.need(1, entering, groups), schedule.need())
+            schedule.enter(entering, groups)
+            go_on([row for row in entering if not row.ids])
+        while schedule.active and not memory.reserve(schedule.need(1), schedule.need()):
+            row = schedule.youngest()
+            schedule.leave([row])
+            schedule.wait(row)
+        assert max_rows is None or len(schedule.active) <= max_rows
+        assert memory.own.area + memory.prompts.area <= memory.max_tokens
+        assert memory.own.slots >= len(schedule.active)
+        go_on(list(schedule.active))
+    assert sorted(row.ticket for row in done) == list(range(len(rows)))
+    assert memory.peak_tokens <= memory.max_tokens
+
+
+def test_stored_tokens_survive_a_change_of_size():
+    memory = store(1000)
+    memory.reserve(Need(2, 3, 1, 4, longest=100), Need(0, 0, 0, 0))
+    memory.own.keys[0][:2, 0, :3, 0] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    memory.prompts.values[0][0, 0, :4, 0] = torch.arange(4.0)
+    assert memory.reserve(Need(5, 80, 2, 9, longest=100), Need(2, 3, 1, 4))
+    assert memory.own.keys[0][:2, 0, :3, 0].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert memory.own.keys[0][2:].abs().sum() == 0.0
+    assert memory.prompts.values[0][0, 0, :4, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert not memory.reserve(Need(20, 50, 2, 9, longest=100), Need(5, 80, 2, 9))
+    memory.own.move(1, 0, 3)
+    assert memory.own.keys[0][0, 0, :3, 0].tolist() == [4.0, 5.0, 6.0]

@@ -1,0 +1,246 @@
+"""Steps of fixed sizes, as CUDA graphs record them, on a pretended GPU and on a real one."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from pretended_gpu import GPU, Graph, Pretended, Stream, pretended_gpu, stirred, to_gpu
+from torch import nn
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native import runner as graphs
+from groupgrad.engines.native.attention_plans import products
+from groupgrad.engines.native.logits import cast_bytes
+
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
+OPTIONS = SamplingOptions(max_new_tokens=70, eos_ids=(1,), pad_id=0)
+
+
+def requests() -> list[Request]:
+    return [Request(PROMPTS[i // 6], i, 4 + 6 * (i % 12)) for i in range(24)]
+
+
+def wide(build: Callable[..., Any], kind: str) -> Any:
+    """A model of the kind with room for the texts."""
+    return build(kind, **({"n_positions": 256} if kind == "gpt2" else {"max_position_embeddings": 256}))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Graph, "num_recorded", 0)
+    monkeypatch.setattr(Graph, "num_replayed", 0)
+    with pretended_gpu():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"max_rows": 5}),
+        ("qwen3-moe", {"kv_memory": 300 * 256}),
+        ("gemma2 (soft caps)", {}),
+        ("mistral (sliding window)", {"max_rows": 5}),
+        ("mistral (sliding window)", {"kv_memory": 300 * 256}),
+        ("gpt-oss (experts, sinks)", {}),
+        ("gpt2", {}),
+    ],
+)
+def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], build, gpu):
+    model = wide(build, kind)
+    expected = NativeEngine(model).sample(requests(), OPTIONS)
+    engine = NativeEngine(to_gpu(model), **bounds)
+    found = engine.sample(requests(), OPTIONS)
+    assert [s.ids for s in found] == [s.ids for s in expected]
+    for ours, theirs in zip(found, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
+    assert Graph.num_replayed == engine.statistics.num_steps
+    assert Graph.num_recorded <= engine.statistics.num_steps / 2
+
+
+def test_adapters_are_recorded_unmerged(build, gpu):
+    model = stirred(get_peft_model(wide(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])))
+    expected = NativeEngine(model).sample(requests(), OPTIONS)
+    found = NativeEngine(to_gpu(model)).sample(requests(), OPTIONS)
+    assert [s.ids for s in found] == [s.ids for s in expected]
+    assert Graph.num_replayed > 0
+
+
+def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypatch):
+    recorded: list[Graph] = []
+    end = Graph.capture_end
+    monkeypatch.setattr(Graph, "capture_end", lambda graph: (end(graph), recorded.append(graph)))
+    inner = wide(build, "llama")
+    inner.requires_grad_(False)
+    model = to_gpu(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
+    before = [p.requires_grad for p in model.parameters()]
+    engine = NativeEngine(model, precision=lambda: torch.autocast("cuda", dtype=torch.bfloat16))
+    engine.sample(requests(), OPTIONS)
+    weights = {id(p.inner) for p in model.parameters()}
+    work = [(run, args[0]) for graph in recorded for run, args, *_ in graph.calls if args]
+    assert any(run is torch.ops.aten.mm.default for run, _ in work)
+    assert not [x for run, x in work if run is torch.ops.aten._to_copy.default and id(x) in weights]
+    assert [p.requires_grad for p in model.parameters()] == before
+
+
+def test_what_a_graph_reads_lives_as_long(gpu):
+    """Mixed precision's casts go when any thread leaves it, a tool's for one."""
+    record = graphs.cuda_recorder({GPU})
+    assert record is not None
+    cast, stored = Pretended(torch.ones(2, 3)), Pretended(torch.ones(3))
+    replay: Any = record(lambda: cast.t().mul(2).t().add(stored), [stored])
+    inputs = [tensor.inner.untyped_storage()._cdata for tensor in replay.inputs]
+    assert inputs == [cast.inner.untyped_storage()._cdata]
+    assert replay().tolist() == [[3.0] * 3] * 2
+
+
+def test_memory_for_casts_is_left_beside_keys_and_values(build, gpu):
+    model = to_gpu(build("llama", max_position_embeddings=256))
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert cast_bytes(model, GPU) == 0
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert cast_bytes(model, GPU) == 2 * matrices
+        assert cast_bytes(model, torch.device("cpu")) == 0
+
+
+def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu):
+    engine = NativeEngine(to_gpu(wide(build, "qwen3")))
+    with engine.session(replace(OPTIONS, max_new_tokens=50, eos_ids=())) as session:
+        for i in range(24):
+            session.submit(Request([5 + i, 6], i, 50))
+            session.advance()
+            session.advance()
+        while session.num_open:
+            session.advance()
+    assert Graph.num_recorded <= 14
+
+
+def test_a_ragged_batch_is_recorded_few_times(build, gpu):
+    """128 rows in groups of 16, lengths geometric up to 120: 128, 96, 64, ..., 1 rows, 64 or 120 places."""
+    lengths = random.Random(0)
+    asked = [Request([5 + i // 16] * 30, i, min(120, 1 + int(lengths.expovariate(1 / 30)))) for i in range(128)]
+    engine = NativeEngine(to_gpu(wide(build, "qwen3")))
+    engine.sample(asked, replace(OPTIONS, max_new_tokens=120, eos_ids=()))
+    assert engine.statistics.num_steps == max(request.max_new_tokens for request in asked) - 1
+    assert Graph.num_recorded <= 12
+
+
+def test_scores_are_not_rounded_to_half_precision(gpu):
+    query, key = (
+        torch.full((1, 1, 2), 3.0, dtype=torch.bfloat16),
+        torch.tensor([[[5.0, 0.03125]]], dtype=torch.bfloat16),
+    )
+    found = products(Pretended(query), Pretended(key), 0.5)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[[7.546875]]]  # of one bit more than bfloat16 has
+
+
+class Looking(nn.Module):
+    """Looks at a number, for which the GPU has to be waited for."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) if float(hidden.sum()) < 1e9 else hidden
+
+
+def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, monkeypatch):
+    closed = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)
+    model = wide(build, "qwen3")
+    expected = NativeEngine(model).sample(requests(), OPTIONS)
+    model.model.layers[0].mlp = Looking(model.model.layers[0].mlp)
+    engine = NativeEngine(to_gpu(model))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert [s.ids for s in engine.sample(requests(), OPTIONS)] == [s.ids for s in expected]
+    assert len(caplog.records) == 1
+    assert "Qwen3ForCausalLM" in caplog.text
+    assert "not permitted" in caplog.text
+    assert Graph.recording is None
+    assert Stream.current is Stream.default
+    assert closed == [(0, (0, 1))]
+
+
+def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
+    closed = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)
+    numbers = Pretended(torch.ones(3))
+
+    def work() -> torch.Tensor:
+        if Graph.recording is not None:
+            Graph.recording.is_broken = True
+        return numbers + 1
+
+    record = graphs.cuda_recorder({GPU})
+    assert record is not None
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        record(work, ())
+    assert closed == [(0, (0, 1))]
+    assert Stream.current is Stream.default
+
+
+def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, monkeypatch):
+    model = to_gpu(wide(build, "qwen3"))
+    engine = NativeEngine(model)
+
+    def full(graph: Graph, **_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graph, "capture_begin", full)
+        expected = engine.sample(requests(), OPTIONS)
+    assert "sampling is slower" in caplog.text
+    assert Graph.num_replayed == 0
+    assert [s.ids for s in engine.sample(requests(), OPTIONS)] == [s.ids for s in expected]
+    assert Graph.num_replayed == engine.statistics.num_steps
+
+
+def test_nothing_is_recorded_on_a_cpu():
+    assert graphs.cuda_recorder({torch.device("cpu")}) is None
+    assert graphs.cuda_recorder({torch.device("cuda", 0), torch.device("cuda", 1)}) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graphs_give_what_the_modules_give(dtype: torch.dtype, build, monkeypatch, caplog):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = build("qwen3", max_position_embeddings=256).to("cuda", dtype)
+    asked = requests()
+    with caplog.at_level(logging.WARNING):
+        recorded = NativeEngine(model).sample(asked, OPTIONS)
+    assert not caplog.records
+    eager = NativeEngine(model)
+    monkeypatch.setattr(eager, "_recorder", lambda devices: None)
+    expected = eager.sample(asked, OPTIONS)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.3
+    for ours, theirs in zip(recorded, expected):
+        if dtype == torch.float32:
+            assert ours.ids == theirs.ids
+        assert ours.logprobs is not None
+        assert theirs.logprobs is not None
+        assert ours.logprobs[:1] == pytest.approx(theirs.logprobs[:1], abs=tolerance)
+
+
+@pytest.mark.gpu
+def test_a_cuda_model_follows_the_trainer(build):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = build("qwen3", max_position_embeddings=256).to("cuda")
+    for request, sample in zip(requests(), NativeEngine(model).sample(requests(), OPTIONS)):
+        ids = torch.tensor([[*request.prompt_ids, *sample.ids]], device="cuda")
+        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].double()
+        chosen = torch.tensor(sample.ids, device="cuda")[:, None]
+        expected = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1).tolist()
+        assert sample.logprobs == pytest.approx(expected, rel=1e-4, abs=1e-4)

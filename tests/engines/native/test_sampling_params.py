@@ -1,0 +1,200 @@
+"""Options of the native engine: the exact distributions, where texts end, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.native import NativeEngine, unsupported
+from groupgrad.engines.native.sampler import BLOCK, Sampler
+from groupgrad.engines.native.sampling_params import read_options
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.errors import ConfigError
+
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
+OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)
+
+
+def requests(num_rows: int = 12, budget: int = 6) -> list[Request]:
+    return [Request(PROMPTS[i % len(PROMPTS)], 1000 + i, budget) for i in range(num_rows)]
+
+
+def sample(model: Any, asked: list[Request], tokenizer: Any = None, **changes: Any) -> list[Sample]:
+    return NativeEngine(model, tokenizer=tokenizer).sample(asked, replace(OPTIONS, **changes))
+
+
+def texts(samples: list[Sample]) -> list[tuple[list[int], str]]:
+    return [(s.ids, s.finish_reason) for s in samples]
+
+
+# ------------------------------------------------------------------------------------------- what is drawn
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK + 7])
+def test_draws_invert_the_cumulative_distribution(size: int):
+    """Against float64 sums over the whole vocabulary, draws that lie within 1e-6 of a border left out."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(400, size)
+    choosing = read_options(replace(OPTIONS, temperature=0.6), None)
+    asked = [Request([3], seed, 1) for seed in range(400)]
+    sampler = Sampler(choosing, torch.device("cpu"))
+    rows = torch.tensor(sampler.add(asked))
+    tokens = sampler.choose(logits.clone(), rows, torch.zeros_like(rows))
+    p = (logits.double() / 0.6).softmax(-1)
+    cumulative = p.cumsum(-1)
+    draws = torch.stack(
+        [torch.rand(1, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(400)]
+    )
+    expected = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
+    is_clear = (cumulative - draws).abs().min(-1).values > 1e-6
+    assert is_clear.sum() > 350
+    assert torch.equal(tokens[is_clear], expected.squeeze(-1)[is_clear])
+    logprobs = p.log().gather(-1, tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(sampler.logprobs[:, 0].double(), logprobs, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(sampler.entropies[:, 0].double(), -(p * p.log()).sum(-1), rtol=2e-6, atol=2e-6)
+
+
+def test_a_large_vocabulary_is_worked_on_in_tiles_with_the_same_result():
+    torch.manual_seed(0)
+    logits = torch.randn(9, 151_936)
+    asked = [Request([3], seed, 1) for seed in range(9)]
+    together = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
+    rows = torch.tensor(together.add(asked))
+    tokens = together.choose(logits, rows, torch.zeros_like(rows))
+    apart = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
+    apart.add(asked)
+    for i in range(9):
+        assert apart.choose(logits[i : i + 1], rows[i : i + 1], torch.zeros(1, dtype=torch.int64)) == tokens[i]
+    torch.testing.assert_close(together.logprobs, apart.logprobs)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(together.logprobs[:, 0].double(), expected[rows, tokens], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        together.entropies[:, 0].double(), -(expected.exp() * expected).sum(-1), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_tokens_without_probability_are_never_drawn():
+    """The draws 0 and almost 1 fall on the first and the last token that has any."""
+    logits = torch.full((2, 2 * BLOCK), float("-inf"))
+    logits[:, [3, BLOCK + 5]] = 0.0
+    sampler = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
+    sampler.add([Request([3], 0, 1)] * 2)
+    sampler._draws[:, 0] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    tokens = sampler.choose(logits, torch.arange(2), torch.zeros(2, dtype=torch.int64))
+    assert tokens.tolist() == [3, BLOCK + 5]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.7, "top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.2},
+        {"repetition_penalty": 2.0},
+        {"repetition_penalty": 2.0, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"eos_ids": tuple(range(1, 20)), "extra": {"min_new_tokens": 3}},
+        {"extra": {"suppress_tokens": [5, 6, 7, 8, 9, 30, 31]}},
+        {"extra": {"begin_suppress_tokens": [5, 6, 7, 8, 9, 30, 31]}},
+        {"extra": {"eos_token_id": [20, 21, 22, 23]}},
+        {"extra": {"temperature": 0.3, "top_k": 2}},
+    ],
+)
+def test_every_option_gives_the_texts_of_the_other_engine(changes: dict[str, Any], build):
+    model = build("qwen3")
+    found = sample(model, requests(40), **changes)
+    expected = TransformersEngine(model).sample(requests(40), replace(OPTIONS, **changes))
+    assert texts(found) == texts(expected)
+    assert texts(found) != texts(sample(model, requests(40)))
+    for ours, theirs in zip(found, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"repetition_penalty": 5.0},
+        {"min_new_tokens": 4, "eos_token_id": list(range(1, 30))},
+        {"suppress_tokens": [5, 6, 7, 8, 9]},
+    ],
+)
+def test_options_without_chance_equal_those_of_generate(extra: dict[str, Any], build):
+    model = build("qwen3")
+    for request in requests(4):
+        ids = torch.tensor([request.prompt_ids])
+        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 1, "pad_token_id": 0, **extra}
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        found = sample(model, [request], extra={**extra, "do_sample": False})[0]
+        assert found.ids == output[0, ids.shape[1] :].tolist()
+
+
+# ------------------------------------------------------------------------------------------- where texts end
+
+
+def test_every_request_has_its_own_budget(build):
+    asked = [Request([5], i, budget) for i, budget in enumerate((3, 1, 5, 3, 2))]
+    found = sample(build("qwen3"), asked, eos_ids=())
+    assert [len(s.ids) for s in found] == [3, 1, 5, 3, 2]
+    assert all(s.finish_reason == "length" for s in found)
+    assert [len(s.logprobs or []) for s in found] == [len(s.entropies or []) for s in found] == [3, 1, 5, 3, 2]
+
+
+def test_eos_stays_in_the_text_and_at_the_last_allowed_token_is_an_end(build):
+    model = build("qwen3")
+    free = sample(model, requests(), eos_ids=())[0].ids
+    place = next(i for i, token in enumerate(free) if token not in free[:i] and i)
+    for budget, expected in ((6, "eos"), (place + 1, "eos"), (place, "length")):
+        found = sample(model, requests(1, budget), eos_ids=(free[place],))[0]
+        assert (found.ids, found.finish_reason) == (free[: min(budget, place + 1)], expected)
+
+
+@pytest.mark.parametrize("stops", ["ab", ["zz", "b"], ["a", "b", "c", "d", "e", "f"]])
+def test_stop_strings_end_a_text_and_stay_in_it(stops: Any, make_model, make_tokenizer):
+    model, tokenizer = make_model().eval(), make_tokenizer()
+    asked = [Request(PROMPTS[i % 4], i, 60) for i in range(30)]
+    extra = {"stop_strings": stops, "suppress_tokens": [0, 2, 3, *range(10, 100)]}
+    found = sample(model, asked, tokenizer, extra=extra)
+    other = TransformersEngine(model, tokenizer=tokenizer)
+    assert texts(found) == texts(other.sample(asked, replace(OPTIONS, extra=extra)))
+    strings = [stops] if isinstance(stops, str) else stops
+    ended = [tokenizer.decode(s.ids) for s in found if s.finish_reason == "eos" and s.ids[-1] != 1]
+    assert len(ended) > 1
+    assert all(any(text.endswith(s) and s not in text[:-1] for s in strings) for text in ended)
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+def test_options_that_are_not_there_are_named_with_the_engine_that_has_them(build):
+    options = replace(OPTIONS, extra={"num_beams": 4, "typical_p": 0.5, "top_k": 3}, cache_implementation="static")
+    assert unsupported(options) == ["num_beams", "typical_p", "cache_implementation"]
+    with pytest.raises(ConfigError) as caught:
+        NativeEngine(build("qwen3")).sample(requests(), options)
+    for part in ("num_beams=4", "typical_p=0.5", "cache_implementation='static'", "rollout_engine='transformers'"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"num_beams": 1}, {"typical_p": 1.0}, {"use_cache": False}, {"bad_words_ids": None}, {"top_k": 5}]
+)
+def test_options_that_change_nothing_are_taken(extra: dict[str, Any]):
+    assert unsupported(replace(OPTIONS, extra=extra)) == []
+
+
+def test_stop_strings_need_a_tokenizer(build):
+    with pytest.raises(ValueError, match="tokenizer"):
+        sample(build("qwen3"), requests(), extra={"stop_strings": "a"})
+
+
+@pytest.mark.parametrize(("request_", "words"), [(Request([], 0, 4), "BOS"), (Request([5], 0, 0), "max_new_tokens=0")])
+def test_requests_that_leave_nothing_to_do(request_: Request, words: str, build):
+    with pytest.raises(ValueError, match=words):
+        sample(build("qwen3"), [*requests(2), request_])
+
+
+def test_a_temperature_of_zero_is_refused(build):
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
+        sample(build("qwen3"), requests(), temperature=0.0)

@@ -1,0 +1,232 @@
+"""Several decode steps in one go, and what is found out about a model only once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.native import NativeEngine, session
+from groupgrad.engines.native import engine as engine_module
+from groupgrad.engines.native import runner as graphs
+from groupgrad.engines.native.cpp_step import CompiledModel
+from groupgrad.engines.native.probe_cache import Knowledge
+from groupgrad.kernels import library, status
+from groupgrad.modeling.fused_modules import compiled_parts
+
+OPTIONS = SamplingOptions(max_new_tokens=90, eos_ids=(1, 3), pad_id=0, temperature=1.3)
+
+pytestmark = pytest.mark.skipif(library() is None, reason=status())
+
+
+@pytest.fixture
+def model(build: Callable[..., Any]) -> Any:
+    return build("qwen3", vocab_size=301, max_position_embeddings=512)
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[int]:
+    """The steps of each run of several."""
+    found: list[int] = []
+    original = CompiledModel.sample
+
+    def counted(self: CompiledModel, *arguments: Any) -> torch.Tensor:
+        tokens = original(self, *arguments)
+        found.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(CompiledModel, "sample", counted)
+    return found
+
+
+def requests() -> list[Request]:
+    return [Request([5, 6 + i // 4, 7], i, 5 + 17 * (i % 6)) for i in range(20)]
+
+
+def assert_close(found: list[Sample], expected: list[Sample]) -> None:
+    """Equal texts, and log-probs up to rounding."""
+    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
+    for ours, theirs in zip(found, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def step_by_step(model: Any, monkeypatch, **bounds: Any) -> list[Sample]:
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "RUN_SECONDS", 1e-9)
+        return NativeEngine(model, **bounds).sample(requests(), OPTIONS)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"max_rows": 5}, {"kv_memory": 150 * 2 * 2 * 2 * 8 * 4}])
+def test_a_run_of_steps_gives_what_single_steps_give(bounds: dict[str, Any], model, runs, monkeypatch):
+    expected = step_by_step(model, monkeypatch, **bounds)
+    assert not runs
+    monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
+    engine = NativeEngine(model, **bounds)
+    found = engine.sample(requests(), OPTIONS)
+    # Equal to the last bit, as rows do not depend on their neighbours.
+    assert found == expected
+    assert {sample.finish_reason for sample in found} == {"eos", "length"}
+    assert max(runs) > 4
+    assert sum(runs) > engine.statistics.num_steps / 2
+    assert engine.statistics.num_decoded == sum(len(sample.ids) - 1 for sample in found)
+
+
+class Clock:
+    """Each look at it takes some seconds more."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        self._now += self._seconds
+        return self._now
+
+
+def test_a_run_lasts_as_long_as_it_should(model, runs, monkeypatch):
+    monkeypatch.setattr(session, "RUN_SECONDS", 4 / 64)
+    monkeypatch.setattr(session, "time", Clock(1 / 64))
+    options = SamplingOptions(max_new_tokens=60, pad_id=0)
+    with NativeEngine(model).session(options) as under_way:
+        under_way.submit(Request([5, 6], 0, 60))
+        # Each run takes 1/64 s by this clock: a step of the first one that much, of the next ones a 4th and a 16th of
+        # it. Before the last one the row has 2 + 4 + 16 of its tokens.
+        for _ in range(4):
+            under_way.advance()
+        assert runs == [4, 16, 38]
+        # Of more rows a single step has to show how long it takes.
+        for seed in range(3):
+            under_way.submit(Request([5, 7], seed, 60))
+        runs.clear()
+        under_way.advance()
+        assert runs == []
+        under_way.advance()
+    assert runs == [4]
+
+
+def test_who_comes_is_looked_after_when_it_has_waited_long_enough(model, monkeypatch):
+    """Beside 20 rows one that comes alone is held for eight steps, however many would go by in a run."""
+    monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
+    engine = NativeEngine(model)
+    with engine.session(SamplingOptions(max_new_tokens=400, pad_id=0)) as under_way:
+        for seed in range(20):
+            under_way.submit(Request([5, 6], seed, 400))
+        for _ in range(3):
+            under_way.advance()
+        before = engine.statistics.num_steps
+        late = under_way.submit(Request([5, 7], 30, 1))
+        ended: list[int] = []
+        while not ended:
+            ended += [ticket for ticket, _ in under_way.advance()]
+    assert ended == [late]
+    # It ends as it enters, and then the others go on.
+    assert 8 < engine.statistics.num_steps - before <= 8 + 64
+
+
+def test_numbers_that_are_none_say_nothing_about_later_weights(model, monkeypatch, caplog):
+    own: list[int] = []
+    original = graphs.step_logits
+    monkeypatch.setattr(graphs, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    engine, weight = NativeEngine(model), model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        before = weight[3, 5].item()
+        weight[3, 5] = torch.nan
+        with pytest.raises(ValueError, match="no finite numbers"):
+            engine.sample(requests(), OPTIONS)
+        weight[3, 5] = before
+    own.clear()
+    engine.sample(requests(), OPTIONS)
+    assert len(own) == 1 and "direct decode step" not in caplog.text
+
+
+def test_norms_that_a_training_pass_left_behind_are_computed_directly(model, runs):
+    model.gradient_checkpointing = True
+    with compiled_parts(model):
+        pass
+    assert "forward" in model.model.norm.__dict__
+    NativeEngine(model).sample(requests(), OPTIONS)
+    assert runs
+
+
+@pytest.mark.parametrize("change", ["scaling", "sliding_window", "autocast", "dtype"])
+def test_a_model_that_may_compute_something_else_is_looked_at_anew(change: str, model):
+    knowledge, seen = Knowledge(), []
+    knowledge.of(model, seen.append)
+    knowledge.of(model, seen.append)
+    assert len(seen) == 1
+    if change == "dtype":
+        model.bfloat16()
+    elif change != "autocast":
+        setattr(model.model.layers[1].self_attn, change, 7)
+    with torch.autocast("cpu", enabled=change == "autocast"):
+        knowledge.of(model, seen.append)
+    assert len(seen) == 2
+
+
+def test_requests_that_come_later_do_not_wait_for_others_to_end(model, monkeypatch):
+    monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
+    options = SamplingOptions(max_new_tokens=400, pad_id=0)
+    with NativeEngine(model).session(options) as under_way:
+        first = under_way.submit(Request([5, 6], 0, 400))
+        under_way.advance()
+        late = under_way.submit(Request([5, 7], 1, 3))
+        ended = []
+        while under_way.num_open:
+            ended += [ticket for ticket, _ in under_way.advance()]
+    assert ended == [late, first]
+
+
+@pytest.mark.parametrize("options", [{"stop_strings": ["ab"]}, {"top_k": 5}, {"do_sample": False}])
+def test_where_a_choice_needs_more_steps_are_made_one_by_one(options: dict[str, Any], model, runs):
+    class Tokenizer:
+        def decode(self, ids: list[int]) -> str:
+            return "".join("ab"[token % 2] for token in ids)
+
+    engine = NativeEngine(model, tokenizer=Tokenizer())
+    engine.sample(requests(), SamplingOptions(max_new_tokens=30, pad_id=0, extra=options))
+    assert not runs
+
+
+def test_what_is_known_of_a_model_is_not_asked_for_again(model, monkeypatch):
+    through: list[str] = []
+    for module, name in ((graphs, "step_logits"), (engine_module, "last_logits")):
+        original = getattr(module, name)
+
+        def counted(*arguments: Any, _original: Any = original, _name: str = name, **more: Any) -> torch.Tensor:
+            through.append(_name)
+            return _original(*arguments, **more)
+
+        monkeypatch.setattr(module, name, counted)
+    engine = NativeEngine(model)
+    engine.sample(requests(), OPTIONS)
+    assert through == ["last_logits", "step_logits"]
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    second = engine.sample(requests(), OPTIONS)
+    assert through == ["last_logits", "step_logits"]
+    assert_close(second, NativeEngine(model).sample(requests(), OPTIONS))
+    through.clear()
+    # Another part may compute something else.
+    old = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = nn.Linear(old.in_features, old.out_features, bias=True)
+    third = engine.sample(requests(), OPTIONS)
+    assert through == ["last_logits", "step_logits"]
+    assert_close(third, NativeEngine(model).sample(requests(), OPTIONS))
+
+
+def test_the_first_round_is_like_all_others(model):
+    engine = NativeEngine(model)
+    assert engine.sample(requests(), OPTIONS) == engine.sample(requests(), OPTIONS)
+
+
+def test_a_direct_form_that_disagrees_is_warned_of_once(model, monkeypatch, caplog):
+    monkeypatch.setattr(graphs, "DIRECT_TOLERANCE", -1.0)
+    engine = NativeEngine(model)
+    with caplog.at_level(logging.WARNING):
+        first, second = (engine.sample(requests(), OPTIONS) for _ in range(2))
+    assert ["direct decode step" in record.message for record in caplog.records] == [True]
+    assert [sample.ids for sample in first] == [sample.ids for sample in second]

@@ -1,0 +1,195 @@
+"""Which engine samples, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+from groupgrad.engines import selection as choice
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.selection import EngineOptions, brings_own_generate, choose_engine
+from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.errors import ConfigError
+from groupgrad.modeling.scoring.forward import ForwardOptions
+from groupgrad.modeling.self_check import check_layout
+
+OPTIONS = SamplingOptions(max_new_tokens=4)
+SIZES: Any = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"), [("auto", "native"), ("native", "native"), ("transformers", "transformers")]
+)
+def test_the_engine_that_is_asked_for(build, engine, expected):
+    chosen = choose_engine(build("qwen3"), EngineOptions(engine=engine), OPTIONS)
+    assert chosen.name == expected
+
+
+def test_architectures_that_cannot_be_driven_are_sampled_by_generate(build):
+    model = build("mamba (recurrent)")
+    chosen = choose_engine(model, EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == ("transformers", "it carries a recurrent state")
+    with pytest.raises(ConfigError, match=r"rollout_engine='native' cannot be used for MambaForCausalLM: it carries"):
+        choose_engine(model, EngineOptions(engine="native"), OPTIONS)
+
+
+@pytest.mark.parametrize("extra", [{"num_beams": 2}, {"no_repeat_ngram_size": 3}])
+def test_an_option_that_the_native_engine_lacks(build, extra):
+    sampling = SamplingOptions(max_new_tokens=4, extra=extra)
+    name = next(iter(extra))
+    chosen = choose_engine(build("qwen3"), EngineOptions(), sampling)
+    assert (chosen.name, chosen.reason) == (
+        "transformers",
+        f"the native engine has no {name}, which rollout_engine='transformers' has",
+    )
+    with pytest.raises(ConfigError, match=f"no {name}, which rollout_engine='transformers' has"):
+        choose_engine(build("qwen3"), EngineOptions(engine="native"), sampling)
+
+
+def test_a_model_that_brings_its_own_generate_is_sampled_through_it(build):
+    model = build("qwen3")
+    assert not brings_own_generate(model)
+    model.generate = MethodType(lambda self, ids, **kwargs: ids, model)
+    chosen = choose_engine(model, EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == ("transformers", "the model brings its own generate")
+
+
+def test_a_class_that_overrides_generate_counts_too(build):
+    model = build("llama")
+
+    class Accelerated(type(model)):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    model.__class__ = Accelerated
+    assert brings_own_generate(model)
+
+
+def test_an_adapter_does_not_bring_its_own(build):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    assert not brings_own_generate(model)
+    assert choose_engine(model, EngineOptions(), OPTIONS).name == "native"
+    model.get_base_model().generate = lambda *args, **kwargs: None
+    assert brings_own_generate(model)
+
+
+def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, monkeypatch, caplog):
+    model = build("llama")
+    attention = model.model.layers[0].self_attn
+    plain = type(attention).forward
+
+    def forward(hidden_states, *args, **kwargs):
+        mixed = hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return plain(attention, mixed, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_engine(model, EngineOptions(), OPTIONS)
+    assert chosen.name == "transformers"
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert texts[0].startswith("LlamaForCausalLM is sampled by generate: its log-probs differ by ")
+    # A step with cached keys sees no neighbour, so that generate is no better.
+    assert texts[1].startswith("generate does not sample LlamaForCausalLM as it is trained: its log-probs differ by ")
+    assert not any("\n" in text for text in texts)
+
+
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(engine, caplog):
+    """RecurrentGemma's states begin with the padding. Alone or beside longer prompts, its rows are its own."""
+    torch.manual_seed(0)
+    config = RecurrentGemmaConfig(
+        **SIZES, lru_width=16, attention_window_size=8, block_types=["recurrent", "attention"]
+    )
+    model = RecurrentGemmaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_engine(model, EngineOptions(engine=engine), OPTIONS)
+    said = [record.getMessage() for record in caplog.records if "given prompts of one length" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("RecurrentGemmaForCausalLM is given prompts of one length at a time")
+    requests = [Request(list(range(3, 3 + length)), seed=length, max_new_tokens=4) for length in (3, 8, 8, 5)]
+    together = chosen.engine.sample(requests, OPTIONS)
+    for request, sample in zip(requests, together):
+        (alone,) = chosen.engine.sample([request], OPTIONS)
+        assert alone.ids == sample.ids
+        assert alone.logprobs == pytest.approx(sample.logprobs, abs=1e-5)
+    padded = TransformersEngine(model).sample(requests, OPTIONS)
+    assert max(abs(a - b) for a, b in zip(padded[0].logprobs or (), together[0].logprobs or ())) > 0.1
+
+
+@pytest.mark.parametrize("name", ["mamba (recurrent)", "mamba2 (recurrent)", "qwen3.5 (linear attention)"])
+def test_recurrent_models_that_heed_the_mask_share_a_call(build, name, caplog):
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_engine(build(name), EngineOptions(), OPTIONS)
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
+    assert said.endswith("is sampled by generate: it carries a recurrent state")
+    calls: list[int] = []
+    model = chosen.engine._model  # pyright: ignore[reportAttributeAccessIssue]
+    plain = model.generate
+    model.generate = lambda ids, **given: calls.append(len(ids)) or plain(ids, **given)
+    chosen.engine.sample([Request(list(range(3, 3 + n)), seed=n, max_new_tokens=4) for n in (3, 8, 5)], OPTIONS)
+    assert calls == [3]
+
+
+def test_a_model_that_fails_on_flat_tokens_falls_back(build, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(choice.NativeEngine, "sample", fail)
+    chosen = choose_engine(build("llama"), EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == ("transformers", "sampling random tokens failed: RuntimeError: no")
+
+
+def test_a_model_that_a_device_map_placed_is_sampled_natively(build):
+    """With hooks at every module that move what goes in and out, as on several devices."""
+    from accelerate import dispatch_model
+
+    model = build("llama")
+    parts = {name: "cpu" for name, module in model.named_modules() if name and not list(module.children())}
+    dispatch_model(model, device_map=parts, force_hooks=True)
+    assert hasattr(model.lm_head, "_hf_hook")
+    report = check_layout(model, ForwardOptions())
+    assert (report.layout, report.tiled_head) == ("shared", True)
+    assert choose_engine(model, EngineOptions(engine="native"), OPTIONS).name == "native"
+
+
+def test_every_fallback_is_one_warning_with_its_reason(build, caplog):
+    sampling = SamplingOptions(max_new_tokens=4, extra={"no_repeat_ngram_size": 2})
+    choose_engine(build("qwen3"), EngineOptions(kv_memory=1 << 30, pack_weights=True), sampling)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "Qwen3ForCausalLM is sampled by generate: the native engine has no no_repeat_ngram_size, which "
+        "rollout_engine='transformers' has",
+        "engine_kv_memory and engine_pack_weights: no effect, it is the native engine's",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_the_whole_call_are_left_to_generate(build, kind):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    chosen = choose_engine(build("llama", rope_parameters=rope), EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.reason) == (
+        "transformers",
+        f"its {kind} rotary positions depend on the longest row of a call",
+    )

@@ -1,0 +1,140 @@
+"""Whether vLLM and training fit on one device, with numbers worked by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.engines.vllm import memory_check as memory
+from groupgrad.engines.vllm.colocate_start import ColocateOptions
+from groupgrad.engines.vllm.memory_check import (
+    GIB,
+    Memory,
+    ServedBytes,
+    TrainingBytes,
+    cache_bytes,
+    check_memory,
+    misfit,
+    taken_by_vllm,
+)
+
+OPTIONS = ColocateOptions(max_num_seqs=8, memory_utilization=0.3)
+SERVED = ServedBytes(weights=10 * GIB, one_row=1 * GIB, context=4096)
+"""12 GiB with a tenth of the weights to compute in."""
+TRAINING = TrainingBytes(weights=10 * GIB, gradients=10 * GIB, optimizer=20 * GIB, activations=5 * GIB)
+GPU = Memory(total=80 * GIB, available=78 * GIB, held=10 * GIB)
+CPU = Memory(total=80 * GIB, available=70 * GIB, held=12 * GIB, is_cpu=True)
+
+
+def test_what_fits_is_let_through() -> None:
+    assert taken_by_vllm(SERVED, GPU, OPTIONS) == 24 * GIB
+    assert misfit(SERVED, TRAINING, GPU, OPTIONS) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "sleeps", "words"),
+    [
+        # 45 of 78 GiB are training's, so 33 are left: 0.4125 of 80. vLLM needs 12: 0.15.
+        (0.41, False, None),
+        (0.42, False, r"too much for both; set vllm_gpu_memory_utilization between 0\.15 and 0\.412"),
+        (0.14, False, r"too little for vLLM; set vllm_gpu_memory_utilization between 0\.15 and 0\.412 or lower"),
+        # Asleep while training, it is beside 30 GiB of weights and optimizer alone: 48 are left, 0.6.
+        (0.6, True, None),
+        (0.61, True, r"between 0\.15 and 0\.6"),
+    ],
+)
+def test_the_share_that_fits_is_named(share: float, sleeps: bool, words: str | None) -> None:
+    problem = misfit(SERVED, TRAINING, GPU, replace(OPTIONS, memory_utilization=share, sleep_mode=sleeps))
+    if words is None:
+        assert problem is None
+    else:
+        assert problem is not None
+        assert re.search(words, problem), problem
+
+
+def test_the_numbers_are_in_the_error() -> None:
+    problem = misfit(SERVED, TRAINING, GPU, replace(OPTIONS, memory_utilization=0.5))
+    assert problem is not None and problem.startswith(
+        "vLLM needs at least 12 GiB (weights 10 GiB, one row of 4096 tokens 1 GiB), takes 40 GiB, and training takes "
+        "45 GiB beside it, of 78 GiB that this process may have: too much"
+    )
+
+
+def test_what_no_share_helps_is_said() -> None:
+    tight = replace(GPU, available=50 * GIB)
+    problem = misfit(SERVED, TRAINING, tight, OPTIONS)
+    assert problem is not None and "whatever share vLLM is given; set vllm_enable_sleep_mode=True" in problem
+    # 30 GiB stay while it is awake, so it fits by turns.
+    assert misfit(SERVED, TRAINING, tight, replace(OPTIONS, memory_utilization=0.25, sleep_mode=True)) is None
+    alone = misfit(SERVED, TRAINING, replace(GPU, available=44 * GIB), replace(OPTIONS, sleep_mode=True))
+    assert alone is not None and "training alone needs 45 GiB: set gradient_checkpointing=True" in alone
+
+
+def test_on_a_cpu_the_share_counts_what_the_process_holds() -> None:
+    # 24 GiB less 12 that are held: just what vLLM needs.
+    assert taken_by_vllm(SERVED, CPU, OPTIONS) == 12 * GIB
+    assert misfit(SERVED, TRAINING, CPU, OPTIONS) is None
+    problem = misfit(SERVED, TRAINING, CPU, replace(OPTIONS, memory_utilization=0.25))
+    assert problem is not None and "set vllm_gpu_memory_utilization between 0.3 and 0.462" in problem
+
+
+def test_on_a_cpu_the_cache_may_be_told_by_itself() -> None:
+    # 11 GiB of weights and room to compute, and 45 of training leave 14 of 70 for the cache.
+    assert misfit(SERVED, TRAINING, replace(CPU, cache=14 * GIB), OPTIONS) is None
+    problem = misfit(SERVED, TRAINING, replace(CPU, cache=15 * GIB), OPTIONS)
+    assert problem is not None and "set VLLM_CPU_KVCACHE_SPACE (GiB) between 1 and 14" in problem
+
+
+def test_keys_and_values_by_kind_of_layer() -> None:
+    config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, hidden_size=64, num_hidden_layers=3)
+    assert cache_bytes(config, 100, 2) == 100 * 3 * 2 * 2 * 8 * 2
+    assert cache_bytes(config, 100, 2, tensor_parallel_size=2) == 100 * 3 * 2 * 1 * 8 * 2
+    # Each rank has a whole head where there are fewer heads than ranks.
+    assert cache_bytes(config, 100, 2, tensor_parallel_size=4) == 100 * 3 * 2 * 1 * 8 * 2
+    config.head_dim, config.sliding_window = 16, 10
+    config.layer_types = ["full_attention", "sliding_attention", "linear_attention"]
+    assert cache_bytes(config, 100, 2) == (100 + 10) * 2 * 2 * 16 * 2
+    config.kv_lora_rank, config.qk_rope_head_dim = 5, 3
+    assert cache_bytes(config, 100, 2) == (100 + 10) * 8 * 2
+    assert cache_bytes(SimpleNamespace(), 100, 2) == 0
+
+
+def test_a_policy_is_measured_by_its_parameters(model: Any) -> None:
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    training = TrainingBytes.of(model, activations=7, further=5)
+    held = 4 * numel + sum(buffer.nbytes for buffer in model.buffers()) + 5
+    assert training == TrainingBytes(held, 4 * numel, 8 * numel, 7)
+    assert training.total == held + 12 * numel + 7 and training.while_sampling == held + 8 * numel
+    served = ServedBytes.of(model, ColocateOptions(max_num_seqs=1, max_model_len=10))
+    assert served == ServedBytes(2 * numel, 10 * 2 * 2 * 2 * 8 * 2, 10)
+    model.requires_grad_(False)
+    assert TrainingBytes.of(model).gradients == 0
+
+
+def test_an_adapter_is_not_served_twice(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    assert ServedBytes.of(adapted, ColocateOptions(max_num_seqs=1)).weights == 2 * numel
+
+
+def test_a_policy_that_does_not_fit_is_refused_before_anything_starts(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(memory.CACHE_VARIABLE, "1")
+    check_memory(model, OPTIONS, training=TrainingBytes.of(model))
+    with pytest.raises(ValueError, match=r"training alone needs .*lower per_device_train_batch_size"):
+        check_memory(model, OPTIONS, training=TrainingBytes.of(model, activations=1 << 60))
+    monkeypatch.setenv(memory.CACHE_VARIABLE, "1000000")
+    with pytest.raises(ValueError, match=r"too much for both; set VLLM_CPU_KVCACHE_SPACE .GiB. between 1 and \d"):
+        check_memory(model, OPTIONS, training=TrainingBytes.of(model))
+
+
+def test_what_this_process_holds_counts_as_its_own() -> None:
+    found = Memory.of(torch.device("cpu"))
+    assert found.is_cpu and 0 < found.held < found.available <= found.total + found.held

@@ -1,0 +1,111 @@
+"""What of vLLM the configuration decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from groupgrad.config import GRPOConfig
+from groupgrad.engines.vllm import setup as serving
+from groupgrad.engines.vllm.colocate_start import ColocateOptions
+from groupgrad.trainer import options
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, make_model: Any, tmp_path: Any) -> Any:
+    """Gives the options with which vLLM would be started in this process, for such a configuration."""
+    found: list[ColocateOptions] = []
+
+    class Engine:
+        def __init__(self, model: Any, tokenizer: Any, chosen: ColocateOptions):
+            found.append(chosen)
+
+        def check(self, sampling: Any, *, num_tokens: int) -> None:
+            assert num_tokens == 9  # a prompt has one token at least
+
+        def plain_logprobs(self, sampling: Any) -> bool:
+            return True
+
+    monkeypatch.setattr(serving, "VLLMColocateEngine", Engine)
+    monkeypatch.setattr(serving, "check_memory", lambda model, chosen, *, training: None)
+
+    def start(**fields: Any) -> ColocateOptions:
+        settings = {"bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 8, **fields}
+        config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **settings)
+        serving._colocate(config, make_model(), None, options.sampling_options(config, eos_ids=[1], pad_id=0))
+        return found[-1]
+
+    return start
+
+
+def test_colocate_is_started_as_the_configuration_says(start: Any) -> None:
+    chosen = start(
+        vllm_max_model_length=512,
+        vllm_gpu_memory_utilization=0.45,
+        vllm_tensor_parallel_size=2,
+        vllm_model_impl="transformers",
+        vllm_enable_sleep_mode=True,
+        vllm_importance_sampling_correction=False,
+        vllm_structured_outputs_regex="[ab]+",
+        steps_per_generation=4,
+    )
+    assert chosen == ColocateOptions(
+        max_num_seqs=32,
+        max_model_len=512,
+        memory_utilization=0.45,
+        dtype="float32",
+        model_impl="transformers",
+        sleep_mode=True,
+        tensor_parallel_size=2,
+        regex="[ab]+",
+    )
+
+
+@pytest.mark.parametrize(
+    ("drawn", "mode"),
+    [({"temperature": 0.7}, "processed_logprobs"), ({"top_p": 0.9}, "raw_logprobs")],
+)
+def test_log_probs_are_told_as_training_scores_them(drawn: dict[str, float], mode: str, start: Any) -> None:
+    assert start(**drawn).logprobs_mode == mode
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"optim": "adamw_torch"}, 2),
+        ({"optim": "adamw_torch_fused"}, 2),
+        # These keep less, or keep it elsewhere; what is not known is not counted.
+        ({"optim": "sgd"}, 0),
+        ({"optim": "adafactor"}, 0),
+        ({"optim": "adamw_torch_8bit"}, 0),
+        ({"optim": "paged_adamw_32bit"}, 0),
+    ],
+)
+def test_training_is_counted_with_what_its_optimizer_keeps(
+    changes: dict[str, Any], numbers: int, make_model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, **changes)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert serving.training_bytes(config, model).optimizer == numbers * weights
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert serving.training_bytes(config, model).optimizer == 0, "ZeRO spreads it over ranks"
+
+
+@pytest.mark.parametrize(("stage", "is_whole"), [(0, True), (1, True), (2, False), (3, False)])
+def test_gradients_that_zero_spreads_over_ranks_are_not_counted(
+    stage: int, is_whole: bool, make_model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
+    assert serving.training_bytes(config, model).gradients == weights
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+    assert serving.training_bytes(config, model).gradients == (weights if is_whole else 0)
+
+
+def test_vllm_computes_in_the_types_of_training(start: Any) -> None:
+    assert start().dtype == "float32"
+    assert start(bf16=True).dtype == "bfloat16"

@@ -1,0 +1,181 @@
+"""Which way weights take to a server, and what is said when a process group cannot be formed or breaks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.engines.vllm import weight_transport as transports
+from groupgrad.engines.vllm.http import LEFT, Address, ServerGone, ServerRefused
+from groupgrad.engines.vllm.weight_group import DeviceBucket, GroupBroken
+from groupgrad.engines.vllm.weight_transport import (
+    GlooTransport,
+    HttpTransport,
+    NcclTransport,
+    SharedMemoryTransport,
+    can_meet,
+    choose_transport,
+)
+
+SERVER = Address.of(port=9)
+GPU = {"device": "GPU-a", "nccl": [2, 27]}
+
+
+def worker(rank: int = 0, device: str | None = "GPU-b", nccl: Any = (2, 27)) -> dict[str, Any]:
+    return {"rank": rank, "device": device, "nccl": None if nccl is None else list(nccl)}
+
+
+@pytest.mark.parametrize(
+    ("ours", "workers", "expected"),
+    [
+        (GPU, [worker()], True),
+        (GPU, [worker(1, "GPU-c"), worker(0)], True),
+        # NCCL connects no GPU with itself, and no CPU.
+        (GPU, [worker(device="GPU-a")], False),
+        (GPU, [worker(device=None, nccl=None)], False),
+        ({"device": None, "nccl": None}, [worker()], False),
+        (GPU, [worker(nccl=(2, 21))], False),
+        # Several engines behind one server number their workers alike.
+        (GPU, [worker(0), worker(0, "GPU-c")], False),
+    ],
+)
+def test_who_can_meet_over_nccl(ours: dict[str, Any], workers: list[dict[str, Any]], expected: bool) -> None:
+    assert can_meet(ours, workers) is expected
+
+
+class Answers:
+    """A server's answers by route."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any):
+        self.answers: dict[str, Any] = {"devices": {"workers": [worker()]}, "reads": {"reads": True}, **answers}
+        self.asked: list[str] = []
+        monkeypatch.setattr(transports, "call", self._call)
+        monkeypatch.setattr(transports, "describe", lambda device: GPU)
+
+    def _call(self, address: Address, name: str, body: Any = None, *, query: Any = None, timeout_s: float) -> Any:
+        self.asked.append(name)
+        answer = self.answers.get(name, {})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer() if callable(answer) else answer
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_policy_on_a_gpu_meets_a_server_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    Answers(monkeypatch)
+    met: list[Address] = []
+    monkeypatch.setattr(NcclTransport, "meet", lambda self, address, *, timeout_s: met.append(address))
+    assert isinstance(choose_transport(SERVER, timeout_s=1.0, device=CUDA), NcclTransport) and met == [SERVER]
+
+
+def test_a_group_that_cannot_be_formed_is_a_warning_and_another_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Answers(monkeypatch, open=ServerRefused(500, "port 51216 is taken"))
+    with caplog.at_level(logging.WARNING):
+        found = choose_transport(SERVER, timeout_s=1.0, device=CUDA)
+    assert type(found) is SharedMemoryTransport
+    assert "without NCCL, which is slower: the server says: port 51216 is taken" in caplog.text
+
+
+@pytest.mark.parametrize(("reads", "kind"), [(True, SharedMemoryTransport), (False, HttpTransport)])
+def test_a_policy_on_a_cpu_never_asks_for_devices(reads: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(monkeypatch, reads={"reads": reads})
+    assert type(choose_transport(SERVER, timeout_s=1.0, device=torch.device("cpu"))) is kind
+    assert answers.asked == ["reads"]
+
+
+def test_a_worker_that_cannot_join_is_no_reason_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Answers(monkeypatch, join=ServerRefused(500, "rank 1 of 2 met nobody"))
+    monkeypatch.setattr(transports, "open_store", lambda *where, **options: time.sleep(5.0))
+    started = time.monotonic()
+    with pytest.raises(GroupBroken, match="here: still waiting; the server: rank 1 of 2 met nobody"):
+        GlooTransport().meet(SERVER, timeout_s=30.0)
+    assert time.monotonic() - started < 3.0
+
+
+class Group:
+    """In place of a process group: sends when it may."""
+
+    def __init__(self, story: str | None = None):
+        self._story, self.closed = story, False
+
+    def send(self, data: torch.Tensor, problem: Any) -> None:
+        deadline = time.monotonic() + 2.0
+        while problem() is None and time.monotonic() < deadline and self._story is None:
+            time.sleep(0.01)
+        if self._story is not None:
+            raise GroupBroken(self._story)
+        if problem() is not None:
+            raise problem()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+BUCKET = DeviceBucket(0, 0, 1, torch.zeros(64, dtype=torch.uint8), 0)
+
+
+def joined(group: Group) -> GlooTransport:
+    transport = GlooTransport()
+    transport._group, transport._address = group, SERVER  # type: ignore[assignment]
+    return transport
+
+
+@pytest.mark.parametrize("error", [ServerGone("it is not there"), ServerRefused(409, "another push is under way")])
+def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers(monkeypatch, bucket=error)
+    group = Group()
+    with pytest.raises(type(error), match=str(error)):
+        joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
+    assert group.closed and answers.asked[-1] == "leave"
+
+
+def test_workers_that_another_trainer_has_met_since_are_a_broken_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answer may come before the group notices that it is gone."""
+    answers = Answers(monkeypatch, bucket=ServerRefused(LEFT, "this worker is in the process group None"))
+    group = Group()
+    with pytest.raises(GroupBroken, match=r"64 bytes .* the server says: this worker is in the process group None"):
+        joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
+    assert group.closed and answers.asked[-1] == "leave"
+
+
+def test_a_group_that_breaks_tells_both_stories(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = threading.Event()
+
+    def refuse() -> Any:
+        said.set()
+        raise ServerRefused(500, "GroupBroken: 64 bytes did not come")
+
+    Answers(monkeypatch, bucket=refuse)
+    group = Group("64 bytes were not sent: connection reset")
+    waiting = group.send
+
+    def send(data: torch.Tensor, problem: Any) -> None:
+        said.wait(2.0)
+        time.sleep(0.1)
+        waiting(data, problem)
+
+    group.send = send  # type: ignore[method-assign]
+    with pytest.raises(GroupBroken, match="connection reset; the server says: GroupBroken: 64 bytes did not come"):
+        joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
+
+
+def test_a_server_that_does_not_say_whether_it_loaded_is_not_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Answers(monkeypatch, bucket=lambda: time.sleep(3.0))
+    group = Group()
+    monkeypatch.setattr(Group, "send", lambda self, data, problem: None)
+    with pytest.raises(GroupBroken, match=r"did not say within 0\.2 s that it has loaded"):
+        joined(group).send(SERVER, "0-a", BUCKET, timeout_s=0.2)
+    assert group.closed

@@ -1,0 +1,301 @@
+"""Linear layers, norms and gates of many tokens: numbers of float64, gradients, the same bits whatever is beside."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native.cpp_step import CompiledStep
+from groupgrad.kernels.layers import gated, linear, norm
+
+HALF_UNIT = 2.0**-24
+"""What rounding a number to float32 once changes it by at most, relatively."""
+INF, NAN = math.inf, math.nan
+
+
+def off_by(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the number that is expected."""
+    return float(((found.double() - expected).abs() / expected.abs()).max())
+
+
+def gradients(compute: Callable[..., torch.Tensor], inputs: list[Any], pull: torch.Tensor) -> list[torch.Tensor]:
+    """Of each input, where that of the output is `pull`."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    return list(torch.autograd.grad(compute(*leaves), leaves, pull))
+
+
+def assert_gradients(
+    compute: Callable[..., torch.Tensor], exact: Callable[..., torch.Tensor], inputs: list[Any], within: float = 2e-6
+) -> None:
+    """Gradients of `compute` are those of `exact` in float64 but for a small part of the largest."""
+    pull = torch.randn_like(compute(*inputs))
+    found = gradients(compute, inputs, pull)
+    expected = gradients(exact, [x.double() for x in inputs], pull.double())
+    for number, (grad, want) in enumerate(zip(found, expected)):
+        assert grad.dtype == torch.float32 and grad.shape == want.shape
+        torch.testing.assert_close(
+            grad.double(), want, rtol=1e-5, atol=within * float(want.abs().max()), msg=lambda m, n=number: f"{n}: {m}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ linear
+
+
+@pytest.mark.parametrize(("width", "outputs"), [(1, 3), (20, 50), (37, 29), (200, 97), (515, 33)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_row_alone_gets_the_same_numbers_as_among_others(
+    width: int, outputs: int, has_bias: bool, kernels: ctypes.CDLL, threads: Callable[[int], None]
+):
+    torch.manual_seed(width)
+    inputs, weight = torch.randn(300, width), torch.randn(outputs, width)
+    bias = torch.randn(outputs) if has_bias else None
+    threads(1)
+    alone = torch.stack([linear(kernels, row, weight, bias) for row in inputs])
+    expected = nn.functional.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=2e-7 * width)
+    for rows in (1, 2, 3, 7, 8, 9, 16, 31, 64, 65, 130, 300):
+        threads(1 + rows % 3)
+        for first in (0, 300 - rows):
+            found = linear(kernels, inputs[first : first + rows], weight, bias)
+            assert torch.equal(found, alone[first : first + rows]), rows
+
+
+def test_rows_are_alike_over_chunks_of_them(kernels: ctypes.CDLL, threads: Callable[[int], None]):
+    # So wide that 64 rows are a chunk, and so narrow that they are many.
+    torch.manual_seed(0)
+    for width, rows in ((5000, 150), (3, 100_000)):
+        inputs, weight = torch.randn(rows, width), torch.randn(7, width)
+        threads(3)
+        found = linear(kernels, inputs, weight)
+        threads(1)
+        for at in (0, 63, 64, 65, 127, 128, rows - 1):
+            assert torch.equal(found[at], linear(kernels, inputs[at], weight)), (width, at)
+        torch.testing.assert_close(found.double(), inputs.double() @ weight.double().T, rtol=1e-5, atol=1e-3)
+
+
+def test_inputs_may_lie_anyhow(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    inputs, weight, bias = torch.randn(2, 5, 3, 37), torch.randn(29, 37), torch.randn(29)
+    expected = linear(kernels, inputs, weight, bias)
+    assert expected.shape == (2, 5, 3, 29)
+    moved = inputs.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+    wide = torch.randn(2, 5, 3, 80)[..., 1:75:2].copy_(inputs)
+    tall = weight.T.contiguous().T
+    every_second = torch.stack([bias, -bias], dim=1).flatten()[::2]
+    assert not any(x.is_contiguous() for x in (moved, wide, tall, every_second))
+    assert torch.equal(linear(kernels, moved, tall, every_second), expected)
+    assert torch.equal(linear(kernels, wide, weight, bias), expected)
+    assert torch.equal(linear(kernels, inputs[:1].expand(4, -1, -1, -1), weight, bias)[3], expected[0])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (70,), (2, 9)])
+def test_gradients_of_products_are_those_of_float64(shape: tuple[int, ...], kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    inputs = [torch.randn(*shape, 37), torch.randn(29, 37), torch.randn(29)]
+    assert_gradients(lambda *x: linear(kernels, *x), nn.functional.linear, inputs)
+    assert_gradients(lambda *x: linear(kernels, *x), nn.functional.linear, inputs[:2])
+
+
+def test_no_rows_have_gradients_too(kernels: ctypes.CDLL):
+    inputs = [torch.randn(0, 37), torch.randn(29, 37), torch.randn(29)]
+    of_input, of_weight, of_bias = gradients(lambda *x: linear(kernels, *x), inputs, torch.randn(0, 29))
+    assert of_input.shape == (0, 37) and not of_weight.any() and not of_bias.any()
+    (of_input,) = gradients(lambda x: norm(kernels, x, torch.ones(37), 1e-6), inputs[:1], torch.randn(0, 37))
+    assert of_input.shape == (0, 37)
+    (of_gate, _) = gradients(lambda *x: gated(kernels, *x), [inputs[0]] * 2, torch.randn(0, 37))
+    assert of_gate.shape == (0, 37)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_only_what_needs_a_gradient_gets_one(wanted: tuple[int, ...], kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    tensors = [torch.randn(6, 37), torch.randn(29, 37), torch.randn(29)]
+    everything = gradients(lambda *x: linear(kernels, *x), tensors, torch.ones(6, 29))
+    for number in wanted:
+        tensors[number].requires_grad_()
+    linear(kernels, *tensors).sum().backward()
+    for number, (tensor, grad) in enumerate(zip(tensors, everything)):
+        assert (tensor.grad is not None) == (number in wanted)
+        assert tensor.grad is None or torch.equal(tensor.grad, grad)
+
+
+def test_a_frozen_weight_keeps_no_inputs(kernels: ctypes.CDLL):
+    inputs, weight = torch.randn(6, 37, requires_grad=True), torch.randn(29, 37)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        linear(kernels, inputs, weight, torch.randn(29, requires_grad=True))
+        assert [x.data_ptr() for x in kept] == [weight.data_ptr()]
+        kept.clear()
+        linear(kernels, inputs.detach(), weight.requires_grad_())
+        assert [x.data_ptr() for x in kept] == [inputs.data_ptr()]
+        kept.clear()
+        with torch.no_grad():
+            assert not linear(kernels, inputs, weight).requires_grad
+        assert not kept
+
+
+def test_numbers_that_are_none_stay_in_their_rows(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(20, 37), torch.randn(29, 37)
+    plain = linear(kernels, inputs, weight)
+    inputs[3, 5], inputs[11, 0] = NAN, INF
+    found = linear(kernels, inputs, weight)
+    assert found[3].isnan().all() and found[11].isinf().all()
+    others = [i for i in range(20) if i not in (3, 11)]
+    assert torch.equal(found[others], plain[others])
+
+
+# ------------------------------------------------------------------------------------------------ norms
+
+
+def exact_norm(input: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-5) -> torch.Tensor:
+    return weight.double() * (input / (input.square().mean(-1, keepdim=True) + epsilon).sqrt())
+
+
+@pytest.mark.parametrize("width", [*range(1, 41), 128, 1000])
+def test_norms_are_rounded_once_and_have_their_gradients(width: int, kernels: ctypes.CDLL):
+    torch.manual_seed(width)
+    inputs = torch.randn(2, 9, width) * torch.logspace(-2, 4, 9)[:, None]
+    weight = torch.empty(width).uniform_(0.5, 2.0)
+    found = norm(kernels, inputs, weight, 1e-5)
+    assert off_by(found, exact_norm(inputs.double(), weight)) <= 1.01 * HALF_UNIT
+    alone = torch.stack([norm(kernels, row, weight, 1e-5) for row in inputs.flatten(0, 1)])
+    assert torch.equal(found.flatten(0, 1), alone)
+    # With a small epsilon a norm of one number is its sign, whose gradient is all rounding.
+    exact = lambda x, w: exact_norm(x, w, 0.25)  # noqa: E731
+    assert_gradients(lambda x, w: norm(kernels, x, w, 0.25), exact, [torch.randn(5, 3, width), weight])
+
+
+def test_long_inputs_are_shared_among_threads(kernels: ctypes.CDLL, threads: Callable[[int], None]):
+    torch.manual_seed(0)
+    inputs, weight, pull = torch.randn(900, 40), torch.randn(40), torch.randn(900, 40)
+    computed = []
+    for number in (1, 3):
+        threads(number)
+        normal = lambda x, w: norm(kernels, x, w, 1e-5)  # noqa: E731
+        of_norm = gradients(normal, [inputs, weight], pull)
+        gate = lambda x, y: gated(kernels, x, y)  # noqa: E731
+        of_gate = gradients(gate, [inputs, pull], pull)
+        computed.append([normal(inputs, weight), of_norm[0], gate(inputs, pull), *of_gate, of_norm[1]])
+    *same, (one, other) = zip(*computed)
+    assert all(torch.equal(a, b) for a, b in same)
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)  # a sum over rows
+
+
+def test_norms_take_inputs_that_lie_anyhow_and_frozen_weights(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(4, 7, 10), torch.randn(10)
+    expected = norm(kernels, inputs, weight, 1e-6)
+    moved = inputs.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    found = norm(kernels, moved, torch.stack([weight, weight], dim=1)[:, 0], 1e-6)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    (grad,) = gradients(lambda x: norm(kernels, x, weight, 1e-6), [inputs], torch.ones(4, 7, 10))
+    assert moved.grad is not None and torch.equal(moved.grad, grad)
+
+
+@pytest.mark.parametrize("width", [24, 53, 75])
+@torch.no_grad()
+def test_norms_of_a_decode_step_are_the_same(width: int, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
+    # Layers that add nothing, and a head that gives each number of the last norm as a logit.
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "vocab_size": width,
+        "hidden_size": width,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**config)).eval()
+    layer, head = model.model.layers[0], model.lm_head
+    for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+        weight.zero_()
+    head.weight.copy_(torch.eye(width))
+    model.model.embed_tokens.weight.normal_()
+    model.model.norm.weight.uniform_(0.5, 2.0)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    step, sampled = CompiledStep.__call__, CompiledStep.sample
+
+    def watched(self: Any, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append((tokens.clone(), step(self, tokens, *others).clone()))
+        return seen[-1][1]
+
+    def one_by_one(self: Any, tokens: torch.Tensor, positions: torch.Tensor, *others: Any) -> torch.Tensor:
+        watched(self, tokens, positions)
+        return sampled(self, tokens, positions, *others)
+
+    monkeypatch.setattr(CompiledStep, "__call__", watched)
+    monkeypatch.setattr(CompiledStep, "sample", one_by_one)
+    NativeEngine(model).sample([Request([3 + i % 4], i, 9) for i in range(21)], SamplingOptions(max_new_tokens=9))
+    assert sum(len(tokens) for tokens, _ in seen) >= 21
+    for tokens, logits in seen:
+        hidden = model.model.embed_tokens.weight[tokens]
+        assert torch.equal(logits, norm(kernels, hidden, model.model.norm.weight, model.model.norm.variance_epsilon))
+
+
+# ------------------------------------------------------------------------------------------------ gates
+
+
+def exact_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (16,), (33, 50), (3, 4, 1400)])
+def test_gates_and_their_gradients_are_those_of_float64(shape: tuple[int, ...], kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    gate, up = 6 * torch.randn(shape), torch.randn(shape)
+    found = gated(kernels, gate, up)
+    assert off_by(found, exact_gated(gate.double(), up.double())) <= 10 * HALF_UNIT
+    alone = torch.cat([gated(kernels, a, b) for a, b in zip(gate.flatten()[:40].split(1), up.flatten()[:40].split(1))])
+    assert torch.equal(found.flatten()[:40], alone)
+    assert_gradients(lambda *x: gated(kernels, *x), exact_gated, [gate, up])
+
+
+def test_gates_take_inputs_that_lie_anyhow(kernels: ctypes.CDLL):
+    gate, up = torch.randn(9, 20), torch.randn(20, 9)
+    expected = gated(kernels, gate, up.T.contiguous())
+    assert torch.equal(gated(kernels, gate, up.T), expected)
+    assert torch.equal(gated(kernels, gate.T.contiguous().T, up.T), expected)
+
+
+@pytest.mark.parametrize("place", [0, 15, 16, 20])
+def test_extreme_gates(place: int, kernels: ctypes.CDLL):
+    for value in (100.0, 88.5, 1e4, 1e38, INF, -80.0, -87.5, -88.5, -100.0, -1e4, -1e20, 0.0, -0.0, 1e-40):
+        gate, up = torch.ones(21), torch.full((21,), 1.5)
+        gate[place] = value
+        found = gated(kernels, gate, up)
+        rest = torch.ones(21).bool()
+        rest[place] = False
+        assert (found[rest] == gated(kernels, torch.ones(1), up[:1])).all()
+        expected = value * 1.5 if value > 80 else value / (1 + math.exp(min(-value, 700.0))) * 1.5
+        assert float(found[place]) == pytest.approx(expected, rel=1e-6, abs=1e-17), value
+        if math.isfinite(value):
+            of_gate, of_up = gradients(lambda *x: gated(kernels, *x), [gate, up], torch.ones(21))
+            slope = 1.5 if value > 80 else 0.75 if abs(value) < 1 else 0.0
+            assert float(of_gate[place]) == pytest.approx(slope, abs=1e-6), value
+            assert float(of_up[place]) == pytest.approx(expected / 1.5, rel=1e-6, abs=1e-17)
+
+
+def test_gates_that_are_no_numbers_stay_so(kernels: ctypes.CDLL):
+    gate, up = torch.tensor([NAN, 1.0, 2.0, INF]), torch.tensor([1.0, NAN, 2.0, 0.0])
+    found = gated(kernels, gate, up)
+    assert found.isnan().tolist() == [True, True, False, True]
+    of_gate, of_up = gradients(lambda *x: gated(kernels, *x), [gate, up], torch.ones(4))
+    assert of_gate.isnan()[:3].tolist() == [True, True, False] and of_up.isnan()[:3].tolist() == [True, False, False]

@@ -1,0 +1,402 @@
+"""Flex attention: when it is used, what takes over when it fails, and, on a GPU, its numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from groupgrad.batch import Batch
+from groupgrad.modeling.scoring import flex_attention as flex
+from groupgrad.modeling.scoring import layout as layout_module
+from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.flex_attention import attend_flex, is_usable
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.modeling.scoring.layout import FlatLayout, flat_layout
+from groupgrad.modeling.self_check import batch_of
+
+CPU = torch.device("cpu")
+TRIED = flex._TRIED_TOKENS
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch):
+    """What other tests found out does not count, nor what these do."""
+    monkeypatch.setattr(flex._State, "failed", False)
+    monkeypatch.setattr(flex._State, "tried", set())
+
+
+def ragged_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48) -> Batch:
+    """Prompts of these lengths and rows of (prompt, length), of random tokens."""
+    stream = torch.Generator().manual_seed(0)
+    lengths = [*prompts, *(length for _, length in rows)]
+    ids = [torch.randint(3, vocab, (length,), generator=stream).tolist() for length in lengths]
+    return batch_of(ids[: len(prompts)], [prompt for prompt, _ in rows], ids[len(prompts) :])
+
+
+def laid(num_tokens: int = 17) -> FlatLayout:
+    """Two prompts with rows behind them: `num_tokens` of at least 17."""
+    flat = flat_layout(ragged_batch([3, 5], [(0, 6), (1, 2), (0, num_tokens - 13)]))
+    assert len(flat.ids) == num_tokens
+    return flat
+
+
+def heads(num_tokens: int = 17, query_heads: int = 4, key_heads: int = 2, width: int = 16, **options: Any) -> Any:
+    """Queries, keys and values as a model's layers give them: in memory a token's heads lie side by side."""
+    stream = torch.Generator(options.get("device", "cpu")).manual_seed(0)
+    counts = (query_heads, key_heads, key_heads)
+    made = [torch.randn(num_tokens, count, width, generator=stream, **options) for count in counts]
+    return [x.transpose(0, 1) for x in made]
+
+
+class Scripted:
+    """Stands for the compiled functions: a masked softmax that fails where its script says so.
+
+    `calls` keeps the tokens of each call and whether it had a gradient, `backwards` the tokens of each backward pass.
+    """
+
+    def __init__(self, forward: BaseException | None = None, backward: BaseException | None = None):
+        self.forward, self.backward = forward, backward
+        self.calls: list[tuple[int, bool]] = []
+        self.backwards: list[int] = []
+
+    def kernels(self, _device: torch.device) -> flex._Kernels:
+        return flex._Kernels(self.attend, self.make_mask, differentiable=True)
+
+    @staticmethod
+    def make_mask(rule: Any, size: int, device: torch.device) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        places = torch.arange(size, device=device)
+        return rule(0, 0, places[:, None], places)
+
+    def attend(self, query: Any, key: Any, value: Any, mask: Any, scale: float, score_mod: Any) -> torch.Tensor:
+        assert not torch.is_autocast_enabled("cpu")
+        if self.forward is not None:
+            raise self.forward
+        self.calls.append((query.shape[2], torch.is_grad_enabled() and query.requires_grad))
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = scale * query @ key.transpose(2, 3)
+        if score_mod is not None:
+            scores = score_mod(scores, 0, 0, 0, 0)
+        output = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
+        if output.requires_grad:
+            output.register_hook(self.go_back)
+        return output
+
+    def go_back(self, gradient: torch.Tensor) -> None:
+        self.backwards.append(gradient.shape[2])
+        if self.backward is not None:
+            raise self.backward
+
+
+@pytest.fixture
+def scripted(monkeypatch) -> Callable[..., Scripted]:
+    """Makes `Scripted` functions those of every device, and flex attention usable for every call."""
+
+    def make(**script: Any) -> Scripted:
+        made = Scripted(**script)
+        monkeypatch.setattr(flex, "_kernels", made.kernels)
+        monkeypatch.setattr(layout_module, "is_usable", lambda *_: not flex._State.failed)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_it_is_the_same_function(window, softcap):
+    """What a GPU compiles, run here as it is written; its gradients exist on GPUs alone."""
+    flat, inputs = laid(), heads()
+    call = AttentionCall(layer=0, scale=0.3, softcap=softcap, window=window)
+    found = attend_flex(*inputs, flat.plan._places[CPU], call)
+    assert found is not None
+    torch.testing.assert_close(found, flat.plan.attend(*inputs, call), rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------ when it is used
+
+
+def test_what_is_known_to_be_refused_is_not_tried():
+    def usable(num_tokens: int = 300, width: int = 64, value_width: int = 64, **options: Any) -> bool:
+        sinks = options.pop("sinks", None)
+        options = {"device": "cuda", "dtype": torch.bfloat16, **options}
+        with FakeTensorMode():
+            query, value = (
+                torch.empty(4, num_tokens, width, **options),
+                torch.empty(2, num_tokens, value_width, **options),
+            )
+            return is_usable(query, value, AttentionCall(0, 1.0, sinks=sinks))
+
+    assert usable()
+    assert usable(129)
+    assert not usable(128)
+    assert usable(width=80, value_width=96)
+    assert usable(width=16, value_width=16)
+    assert not usable(width=8)
+    assert not usable(value_width=15)
+    assert usable(dtype=torch.float16)
+    assert not usable(dtype=torch.float32)
+    assert not usable(device="cpu")
+    assert not usable(sinks=torch.zeros(4))
+    flex._State.failed = True
+    assert not usable()
+
+
+def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
+    """They take the matrix products, and nothing is said to have failed."""
+    made = scripted()
+    monkeypatch.setattr(layout_module, "is_usable", is_usable)
+    laid().plan.attend(*heads(width=8), AttentionCall(0, 1.0))
+    assert (made.calls, flex._State.failed) == ([], False)
+
+
+# ------------------------------------------------------------------------------------ the call before all others
+
+
+def test_a_small_call_goes_first_forward_and_backward(scripted):
+    made, places, call = scripted(), laid().plan._places[CPU], AttentionCall(0, 0.3)
+    with torch.no_grad():
+        for _ in range(2):
+            assert attend_flex(*heads(), places, call) is not None
+    assert made.calls == [(TRIED, True), (17, False), (17, False)]
+    assert made.backwards == [TRIED]
+
+
+def test_each_kind_of_call_is_tried_once(scripted):
+    made, places = scripted(), laid().plan._places[CPU]
+    plain, windowed = AttentionCall(0, 0.3), AttentionCall(1, 0.3, window=4)
+    for call in (plain, windowed, plain, AttentionCall(2, 0.3, window=9), AttentionCall(3, 0.3, softcap=3.0)):
+        attend_flex(*heads(), places, call)
+    assert len(made.backwards) == 3
+    for inputs in (heads(width=32), heads(key_heads=1), heads(dtype=torch.float64)):
+        attend_flex(*inputs, places, plain)
+    assert len(made.backwards) == 6
+
+
+def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog):
+    made = scripted(backward=RuntimeError("no kernel image"))
+    flat, call = laid(), AttentionCall(0, 0.3)
+    inputs = [x.requires_grad_() for x in heads()]
+    for _ in range(2):
+        found = flat.plan.attend(*inputs, call)
+        gradients = torch.autograd.grad(found.square().sum(), inputs)
+    assert made.calls == [(TRIED, True)]
+    assert caplog.text.count("flex attention cannot run here (RuntimeError: no kernel image)") == 1
+    expected = laid().plan.attend(*inputs, call)
+    assert torch.equal(found, expected)
+    for gradient, want in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs)):
+        assert torch.equal(gradient, want)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_an_error(scripted, monkeypatch, caplog, number):
+    made = scripted()
+    monkeypatch.setattr(made, "attend", lambda query, key, value, *_: number * (query + key.sum() + value.sum()))
+    assert attend_flex(*heads(), laid().plan._places[CPU], AttentionCall(0, 0.3)) is None
+    assert "equal tokens that are not finite" in caplog.text
+
+
+def test_without_its_kernel_matrix_products_do(scripted, caplog):
+    flat, inputs, call = laid(), heads(), AttentionCall(0, 1.0)
+    expected = flat.plan.attend(*inputs, call)
+    scripted(forward=ZeroDivisionError("such a kernel"))
+    for _ in range(2):
+        assert torch.equal(flat.plan.attend(*inputs, call), expected)
+    assert caplog.text.count("flex attention cannot run here (ZeroDivisionError: such a kernel)") == 1
+
+
+SHORTAGES = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", SHORTAGES)
+def test_a_shortage_of_memory_is_the_callers(scripted, where, error):
+    scripted(**{where: error})
+    with pytest.raises(type(error), match="out of memory"):
+        attend_flex(*heads(), laid().plan._places[CPU], AttentionCall(0, 0.3))
+    assert not flex._State.failed
+    assert not flex._State.tried
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_are_computed_again_do_not_see_the_trial(scripted, use_reentrant):
+    """Checkpointing counts the tensors that a layer saves, and wants as many the second time."""
+    made, flat, call = scripted(), laid(), AttentionCall(0, 0.3)
+    inputs = [x.requires_grad_() for x in heads()]
+
+    def layer(*x: torch.Tensor) -> torch.Tensor:
+        return flat.plan.attend(x[0], x[1], x[2], call).square()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = checkpoint(layer, *inputs, use_reentrant=use_reentrant)
+    found.sum().backward()
+    assert made.backwards == [TRIED, 17]
+    for x, want in zip(inputs, torch.autograd.grad(layer(*inputs).sum(), inputs)):
+        torch.testing.assert_close(x.grad, want)
+
+
+def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
+    made, flat = scripted(), laid()
+    inputs, sizes = [x.requires_grad_() for x in heads()], set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.add(x.shape), lambda x: x):
+        flat.plan.attend(*inputs, AttentionCall(0, 0.3))
+    assert made.backwards == [TRIED]
+    assert sizes
+    assert not any(TRIED in size for size in sizes)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_is_tried_with_gradients_in_any_mode(scripted, mode):
+    made = scripted()
+    with mode():
+        laid().plan.attend(*heads(), AttentionCall(0, 0.3))
+    assert made.backwards == [TRIED]
+    assert not flex._State.failed
+
+
+# ------------------------------------------------------------------------------------ what is compiled
+
+
+class Recording:
+    """A compiler that runs what it is given as it is, and keeps it."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _examples: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def attentions(self) -> list[Any]:
+        """The nodes of flex attention itself."""
+        return [node for graph in self.graphs for node in graph.graph.nodes if "flex_attention" in str(node.target)]
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """The functions as they are compiled for a GPU, by a recording compiler."""
+    torch._dynamo.reset()
+    made = Recording()
+    kernels = flex._compiled.__wrapped__(made)
+    monkeypatch.setattr(flex, "_kernels", lambda _: kernels)
+    yield made
+    torch._dynamo.reset()
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_few_variants_do_for_all_lengths_and_windows(recording):
+    """One with a window and one without, and twice as many with gradients; never the kernel for short inputs.
+
+    That torch allows one by itself does not matter.
+    """
+    seen = []
+    for with_gradient, window, num_tokens in itertools.product((False, True), (None, 3, 9), (300, 141)):
+        places, call = laid(num_tokens).plan._places[CPU], AttentionCall(0, 0.3, window=window)
+        with torch.set_grad_enabled(with_gradient):
+            found = flex._attend(*heads(num_tokens), places, call)
+        assert found.shape == (num_tokens, 4, 16)
+        seen.append(len(recording.graphs))
+    assert seen == [2, 2, 4, 4, 4, 4, 5, 5, 6, 6, 6, 6]
+    assert len(recording.attentions()) == 4
+    assert all(node.args[6]["FORCE_USE_FLEX_ATTENTION"] is True for node in recording.attentions())
+
+
+def test_a_soft_cap_is_part_of_the_kernel(recording):
+    """Left variable it is a number on the CPU, for which torch makes no kernel."""
+    places, call = laid(141).plan._places[CPU], AttentionCall(0, 0.3, softcap=30.0)
+    with torch.no_grad():
+        flex._attend(*heads(141), places, call)
+    inputs = [node.meta["example_value"] for node in recording.graphs[-1].graph.nodes if node.op == "placeholder"]
+    floats = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    assert [x.dim() for x in floats] == [4, 4, 4]
+
+
+def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
+    """Nothing is left to compile in the first step. Gradients, which torch grants to GPUs alone, are had as written."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    inputs, places = [x.requires_grad_() for x in heads(300)], laid(300).plan._places[CPU]
+    flex._try_once(*inputs, AttentionCall(0, 0.3))
+    assert len(recording.graphs) == 2
+    expected = laid(300).plan.attend(*inputs, AttentionCall(0, 0.3))
+    found = attend_flex(*inputs, places, AttentionCall(0, 0.3))
+    assert found is not None
+    assert len(recording.graphs) == 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for x, want in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))):
+        torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["stance", "limit"])
+def test_where_torch_does_not_compile_matrix_products_do(recording, monkeypatch, caplog, how):
+    """It would run the function as it is written, with all pairs of tokens in memory, and say nothing."""
+    monkeypatch.setattr(flex, "_try_once", lambda *_: None)
+    flat, call = laid(141), AttentionCall(0, 0.3)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        if how == "stance":
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        else:
+            monkeypatch.setattr(flex, "_VARIANTS", 1)
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=1))
+            assert attend_flex(*heads(141), flat.plan._places[CPU], call) is not None
+        assert attend_flex(*heads(141, query_heads=2), flat.plan._places[CPU], call) is None
+    assert "flex attention cannot run here" in caplog.text
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [40, 300])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (20, 3.0)])
+def test_the_compiled_kernel_gives_the_numbers_of_matrix_products(num_tokens, window, softcap):
+    """Four query heads to a key, in bfloat16 against float32; shorter and longer than a tile."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    flat, call = laid(num_tokens), AttentionCall(0, 0.125, softcap=softcap, window=window)
+    exact = heads(num_tokens, 8, 2, 64, device="cuda")
+    half = [x.bfloat16().requires_grad_() for x in exact]
+    exact = [x.detach().float().requires_grad_() for x in half]
+    expected = flat.plan.attend(*exact, call)
+    found = attend_flex(*half, flat.plan._places[CPU].to(torch.device("cuda")), call)
+    assert found is not None
+    weights = torch.randn(expected.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    wanted = torch.autograd.grad((expected * weights).sum(), exact)
+    gradients = torch.autograd.grad((found * weights).sum(), half)
+    for x, want in zip((found.detach(), *gradients), (expected.detach(), *wanted)):
+        assert float((x - want).norm() / want.norm()) < 0.03
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+DENSE = ForwardOptions(layout="dense", tiled_head=False, entropy_gradient=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [{}, WINDOW], ids=["all", "window"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_on_a_gpu_gives_the_dense_numbers_in_bfloat16(make_model, window, checkpointing):
+    """Four query heads to a key; the layers behind the first have the window."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 1}
+    model = make_model(**sizes, **window).cuda().bfloat16().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = ragged_batch([40, 130], [(0, 60), (1, 20), (0, 4), (1, 200)]).to("cuda")
+    gradients = []
+    for way in (DENSE, ForwardOptions()):
+        model.zero_grad()
+        scores = score_tokens(model, batch, way)
+        scores.logprobs.sum().backward()
+        gradients.append((scores.logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]).float()))
+    assert not flex._State.failed
+    assert {kind.has_window for kind in flex._State.tried} == ({False, True} if window else {False})
+    assert float((gradients[1][0] - gradients[0][0]).abs().mean()) < 0.02
+    assert float((gradients[1][1] - gradients[0][1]).norm() / gradients[0][1].norm()) < 0.05

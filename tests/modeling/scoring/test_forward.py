@@ -1,0 +1,347 @@
+"""Scores of ragged batches equal those of plain, unpadded forward passes, one a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from unordered import UnorderedSums
+
+from groupgrad.modeling.scoring.forward import (
+    ForwardOptions,
+    evaluation_mode,
+    output_head,
+    score_tokens,
+    score_without_gradient,
+    unwrap,
+)
+
+TOLERANCE: dict[str, float] = {"rtol": 0, "atol": 1e-5}
+
+
+def plain(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies in float64."""
+    distribution = torch.log_softmax(logits.double() / temperature, -1)
+    logprobs = distribution.gather(-1, tokens[:, None]).squeeze(-1)
+    return logprobs.float(), -(distribution.exp() * distribution).sum(-1).float()
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found)}
+
+
+def assert_same_gradients(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    scale = max(float(value.abs().max()) for value in second.values())
+    assert scale > 1e-3
+    for name, value in second.items():
+        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5 * max(scale, 1.0), msg=name)
+
+
+def test_every_architecture_scores_as_row_by_row(any_model, batch, row_logits):
+    logprobs, entropy = plain(row_logits(any_model, batch), batch.completion_ids)
+    assert float(logprobs.detach().std()) > 0.05
+    scores = score_tokens(any_model, batch, ForwardOptions())
+    torch.testing.assert_close(scores.logprobs, logprobs, **TOLERANCE)
+    torch.testing.assert_close(scores.entropy, entropy, **TOLERANCE)
+    assert scores.logprobs.shape == scores.entropy.shape == (batch.num_tokens,)
+    assert scores.aux_loss is None
+
+
+def test_every_architecture_has_the_gradients_of_row_by_row(any_model, batch, row_logits):
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    expected = (weights * plain(row_logits(any_model, batch), batch.completion_ids)[0]).sum()
+    scores = score_tokens(any_model, batch, ForwardOptions())
+    assert_same_gradients(gradients(any_model, (weights * scores.logprobs).sum()), gradients(any_model, expected))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations_agree(attention: str, build, batch, row_logits):
+    model = build("mistral (sliding window)", attn_implementation=attention)
+    logprobs, _ = plain(row_logits(model, batch), batch.completion_ids)
+    torch.testing.assert_close(score_tokens(model, batch, ForwardOptions()).logprobs, logprobs, **TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 2.0])
+def test_temperature_divides_the_logits(temperature: float, build, batch, row_logits):
+    model = build("gemma2 (soft caps)")
+    logprobs, entropy = plain(row_logits(model, batch), batch.completion_ids, temperature)
+    scores = score_tokens(model, batch, ForwardOptions(temperature=temperature))
+    torch.testing.assert_close(scores.logprobs, logprobs, **TOLERANCE)
+    torch.testing.assert_close(scores.entropy, entropy, **TOLERANCE)
+
+
+@pytest.mark.parametrize("pad_id", [0, 1, 47])
+def test_what_fills_short_rows_is_never_looked_at(pad_id: int, build, batch):
+    model = build("qwen3")
+    expected = score_tokens(model, batch, ForwardOptions())
+    scores = score_tokens(model, batch, ForwardOptions(pad_id=pad_id))
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=0, atol=0)
+
+
+def test_a_row_scores_the_same_in_any_company(build, make_batch):
+    model = build("qwen3")
+    rows = ((0, [20, 21, 1]), (1, [22, 23, 24, 25, 26, 27, 28]))
+    together = score_tokens(model, make_batch(rows), ForwardOptions()).logprobs
+    swapped = score_tokens(model, make_batch(rows[::-1]), ForwardOptions()).logprobs
+    alone = [score_tokens(model, make_batch((row,)), ForwardOptions()).logprobs for row in rows]
+    torch.testing.assert_close(together, torch.cat(alone), **TOLERANCE)
+    torch.testing.assert_close(swapped, torch.cat(alone[::-1]), **TOLERANCE)
+
+
+def test_entropy_carries_a_gradient_only_if_asked_for(build, batch, row_logits):
+    model = build("qwen3")
+    assert not score_tokens(model, batch, ForwardOptions()).entropy.requires_grad
+    scores = score_tokens(model, batch, ForwardOptions(temperature=0.8, entropy_gradient=True))
+    expected = plain(row_logits(model, batch), batch.completion_ids, 0.8)[1]
+    weights = torch.linspace(0, 1, batch.num_tokens)
+    assert_same_gradients(
+        gradients(model, (weights * scores.entropy).sum()), gradients(model, (weights * expected).sum())
+    )
+
+
+def test_entropies_of_more_tokens_than_one_piece(build, make_batch, row_logits, monkeypatch):
+    monkeypatch.setattr("groupgrad.modeling.scoring.forward.ENTROPY_TOKENS", 3)
+    model, batch = build("qwen3"), make_batch()
+    expected = plain(row_logits(model, batch), batch.completion_ids)[1]
+    torch.testing.assert_close(score_tokens(model, batch, ForwardOptions()).entropy, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [((0, []), (1, [])), ((2, []),)])
+def test_completions_without_a_token(rows: Any, build, make_batch):
+    model = build("qwen3")
+    scores = score_tokens(model, make_batch(rows), ForwardOptions(entropy_gradient=True))
+    assert scores.logprobs.shape == scores.entropy.shape == (0,)
+    assert all(float(g.abs().sum()) == 0.0 for g in gradients(model, scores.logprobs.sum()).values())
+
+
+@pytest.mark.parametrize("rows", [((0, []), (1, [20, 1])), ((1, [20, 1]), (0, []))])
+def test_an_empty_row_first_or_last(rows: Any, build, make_batch, row_logits):
+    model, batch = build("qwen3"), make_batch(rows)
+    expected = plain(row_logits(model, batch), batch.completion_ids)[0]
+    torch.testing.assert_close(score_tokens(model, batch, ForwardOptions()).logprobs, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [((0, [20, 1]), (1, [21])), ((0, [20, 1]), (1, []))])
+def test_logits_are_made_for_completion_tokens_alone(rows: Any, build, make_batch):
+    model, seen = build("qwen3"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    batch = make_batch(rows)
+    score_tokens(model, batch, ForwardOptions(tiled_head=False))
+    assert seen == [(1, batch.num_tokens, 48)]
+
+
+def test_the_tiled_head_gives_the_models_own_head_one_token(build, batch):
+    model, seen = build("qwen3"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    score_tokens(model, batch, ForwardOptions())
+    assert seen == [(1, 1, 48)]
+
+
+def test_the_model_is_left_without_hooks_even_after_an_error(build, batch):
+    model = build("qwen3")
+    score_tokens(model, batch, ForwardOptions())
+    with pytest.raises(IndexError):
+        score_tokens(model, replace(batch, prompt_ids=batch.prompt_ids + 100), ForwardOptions())
+    assert not model.lm_head._forward_pre_hooks
+
+
+def test_half_precision_models_give_float32_scores(build, batch):
+    scores = score_tokens(build("qwen3").to(torch.bfloat16), batch, ForwardOptions(temperature=0.5))
+    assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
+
+
+def load_balancing(model: Any, batch: Any) -> float:
+    """Switch-style loss in plain numbers: experts * sum over experts of (share of choices) * (mean probability)."""
+    chosen, probabilities = [], []
+
+    def note(_module: Any, _inputs: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        probabilities.append(logits.float().softmax(-1) if not _is_distribution(logits) else logits)
+
+    handles = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
+    for i in range(batch.num_rows):
+        q = batch.prompt_of_row[i]
+        prompt = batch.prompt_ids[batch.prompt_offsets[q] : batch.prompt_offsets[q + 1]]
+        completion = batch.completion_ids[batch.offsets[i] : batch.offsets[i + 1]]
+        model(input_ids=torch.cat([prompt, completion])[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    router = torch.cat(probabilities).double()
+    chosen = torch.zeros_like(router).scatter(1, router.topk(2, dim=1).indices, 1.0)
+    return float(4 * (chosen.mean(0) * router.mean(0)).sum())
+
+
+def _is_distribution(values: torch.Tensor) -> bool:
+    return bool((values.sum(-1) - 1).abs().max() < 1e-4 and values.min() >= 0)
+
+
+def test_a_mixture_of_experts_gives_its_balancing_loss_over_true_tokens(build, batch, row_logits):
+    model = build("qwen3-moe")
+    scores = score_tokens(model, batch, ForwardOptions(aux_loss=True))
+    assert scores.aux_loss is not None
+    assert scores.aux_loss.item() == pytest.approx(load_balancing(model, batch), rel=1e-4)
+    assert scores.aux_loss.requires_grad
+    expected = plain(row_logits(model, batch), batch.completion_ids)[0]
+    torch.testing.assert_close(scores.logprobs, expected, **TOLERANCE)
+
+
+def test_an_adapter_is_scored_with_its_base(build, batch, row_logits):
+    peft = pytest.importorskip("peft")
+    model = adapted(
+        build, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    )
+    bare = plain(row_logits(model.get_base_model(), batch), batch.completion_ids)[0]
+    expected = plain(row_logits(model, batch), batch.completion_ids)[0]
+    scores = score_tokens(model, batch, ForwardOptions())
+    torch.testing.assert_close(scores.logprobs, expected, **TOLERANCE)
+    torch.testing.assert_close(scores.logprobs, bare, **TOLERANCE)
+    with model.disable_adapter():
+        off = score_tokens(model, batch, ForwardOptions()).logprobs
+    assert float((off - scores.logprobs).abs().max()) > 1e-3
+    trained = gradients(model, scores.logprobs.sum())
+    assert any("lm_head" in name for name in trained)
+    assert_same_gradients(trained, gradients(model, expected.sum()))
+
+
+HEADS = {
+    "LoRA": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
+    "whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "DoRA": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+}
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_adapted_head_is_tiled_exactly(kind: str, entropy: bool, build, batch):
+    """Log-probs, entropies and every gradient; with the adapter off too. A head with DoRA computes its own logits."""
+    peft = pytest.importorskip("peft")
+    model = adapted(build, peft.LoraConfig(r=4, init_lora_weights=False, **HEADS[kind]))
+    found, expected = (
+        score_tokens(model, batch, ForwardOptions(temperature=0.7, entropy_gradient=entropy, tiled_head=tiled))
+        for tiled in (True, False)
+    )
+    torch.testing.assert_close(found.logprobs, expected.logprobs, **TOLERANCE)
+    torch.testing.assert_close(found.entropy, expected.entropy, **TOLERANCE)
+    losses = [x.logprobs.square().sum() + (x.entropy.sum() if entropy else 0.0) for x in (found, expected)]
+    assert_same_gradients(gradients(model, losses[0]), gradients(model, losses[1]))
+    with model.disable_adapter(), torch.no_grad():
+        found, expected = (score_tokens(model, batch, ForwardOptions(tiled_head=tiled)) for tiled in (True, False))
+    torch.testing.assert_close(found.logprobs, expected.logprobs, **TOLERANCE)
+
+
+def test_dropout_of_an_adapted_head_is_that_of_the_module(build, batch):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
+    model = adapted(build, config).train()
+    scores = []
+    for tiled in (True, False):
+        torch.manual_seed(3)
+        scores.append(score_tokens(model, batch, ForwardOptions(layout="packed", tiled_head=tiled)).logprobs)
+    torch.testing.assert_close(scores[0], scores[1], **TOLERANCE)
+    calm = score_tokens(model.eval(), batch, ForwardOptions()).logprobs
+    assert float((calm - scores[0]).abs().max()) > 1e-3
+
+
+def adapted(build: Any, config: Any) -> Any:
+    import peft
+
+    torch.manual_seed(1)
+    config.task_type = "CAUSAL_LM"
+    return peft.get_peft_model(build("qwen3"), config).eval()
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_do_not_shift_the_scores(kind: str, build, batch, row_logits):
+    peft = pytest.importorskip("peft")
+    model = adapted(build, getattr(peft, kind)(num_virtual_tokens=3))
+    expected = plain(row_logits(model, batch), batch.completion_ids)[0]
+    scores = score_tokens(model, batch, ForwardOptions())
+    torch.testing.assert_close(scores.logprobs, expected, **TOLERANCE)
+    assert_same_gradients(gradients(model, scores.logprobs.sum()), gradients(model, expected.sum()))
+
+
+def test_scoring_without_gradient_has_no_dropout_and_leaves_the_modes(build, batch):
+    model = build("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = score_tokens(model, batch, ForwardOptions()).logprobs
+    model.train()
+    noisy = score_tokens(model, batch, ForwardOptions()).logprobs
+    assert float((noisy - expected).abs().max()) > 1e-2
+    scores = score_without_gradient(model, batch, ForwardOptions(entropy_gradient=True))
+    torch.testing.assert_close(scores.logprobs, expected, **TOLERANCE)
+    assert not scores.logprobs.requires_grad
+    assert all(module.training for module in model.modules())
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.off = nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1))
+
+
+def test_evaluation_mode_restores_a_mix_of_modes_also_on_errors():
+    model = Failing()
+    model.off.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    assert sorted(before.values()) == [False, False, False, True, True]
+    with evaluation_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert {name: module.training for name, module in model.named_modules()} == before
+    with pytest.raises(RuntimeError, match="stop"), evaluation_mode(model):
+        raise RuntimeError("stop")
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_a_compiled_model_is_unwrapped_to_itself(build):
+    model = build("qwen3")
+    assert unwrap(torch.compile(model)) is model  # pyright: ignore[reportArgumentType]
+    assert output_head(model) is model.lm_head
+    assert output_head(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize("layout", ["shared", "dense"])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_only_loss_tokens_are_scored(layout: Any, tiled: bool, build, batch, monkeypatch):
+    """A tool's words cost no logits; scores and gradients of the others stay what they were."""
+    model = build("qwen3")
+    options = ForwardOptions(layout=layout, tiled_head=tiled)
+    trained = torch.arange(batch.num_tokens) % 3 != 1
+    weights = torch.linspace(-1, 2, batch.num_tokens) * trained
+    expected = score_tokens(model, replace(batch, trained=torch.ones_like(trained)), options)
+    reference = gradients(model, (weights * expected.logprobs).sum())
+    heights: list[int] = []
+    head = output_head(model)
+    assert head is not None
+    with torch.no_grad():
+        found = score_tokens(model, replace(batch, trained=torch.zeros_like(trained)), options)
+    assert found.logprobs.count_nonzero() <= 1
+    handle = head.register_forward_hook(lambda module, inputs, output: heights.append(output.shape[-2]))
+    found = score_tokens(model, replace(batch, trained=trained), options)
+    handle.remove()
+    assert heights == [1 if tiled else int(trained.sum())]
+    torch.testing.assert_close(found.logprobs, expected.logprobs * trained, **TOLERANCE)
+    torch.testing.assert_close(found.entropy, expected.entropy * trained, **TOLERANCE)
+    assert_same_gradients(gradients(model, (weights * found.logprobs).sum()), reference)
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "dense"])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_gradients_are_added_up_in_a_fixed_order(layout: Any, tiled: bool, build, batch):
+    """The last token of a shared prompt predicts the first of every row; a run that is resumed adds up as before."""
+    model = build("qwen3")
+    with UnorderedSums() as sums:
+        scores = score_tokens(model, batch, ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True))
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    assert sums.found == []
+
+
+def test_gradients_are_added_up_in_a_fixed_order_where_the_head_is_not_known(build, batch, monkeypatch):
+    monkeypatch.setattr("groupgrad.modeling.scoring.forward.output_head", lambda model: None)
+    with UnorderedSums() as sums:
+        score_tokens(build("qwen3"), batch, ForwardOptions(tiled_head=False)).logprobs.sum().backward()
+    assert sums.found == []

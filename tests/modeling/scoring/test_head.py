@@ -1,0 +1,493 @@
+"""Tiled log-probs, entropies and gradients equal those of whole logits in float64, and no logits are ever kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from groupgrad.batch import TokenScores
+from groupgrad.kernels.compile import SWITCH
+from groupgrad.modeling.scoring.head import Foreseen, HeadRecipe, Tiles, foreseen_scores, tiled_scores
+from groupgrad.modeling.scoring.head_tiles import slices
+
+
+@dataclass
+class Case:
+    """Arguments of one call, and the loss weights of its results."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tokens: torch.Tensor
+    of_logprobs: torch.Tensor
+    of_entropy: torch.Tensor | None
+    recipe: HeadRecipe = field(default_factory=HeadRecipe)
+    temperature: float = 1.0
+    tiles: Tiles | None = None
+    foreseen: Foreseen | None = None
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Those that gradients flow into."""
+        return [x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad]
+
+    def scores(self) -> TokenScores:
+        if self.foreseen is not None:
+            return foreseen_scores(
+                self.hidden,
+                self.weight,
+                self.bias,
+                self.tokens,
+                self.foreseen,
+                recipe=self.recipe,
+                temperature=self.temperature,
+                tiles=self.tiles,
+            )
+        return tiled_scores(
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.tokens,
+            recipe=self.recipe,
+            temperature=self.temperature,
+            entropy_gradient=self.of_entropy is not None,
+            tiles=self.tiles,
+        )
+
+    def loss(self, scores: TokenScores) -> torch.Tensor:
+        loss = (scores.logprobs * self.of_logprobs).sum()
+        return loss if self.of_entropy is None else loss + (scores.entropy * self.of_entropy).sum()
+
+    def gradients(self) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(self.loss(self.scores()), self.inputs())
+
+
+def make_case(
+    num_tokens: int = 13,
+    vocab: int = 37,
+    width: int = 8,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    entropy: bool = False,
+    frozen_head: bool = False,
+    **options: Any,
+) -> Case:
+    torch.manual_seed(seed)
+    parts = [torch.randn(num_tokens, width), torch.randn(vocab, width), torch.randn(vocab) if bias else None]
+    hidden, weight, offset = (None if x is None else x.to(dtype) for x in parts)
+    assert hidden is not None and weight is not None
+    hidden.requires_grad_()
+    for x in (weight, offset):
+        if x is not None:
+            x.requires_grad_(not frozen_head)
+    tokens = torch.randint(0, vocab, (num_tokens,))
+    of_entropy = torch.randn(num_tokens) if entropy else None
+    return Case(hidden, weight, offset, tokens, torch.randn(num_tokens), of_entropy, **options)
+
+
+def reference(case: Case) -> tuple[TokenScores, tuple[torch.Tensor, ...]]:
+    """Scores and gradients from whole logits in float64."""
+    given_inputs = [x for x in (case.hidden, case.weight, case.bias) if x is not None]
+    doubles = [x.detach().double().requires_grad_(x.requires_grad) for x in given_inputs]
+    logits = case.recipe.scale * nn.functional.linear(*doubles)
+    if case.recipe.softcap is not None:
+        logits = case.recipe.softcap * torch.tanh(logits / case.recipe.softcap)
+    distribution = torch.log_softmax(logits / case.temperature, -1)
+    scores = TokenScores(
+        logprobs=distribution.gather(1, case.tokens[:, None]).squeeze(1),
+        entropy=-(distribution.exp() * distribution).sum(-1),
+    )
+    gradients = torch.autograd.grad(case.loss(scores), [x for x in doubles if x.requires_grad])
+    return scores, gradients
+
+
+def assert_as_reference(case: Case, *, scores: float = 2e-6, gradients: float = 1e-5) -> None:
+    """`scores` is relative to the log-probs' size (at least 1), `gradients` to each one's largest entry."""
+    expected, expected_gradients = reference(case)
+    found = case.scores()
+    for name in ("logprobs", "entropy"):
+        wanted = getattr(expected, name).detach()
+        size = max(1.0, float(wanted.abs().max())) if len(wanted) else 1.0
+        torch.testing.assert_close(getattr(found, name).double(), wanted, rtol=0, atol=scores * size, msg=name)
+    for ours, wanted, x in zip(case.gradients(), expected_gradients, case.inputs(), strict=True):
+        assert ours.dtype == x.dtype and ours.shape == x.shape
+        size = float(wanted.abs().max()) if wanted.numel() else 0.0
+        torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=gradients * max(size, 1e-6))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    num_tokens=st.integers(1, 20),
+    vocab=st.integers(1, 50),
+    width=st.integers(1, 9),
+    tiles=st.builds(Tiles, st.integers(1, 25), st.integers(1, 60)),
+    recipe=st.builds(HeadRecipe, st.sampled_from([1.0, 0.25, 1.7]), st.sampled_from([None, 0.5, 3.0])),
+    temperature=st.sampled_from([1.0, 0.6, 1.9]),
+    switches=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    seed=st.integers(0, 99),
+)
+def test_equals_whole_logits(num_tokens, vocab, width, tiles, recipe, temperature, switches, seed):
+    bias, entropy, frozen_head = switches
+    options: dict[str, Any] = {"recipe": recipe, "temperature": temperature, "tiles": tiles}
+    case = make_case(
+        num_tokens, vocab, width, seed=seed, bias=bias, entropy=entropy, frozen_head=frozen_head, **options
+    )
+    # Coinciding logits (V = 1, or tiny heads) have gradients of nearly zero, where no relative measure holds.
+    _, wanted = reference(case)
+    if min(float(g.abs().max()) for g in wanted) > 1e-2:
+        assert_as_reference(case)
+    doubled = make_case(
+        num_tokens,
+        vocab,
+        width,
+        seed=seed,
+        bias=bias,
+        entropy=entropy,
+        frozen_head=frozen_head,
+        dtype=torch.float64,
+        **options,
+    )
+    assert_as_reference(doubled, scores=1e-12, gradients=1e-8)
+
+
+def test_two_tokens_by_hand():
+    # Logits (0, ln 3) and (ln 3, 0): probabilities 1/4 and 3/4.
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]], requires_grad=True)
+    scores = tiled_scores(hidden, weight, None, torch.tensor([1, 1]), recipe=HeadRecipe(), tiles=Tiles(1, 1))
+    torch.testing.assert_close(scores.logprobs, torch.tensor([math.log(3 / 4), math.log(1 / 4)]))
+    torch.testing.assert_close(scores.entropy, torch.full((2,), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)))
+    scores.logprobs.sum().backward()
+    # d log p / d logits: (-1/4, 1/4) for the first, (-3/4, 3/4) for the second.
+    torch.testing.assert_close(weight.grad, torch.tensor([[-0.25, -0.75], [0.25, 0.75]]))
+    torch.testing.assert_close(hidden.grad, math.log(3) * torch.tensor([[0.25, -0.25], [0.75, -0.75]]))
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_extreme_logits_stay_finite(frozen_head):
+    case = make_case(frozen_head=frozen_head, tiles=Tiles(4, 8))
+    with torch.no_grad():
+        case.hidden *= 300
+    assert float(reference(case)[0].logprobs.detach().min()) < -1000
+    assert_as_reference(case)
+
+
+def test_a_confident_token_keeps_its_gradient_in_half_precision():
+    """1 - p is far below bfloat16's spacing around p."""
+    torch.manual_seed(0)
+    hidden = torch.ones(1, 4, dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.stack([torch.full((4,), 2.5), *torch.zeros(3, 4)]).to(torch.bfloat16)
+    for trains in (True, False):
+        weight = rows.clone().requires_grad_(trains)
+        scores = tiled_scores(hidden, weight, None, torch.tensor([0]), recipe=HeadRecipe())
+        (gradient,) = torch.autograd.grad(scores.logprobs.sum(), hidden)
+        outside = 3 / (3 + math.exp(10))
+        torch.testing.assert_close(gradient.float(), torch.full((1, 4), 2.5 * outside), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_half_precision_is_as_close_as_its_products(entropy, frozen_head):
+    case = make_case(
+        40, 300, 32, dtype=torch.bfloat16, bias=True, entropy=entropy, frozen_head=frozen_head, tiles=Tiles(16, 64)
+    )
+    with torch.no_grad():
+        case.weight *= 0.2
+    assert_as_reference(case, scores=2e-2, gradients=2e-2)
+
+
+def test_a_float32_head_takes_half_precision_states():
+    case = make_case(tiles=Tiles(5, 16))
+    with torch.no_grad():
+        case.hidden.copy_(case.hidden.to(torch.bfloat16))
+    half = case.hidden.detach().to(torch.bfloat16).requires_grad_()
+    expected, wanted = case.scores(), case.gradients()
+    case.hidden = half
+    assert torch.equal(case.scores().logprobs, expected.logprobs)
+    to_hidden, to_weight = case.gradients()
+    assert torch.equal(to_weight, wanted[1])
+    assert torch.equal(to_hidden, wanted[0].to(torch.bfloat16))
+
+
+def test_under_autocast_it_multiplies_as_a_linear_layer_does():
+    case = make_case(30, 80, 16, bias=True, tiles=Tiles(16, 32))
+    assert case.bias is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = nn.functional.linear(case.hidden, case.weight, case.bias).double()
+        found, gradients = case.scores(), case.gradients()
+        case.recipe = HeadRecipe(own_dtype=True)
+        exact = case.scores()
+    expected = torch.log_softmax(logits, -1).gather(1, case.tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    assert [g.dtype for g in gradients] == [torch.float32] * 3
+    size = float(reference(case)[1][1].abs().max())
+    torch.testing.assert_close(gradients[1].double(), reference(case)[1][1], rtol=0, atol=2e-2 * size)
+    torch.testing.assert_close(exact.logprobs.double(), reference(case)[0].logprobs.detach(), rtol=0, atol=1e-5)
+
+
+def test_tokens_without_gradient_change_nothing():
+    case = make_case(entropy=True, bias=True, tiles=Tiles(5, 16))
+    assert case.of_entropy is not None
+    case.of_logprobs[[0, 4, 5, 12]] = 0.0
+    case.of_entropy[[0, 5, 7]] = 0.0
+    assert_as_reference(case)
+    for dtype in (torch.float32, torch.bfloat16):
+        case = make_case(entropy=True, bias=True, dtype=dtype)
+        case.of_logprobs.zero_()
+        case.of_entropy = torch.zeros(13)
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in case.gradients())
+
+
+def test_without_gradients_it_is_the_same(build):
+    case = make_case(entropy=True)
+    with torch.no_grad():
+        plain = case.scores()
+    assert torch.equal(plain.logprobs, case.scores().logprobs)
+    assert not plain.logprobs.requires_grad
+    without = make_case()
+    assert without.scores().logprobs.requires_grad
+    assert not without.scores().entropy.requires_grad
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tokens(dtype, frozen_head):
+    case = make_case(0, dtype=dtype, frozen_head=frozen_head, bias=True)
+    scores = case.scores()
+    assert scores.logprobs.shape == scores.entropy.shape == (0,)
+    gradients = case.gradients()
+    assert [g.shape for g in gradients] == [x.shape for x in case.inputs()]
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+def test_layouts_of_memory_do_not_matter():
+    case = make_case(12, 36, 8, tiles=Tiles(5, 16))
+    expected = case.gradients()
+    strided = case.hidden.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_()
+    transposed = case.weight.detach().t().contiguous().t().requires_grad_()
+    assert not strided.is_contiguous() and not transposed.is_contiguous()
+    case.hidden, case.weight = strided, transposed
+    for ours, wanted in zip(case.gradients(), expected, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_accumulate_over_calls():
+    whole = make_case(12, tiles=Tiles(4, 16))
+    expected = whole.gradients()[1]
+    for part in (slice(0, 5), slice(5, 12)):
+        scores = tiled_scores(whole.hidden[part], whole.weight, None, whole.tokens[part], recipe=HeadRecipe())
+        (scores.logprobs * whole.of_logprobs[part]).sum().backward()
+    torch.testing.assert_close(whole.weight.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_that_is_kept_gives_its_gradient_twice():
+    case = make_case(entropy=True)
+    loss = case.loss(case.scores())
+    first = torch.autograd.grad(loss, case.inputs(), retain_graph=True)
+    second = torch.autograd.grad(loss, case.inputs())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_only_what_trains_gets_a_gradient():
+    case = make_case(bias=True)
+    assert case.bias is not None
+    case.bias.requires_grad_(False)
+    case.hidden.requires_grad_(False)
+    assert_as_reference(case)
+    assert len(case.gradients()) == 1
+
+
+def foresee(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
+    """The case with its log-probs, nearly, and its gradient but for a factor known beforehand."""
+    torch.manual_seed(seed)
+    logprobs = reference(case)[0].logprobs.detach().float()
+    case.foreseen = Foreseen(logprobs + noise * torch.randn_like(logprobs), case.of_logprobs * 2.5)
+    return case
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.integers(1, 20),
+    vocab=st.integers(2, 50),
+    tiles=st.builds(Tiles, st.integers(1, 25), st.integers(1, 60)),
+    recipe=st.builds(HeadRecipe, st.sampled_from([1.0, 0.25]), st.sampled_from([None, 3.0])),
+    temperature=st.sampled_from([1.0, 0.6]),
+    bias=st.booleans(),
+    spoiled=st.sets(st.tuples(st.integers(0, 19), st.sampled_from(["nan", "logprob", "gradient", "zero"]))),
+    seed=st.integers(0, 99),
+)
+def test_what_was_foreseen_changes_no_number(num_tokens, vocab, tiles, recipe, temperature, bias, spoiled, seed):
+    case = make_case(num_tokens, vocab, seed=seed, bias=bias, recipe=recipe, temperature=temperature, tiles=tiles)
+    # What all tokens are off by adds up where gradients nearly cancel.
+    foresee(case, seed=seed, noise=3e-7)
+    assert case.foreseen is not None
+    for token, how in spoiled:
+        if token >= num_tokens:
+            continue
+        if how == "nan":
+            case.foreseen.logprobs[token] = math.nan
+        elif how == "logprob":
+            case.foreseen.logprobs[token] += 0.1
+        elif how == "gradient":
+            case.foreseen.gradient[token] += 1.0
+        else:
+            case.foreseen.gradient[token] = 0.0
+    if min(float(g.abs().max()) for g in reference(case)[1]) > 1e-2:
+        assert_as_reference(case)
+
+
+def test_foresight_is_exact_where_all_tokens_are_nearly_certain():
+    case = make_case(40, 16, 16, tiles=Tiles(16, 16))
+    with torch.no_grad():
+        case.weight.copy_(9 * torch.eye(16))
+        case.hidden.copy_(0.05 * case.hidden + torch.eye(16)[case.tokens])
+    logprobs = reference(case)[0].logprobs.detach()
+    assert float(logprobs.min()) > -0.02 and float(logprobs.max()) < -1e-4
+    plain = [float((a - b).abs().max()) for a, b in zip(case.gradients(), reference(case)[1], strict=True)]
+    foresee(case, noise=1e-6)
+    found = [float((a - b).abs().max()) for a, b in zip(case.gradients(), reference(case)[1], strict=True)]
+    assert all(ours <= 3 * theirs for ours, theirs in zip(found, plain, strict=True)), (found, plain)
+
+
+@pytest.mark.parametrize("error", [-200.0, 200.0])
+def test_a_foreseen_log_prob_far_off_changes_no_number(error):
+    case = foresee(make_case(bias=True, tiles=Tiles(5, 16)))
+    assert case.foreseen is not None
+    case.foreseen.logprobs[4] += error
+    assert_as_reference(case)
+
+
+def test_with_foresight_tiles_are_computed_once(monkeypatch):
+    from groupgrad.modeling.scoring import head_tiles as tiles
+
+    passes: list[int] = []
+
+    def counted(compute):
+        return lambda self, h, w, b: (passes.append(len(h) * len(w)), compute(self, h, w, b))[1]
+
+    for way in ("logits", "raw_logits"):
+        monkeypatch.setattr(tiles._Grid, way, counted(getattr(tiles._Grid, way)))
+    case = make_case(12, 36, tiles=Tiles(5, 16))
+    case.gradients()
+    assert sum(passes) == 2 * 12 * 36
+    for spoiled, extra in ((0, 0), (3, 3 * 36)):
+        foresee(case)
+        assert case.foreseen is not None
+        case.foreseen.logprobs[:spoiled] += 0.01
+        passes.clear()
+        case.gradients()
+        assert sum(passes) == 12 * 36 + extra
+    passes.clear()
+    frozen = make_case(12, 36, frozen_head=True)
+    frozen.gradients()
+    assert sum(passes) == 12 * 36
+
+
+def test_a_kept_graph_with_foresight_gives_its_gradient_twice():
+    case = foresee(make_case(bias=True))
+    loss = case.loss(case.scores())
+    first = torch.autograd.grad(loss, case.inputs(), retain_graph=True)
+    second = torch.autograd.grad(loss, case.inputs())
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.abs().max()))
+
+
+def test_foresight_is_not_for_half_precision_or_frozen_heads():
+    for options in ({"dtype": torch.bfloat16}, {"frozen_head": True}):
+        case = make_case(**options)
+        expected = case.gradients()
+        foresee(case)
+        assert all(torch.equal(a, b) for a, b in zip(case.gradients(), expected, strict=True))
+
+
+def test_ids_outside_the_vocabulary_are_seen():
+    case = make_case()
+    case.tokens[3] = 37
+    logprobs = case.scores().logprobs
+    assert logprobs.isnan().nonzero().flatten().tolist() == [3]
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"hidden is \(2, 3\), weight \(5, 4\)"):
+        tiled_scores(torch.zeros(2, 3), torch.zeros(5, 4), None, torch.zeros(2, dtype=torch.long), recipe=HeadRecipe())
+
+
+class _Sizes(TorchDispatchMode):
+    """Records the largest tensor that any operation gives, and the memory of those that no other one shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel(), x.untyped_storage().nbytes() // x.element_size())
+        return found
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_of_the_size_of_the_logits_is_ever_made(dtype, frozen_head):
+    case = make_case(
+        600, 500, 8, dtype=dtype, bias=True, entropy=not frozen_head, frozen_head=frozen_head, tiles=Tiles(64, 64)
+    )
+    case.recipe = HeadRecipe(softcap=4.0)
+    with _Sizes() as sizes:
+        case.gradients()
+    assert 0 < sizes.largest <= 600 * 8
+    with _Sizes() as sizes:
+        nn.functional.linear(case.hidden, case.weight)
+    assert sizes.largest == 600 * 500
+
+
+def test_tiles_are_of_about_equal_size():
+    assert [(s.start, s.stop) for s in slices(1100, 1024)] == [(0, 576), (576, 1100)]
+    assert [(s.start, s.stop) for s in slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
+    assert list(slices(0, 4)) == []
+    assert max(s.stop - s.start for s in slices(151_936, 2048)) <= 2048
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_it_is_as_on_the_processor(dtype):
+    case = make_case(100, 3000, 64, dtype=dtype, bias=True, entropy=True, tiles=Tiles(64, 1024))
+    with torch.no_grad():
+        case.weight *= 0.1
+    wanted = case.gradients()
+    for name in ("hidden", "weight", "bias", "tokens", "of_logprobs", "of_entropy"):
+        value = getattr(case, name).detach().cuda()
+        setattr(case, name, value.requires_grad_(value.is_floating_point() and not name.startswith("of_")))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, expected in zip(case.gradients(), wanted, strict=True):
+        torch.testing.assert_close(ours.cpu(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_without_kernels_the_logits_of_a_small_vocabulary_are_rounded_once(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    torch.manual_seed(0)
+    hidden, weight, tokens = torch.randn(4000, 64), 0.6 * torch.randn(19, 64), torch.randint(19, (4000,))
+    expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+    known = Foreseen(expected.float(), torch.ones(4000))
+    weight.requires_grad_()
+    for found in (
+        tiled_scores(hidden, weight, None, tokens, recipe=HeadRecipe()),
+        tiled_scores(hidden, weight, torch.zeros(19), tokens, recipe=HeadRecipe()),
+        foreseen_scores(hidden, weight, None, tokens, known, recipe=HeadRecipe()),
+    ):
+        off = found.logprobs.detach().double() - expected
+        assert off.square().mean().sqrt() < 8e-7 and off.abs().max() < 4.5e-6

@@ -1,0 +1,121 @@
+"""A low-rank adapter on the tiled head: scores and gradients equal those of whole logits in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from groupgrad.batch import TokenScores
+from groupgrad.modeling.scoring.head import Foreseen, HeadRecipe, LowRank, Tiles, foreseen_scores, tiled_scores
+
+NUM_TOKENS, VOCAB, WIDTH, RANK = 13, 37, 8, 3
+Parts = dict[str, torch.Tensor]
+
+
+def make_parts(trained: str = "hidden states second", dtype: torch.dtype = torch.float32) -> Parts:
+    stream = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (NUM_TOKENS, WIDTH), "weight": (VOCAB, WIDTH), "bias": (VOCAB,)}
+    shapes |= {"states": (NUM_TOKENS, RANK), "second": (VOCAB, RANK)}
+    parts = {name: torch.randn(shape, generator=stream).to(dtype) for name, shape in shapes.items()}
+    for name in trained.split():
+        parts[name].requires_grad_()
+    return parts
+
+
+TOKENS = torch.arange(NUM_TOKENS) * 5 % VOCAB
+OF_LOGPROBS = torch.linspace(-1.5, 1.0, NUM_TOKENS)
+OF_ENTROPY = torch.linspace(0.5, -0.5, NUM_TOKENS)
+
+
+def whole(parts: Parts, recipe: HeadRecipe) -> TokenScores:
+    logits = recipe.scale * (parts["hidden"] @ parts["weight"].T + parts["states"] @ parts["second"].T + parts["bias"])
+    if recipe.softcap is not None:
+        logits = recipe.softcap * torch.tanh(logits / recipe.softcap)
+    chances = torch.log_softmax(logits / 0.7, -1)
+    return TokenScores(chances.gather(1, TOKENS[:, None])[:, 0], -(chances.exp() * chances).sum(-1))
+
+
+def tiled(parts: Parts, recipe: HeadRecipe, foreseen: Foreseen | None = None, entropy: bool = False) -> TokenScores:
+    arguments: dict[str, Any] = {"recipe": recipe, "temperature": 0.7, "tiles": Tiles(4, 10)}
+    arguments["low_rank"] = LowRank(parts["states"], parts["second"])
+    given = parts["hidden"], parts["weight"], parts["bias"], TOKENS
+    if foreseen is not None:
+        return foreseen_scores(*given, foreseen, **arguments)
+    return tiled_scores(*given, entropy_gradient=entropy, **arguments)
+
+
+def gradients(scores: TokenScores, parts: Parts, entropy: bool) -> Parts:
+    loss = (scores.logprobs * OF_LOGPROBS).sum()
+    if entropy:
+        loss = loss + (scores.entropy * OF_ENTROPY).sum()
+    wanted = {name: x for name, x in parts.items() if x.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()))))
+
+
+def assert_same(found: TokenScores, parts: Parts, recipe: HeadRecipe, *, entropy: bool = False) -> None:
+    doubles = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in parts.items()}
+    expected = whole(doubles, recipe)
+    torch.testing.assert_close(found.logprobs.double(), expected.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), expected.entropy, rtol=0, atol=1e-5)
+    right = gradients(expected, doubles, entropy)
+    for name, value in gradients(found, parts, entropy).items():
+        assert value.dtype == parts[name].dtype
+        torch.testing.assert_close(value.double(), right[name], rtol=1e-4, atol=1e-5)
+
+
+TRAINED = ["hidden states second", "second", "hidden states", "hidden weight bias states second", "hidden weight bias"]
+
+
+@pytest.mark.parametrize("recipe", [HeadRecipe(), HeadRecipe(scale=0.5, softcap=3.0)])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_scores_and_gradients(trained: str, entropy: bool, recipe: HeadRecipe):
+    parts = make_parts(trained)
+    assert_same(tiled(parts, recipe, entropy=entropy), parts, recipe, entropy=entropy)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.01, 50.0])
+@pytest.mark.parametrize("trained", ["hidden states second", "hidden weight bias states second"])
+def test_foreseen_gradients(trained: str, error: float):
+    """Right, a little off, and of no use."""
+    parts, recipe = make_parts(trained), HeadRecipe()
+    with torch.no_grad():
+        logprobs = whole(parts, recipe).logprobs + error * OF_ENTROPY
+    found = tiled(parts, recipe, Foreseen(logprobs, 2.5 * OF_LOGPROBS))
+    assert_same(found, parts, recipe)
+
+
+def test_half_weights_under_a_float32_adapter():
+    """As peft keeps them: products in half precision, the adapter's gradient in its own."""
+    parts = make_parts()
+    parts["weight"] = parts["weight"].bfloat16()
+    parts["hidden"] = parts["hidden"].detach().bfloat16().requires_grad_()
+    found = gradients(tiled(parts, HeadRecipe()), parts, entropy=False)
+    expected = gradients(whole({k: v.float() for k, v in parts.items()}, HeadRecipe()), parts, entropy=False)
+    for name, value in found.items():
+        assert value.dtype == parts[name].dtype
+        torch.testing.assert_close(value.float(), expected[name].float(), rtol=0.1, atol=0.05)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that an operation gave."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, output.numel() if isinstance(output, torch.Tensor) else 0)
+        return output
+
+
+def test_neither_logits_nor_a_merged_weight_ever_exist():
+    parts = make_parts()
+    with Largest() as largest:
+        gradients(tiled(parts, HeadRecipe()), parts, entropy=False)
+    assert largest.numel < VOCAB * WIDTH
+    sizes = sorted([NUM_TOKENS * (WIDTH + RANK), VOCAB * WIDTH, NUM_TOKENS * VOCAB])
+    assert all(a < b for a, b in pairwise(sizes))

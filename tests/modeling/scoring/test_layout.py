@@ -1,0 +1,283 @@
+"""The flat layouts against the plain dense one: every loss, every head, adapters, gradient checkpointing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import BertConfig, BertLMHeadModel
+
+from groupgrad.batch import Batch, StepTotals
+from groupgrad.modeling.scoring import layout as layout_module
+from groupgrad.modeling.scoring.attention import AttentionCall, attention_dropout, plannable
+from groupgrad.modeling.scoring.block_attention import attend_blocks
+from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
+from groupgrad.modeling.scoring.layout import Row, flat_layout, make_blocks
+from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
+from groupgrad.types import Media
+
+DENSE = ForwardOptions(layout="dense", tiled_head=False, entropy_gradient=True)
+WAYS = [("shared", True), ("shared", False), ("packed", True), ("packed", False), ("dense", True)]
+
+
+@st.composite
+def batches(draw: Any) -> Batch:
+    """Ragged batches: prompts of 1 to 9 tokens, 1 to 9 rows of 0 to 12 tokens in any order."""
+    prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    rows = draw(st.lists(st.tuples(st.integers(0, len(prompts) - 1), st.integers(0, 12)), min_size=1, max_size=9))
+    return random_batch(prompts, rows, seed=draw(st.integers(0, 2**20)))
+
+
+def random_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48, seed: int = 0) -> Batch:
+    """Prompts of these lengths and rows of (prompt, length), with random tokens and advantages."""
+    stream = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([length for _, length in rows])
+    num_tokens = int(lengths.sum())
+    offsets, prompt_offsets = (torch.tensor([0, *itertools.accumulate(x)]) for x in (lengths.tolist(), prompts))
+    trained = torch.rand(num_tokens, generator=stream) < 0.9
+    return Batch(
+        completion_ids=torch.randint(3, vocab, (num_tokens,), generator=stream),
+        row_of_token=torch.arange(len(rows)).repeat_interleave(lengths),
+        offsets=offsets,
+        prompt_ids=torch.randint(3, vocab, (sum(prompts),), generator=stream),
+        prompt_offsets=prompt_offsets,
+        prompt_of_row=torch.tensor([prompt for prompt, _ in rows]),
+        trained=trained,
+        advantages=torch.randn(len(rows), generator=stream),
+        totals=StepTotals(rows=len(rows) + 2.0, tokens=float(trained.sum()) + 5.0),
+    )
+
+
+def adapt(model: Any) -> Any:
+    """The model with a LoRA adapter on attention and MLP, not at its starting point."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return adapted
+
+
+def loss_and_gradient(
+    model: nn.Module, batch: Batch, way: ForwardOptions, loss_type: str, level: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The policy loss with KL and entropy bonus, and all gradients end to end."""
+    model.zero_grad()
+    options = PolicyOptions(
+        loss_type=loss_type,  # pyright: ignore[reportArgumentType]
+        importance_sampling_level=level,  # pyright: ignore[reportArgumentType]
+        beta=0.05,
+        epsilon_high=5.0 if loss_type == "cispo" else 0.2,
+        max_completion_length=12,
+    )
+    loss = policy_loss(score_tokens(model, batch, way), batch, options, entropy_coef=0.01).loss
+    loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return loss.detach(), torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+
+
+@pytest.fixture(scope="module")
+def policies(make_model: Callable[..., Any]) -> dict[tuple[bool, bool], Any]:
+    """The models of the property test, by (adapter, gradient checkpointing)."""
+    made = {}
+    for adapter, recompute in itertools.product((False, True), repeat=2):
+        model = make_model(initializer_range=0.1)
+        if adapter:
+            model = adapt(model)
+        model.train()
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        made[adapter, recompute] = model
+    return made
+
+
+@pytest.mark.parametrize("loss_type", sorted(LOSSES))
+@settings(max_examples=5, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=batches(), level=st.sampled_from(["token", "sequence"]))
+def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch, level):
+    for (adapter, recompute), model in policies.items():
+        # An older policy and a reference near the present one, as in a run: far off, ratios blow rounding up.
+        noise = [0.02 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        with torch.no_grad():
+            now = score_tokens(model, batch, DENSE).logprobs
+        batch = replace(batch, old_logprobs=now + noise[0], ref_logprobs=now + noise[1])
+        loss, gradient = loss_and_gradient(model, batch, DENSE, loss_type, level)
+        for layout, tiled in WAYS:
+            way = ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True)  # pyright: ignore
+            found, found_gradient = loss_and_gradient(model, batch, way, loss_type, level)
+            where = f"{layout}, tiled head {tiled}, adapter {adapter}, checkpointing {recompute}"
+            # vespo weighs a row by the product of its up to twelve ratios. Log-probs here are about -4, where float32
+            # steps by 4.8e-7, so the two ways' log weights differ by up to 4e-6 before the loss is computed at all
+            # (sums in float64 change nothing), and rows of opposite signs cancel: 7e-6 was found in 60 batches.
+            slack = 10 if loss_type == "vespo" else 1
+            assert float((found - loss).abs()) <= slack * 1e-6 * max(1.0, float(loss.abs())), where
+            assert float((found_gradient - gradient).norm()) <= 1e-5 * float(gradient.norm()), where
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_layers_see_the_plan_of_their_own_forward_pass(make_model, use_reentrant):
+    first = random_batch([5, 3], [(0, 4), (1, 6), (0, 2)])
+    second = random_batch([2, 9], [(1, 3), (0, 5)], seed=1)
+    model = make_model(initializer_range=0.1).train()
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        scores = [score_tokens(model, batch, ForwardOptions()) for batch in (first, second)]
+        sum(s.logprobs.sum() for s in scores).backward()  # pyright: ignore
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = gradient()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    torch.testing.assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile", [4, 7, 256])
+def test_every_architecture_gives_the_dense_numbers(any_model, monkeypatch, tile):
+    if plannable(any_model) is not None:
+        pytest.skip(str(plannable(any_model)))
+    monkeypatch.setattr(layout_module, "QUERY_TILE", tile)
+    batch = random_batch([3, 7, 12], [(p, n) for n in (0, 1, 5, 9, 13) for p in (2, 0, 1)])
+    expected = score_tokens(any_model, batch, DENSE)
+    for layout in ("shared", "packed"):
+        scores = score_tokens(any_model, batch, ForwardOptions(layout=layout))
+        # In qwen3-tied the dense layout is 8.1e-6 from float64, the shared one 4.8e-6.
+        torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=0, atol=2e-5)
+        torch.testing.assert_close(scores.entropy, expected.entropy, rtol=0, atol=2e-5)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompts=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=20),
+    tile=st.sampled_from([4, 9, 256]),
+    bound=st.sampled_from([1, 200, 1 << 19]),
+)
+def test_every_token_is_a_query_once(prompts, lengths, tile, bound):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_module, "QUERY_TILE", tile)
+        patch.setattr(layout_module, "BLOCK_SCORES", bound)
+        groups, rows, end = {}, [], 0
+        for i, length in enumerate(prompts):
+            groups[i] = Row(end, length)
+            end += length
+        for group, length in lengths:
+            rows.append(Row(end, length, group % len(prompts)))
+            end += length
+        blocks = make_blocks([*groups.values(), *rows], groups)
+    places = torch.cat([block.places.valid_queries for block in blocks])
+    assert sorted(places.tolist()) == list(range(end))
+
+
+def test_what_each_token_of_a_shared_prompt_sees():
+    """Two rows behind one prompt: values of one-hot tokens tell who is attended to."""
+    batch = random_batch([2], [(0, 3), (0, 4)])
+    flat = flat_layout(batch)
+    assert flat.positions.tolist() == [0, 1, 2, 3, 2, 3, 4]  # the last token of a row is not computed
+    assert flat.predictors.tolist() == [1, 2, 3, 1, 4, 5, 6]
+    zeros, ones = torch.zeros(1, 7, 8), torch.eye(7, 8)[None]
+    weights = flat.plan.attend(zeros, zeros, ones, AttentionCall(layer=0, scale=1.0))[:, 0, :7]
+    third, fourth, fifth = 1 / 3, 1 / 4, 1 / 5
+    expected = [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1 / 2, 1 / 2, 0, 0, 0, 0, 0],
+        [third, third, third, 0, 0, 0, 0],
+        [fourth, fourth, fourth, fourth, 0, 0, 0],
+        [third, third, 0, 0, third, 0, 0],
+        [fourth, fourth, 0, 0, fourth, fourth, 0],
+        [fifth, fifth, 0, 0, fifth, fifth, fifth],
+    ]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+def test_attention_against_float64(window):
+    """Grouped queries, soft cap, window and sinks against a masked softmax over all pairs, gradients included."""
+    batch = random_batch([3, 5], [(0, 6), (1, 2), (0, 4)])
+    flat = flat_layout(batch)
+    # A prompt of 3 tokens and its rows of 5 and 3, then one of 5 and its row of 1: who is who's prompt.
+    prompt_of = torch.tensor([0] * 3 + [0] * 5 + [0] * 3 + [3] * 5 + [3])
+    row = torch.tensor([0] * 3 + [1] * 5 + [2] * 3 + [3] * 5 + [4])
+    allowed = (row[:, None] == row) | (prompt_of[:, None] == row)
+    position = flat.positions
+    distance = position[:, None] - position
+    seen = allowed & (distance >= 0) & (distance < (window or 99))
+    torch.manual_seed(0)
+    inputs = [torch.randn(h, 17, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    query, key, value = inputs
+    scores = 3.0 * torch.tanh(query @ key.repeat_interleave(2, 0).transpose(1, 2) * 0.7 / 3.0)
+    scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sinks[:, None, None].expand(4, 17, 1)], dim=-1)
+    expected = (scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 0)).transpose(0, 1)
+    weights = torch.randn(17, 4, 4, dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weights).sum(), [*inputs, sinks])
+    single = [x.detach().float().requires_grad_() for x in (*inputs, sinks)]
+    call = AttentionCall(layer=0, scale=0.7, softcap=3.0, window=window, sinks=single[3])
+    found = flat.plan.attend(single[0], single[1], single[2], call)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad((found * weights.float()).sum(), single)
+    for gradient, want in zip(gradients, wanted):
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_dropout_is_left_to_the_dense_layout(build):
+    model = build("llama", attention_dropout=0.5).train()
+    batch = random_batch([4], [(0, 5)])
+    torch.manual_seed(0)
+    first = score_tokens(model, batch, ForwardOptions()).logprobs
+    assert not torch.allclose(first, score_tokens(model, batch, ForwardOptions()).logprobs)
+    with pytest.raises(ValueError, match=r"dropout of 0\.5"):
+        score_tokens(model, batch, ForwardOptions(layout="shared"))
+
+
+def test_attention_dropout_in_a_layer_of_plain_dropout_is_found():
+    """BERT's attention calls its layer `dropout`; a decoder is trained in the dense layout for it."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = BertLMHeadModel(BertConfig(**sizes, num_attention_heads=4, is_decoder=True)).train()
+    assert attention_dropout(model) == 0.1
+    assert layout_for(model, ForwardOptions()) == "dense"
+    assert layout_for(model.eval(), ForwardOptions()) == "shared"
+
+
+def test_a_row_with_images_of_its_own_has_its_own_prompt(batch):
+    """Rows 1 and 4 share a prompt of one token; with images of its own, row 1 lies as in the packed layout."""
+    images = Media((), {}, {}, "images")
+    shared = flat_layout(batch)
+    mixed = flat_layout(replace(batch, row_media=(None, images, None, None, None)))
+    assert [(part.prompt, part.row) for part in shared.stretches if part.prompt == 1] == [(1, None), (1, 1), (1, 4)]
+    assert [(part.prompt, part.row, part.first, part.length) for part in mixed.stretches if part.prompt == 1] == [
+        (1, None, 0, 1),
+        (1, 1, 0, 7),
+        (1, 4, 1, 2),
+    ]
+    assert mixed.ids[mixed.predictors[3:10]].tolist() == [11, 22, 23, 24, 25, 26, 27]
+    alone = flat_layout(replace(batch, row_media=(None, images, None, None, images)))
+    assert [(part.row, part.first) for part in alone.stretches if part.prompt == 1] == [(1, 0), (4, 0)]
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_scores_behind_few_keys_are_rounded_once(width: int):
+    torch.manual_seed(0)
+    prompt, rows = Row(0, 9), [Row(9 + 20 * i, 20, 0) for i in range(4)]
+    query, key, value = (torch.randn(4, 89, width) for _ in range(3))
+    query *= 6  # scores of up to 30: two thirds of the weight on one key
+    call = AttentionCall(0, width**-0.5)
+    found = attend_blocks(query, key, value, make_blocks([prompt, *rows], {0: prompt}), call)
+    for row in rows:
+        places = torch.cat([torch.arange(9), torch.arange(row.start, row.start + 20)])
+        q, k, v = (x[:, places].double() for x in (query, key, value))
+        hidden = torch.ones(29, 29, dtype=torch.bool).triu(1)
+        weights = (width**-0.5 * q @ k.transpose(1, 2)).masked_fill(hidden, float("-inf")).softmax(-1)
+        off = found[row.start : row.start + 20].double() - (weights @ v)[:, 9:].transpose(0, 1)
+        assert off.square().mean().sqrt() < 1.4e-7

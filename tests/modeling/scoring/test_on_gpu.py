@@ -1,0 +1,72 @@
+"""The training pass on a pretended GPU: no tensor of the CPU among its own, and the numbers of the CPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from pretended_gpu import GPU, Pretended, pretended_gpu, stirred, to_gpu
+from torch import nn
+
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
+
+KINDS = [
+    "qwen3-tied",
+    "gpt2",
+    "phi (head bias)",
+    "gemma2 (soft caps)",
+    "mistral (sliding window)",
+    "granite (logit scale)",
+    "qwen3-moe",
+    "gpt-oss (experts, sinks)",
+]
+WAYS = [
+    ForwardOptions(entropy_gradient=True),
+    ForwardOptions(layout="packed"),
+    ForwardOptions(layout="dense"),
+    ForwardOptions(tiled_head=False),
+]
+
+
+def numbers(model: nn.Module, batch: Any, way: ForwardOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and the gradients of all that trains, end to end."""
+    model.zero_grad()
+    scores = score_tokens(model, batch, way)
+    total = scores.logprobs.sum()
+    if way.entropy_gradient and scores.entropy is not None:
+        total = total + 0.1 * scores.entropy.sum()
+    total.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return scores.logprobs.detach(), torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def compare(model: nn.Module, batch: Any, way: ForwardOptions) -> None:
+    expected = numbers(model, batch, way)
+    on_gpu = to_gpu(copy.deepcopy(model))
+    with pretended_gpu():
+        found = numbers(on_gpu, batch.to(GPU), way)
+    logprobs, gradient = found
+    assert isinstance(logprobs, Pretended)
+    assert isinstance(gradient, Pretended)
+    torch.testing.assert_close(logprobs.inner, expected[0], rtol=1e-5, atol=1e-5)
+    assert float((gradient.inner - expected[1]).norm() / expected[1].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_and_heads_compute_on_the_gpu_alone(kind: str, build, batch):
+    model = build(kind)
+    for way in WAYS:
+        compare(model, batch, way)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_adapters_and_gradient_checkpointing_do(use_reentrant: bool, build, batch):
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"])
+    model: Any = stirred(get_peft_model(build("llama"), config))
+    model.enable_input_require_grads()
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    compare(model, batch, ForwardOptions())

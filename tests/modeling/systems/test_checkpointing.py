@@ -1,0 +1,141 @@
+"""What a forward pass keeps, and checkpointing where that does not fit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from sights import make_batch, make_seen
+
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.modeling.systems import checkpointing as memory
+from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed, activation_bytes_per_token, free_bytes
+from groupgrad.multimodal.vlm_prompts import example_prompt
+
+
+def test_activations_are_measured_on_the_model(make_model):
+    """A layer keeps at least its inputs and the MLP's four intermediate values; twice the layers keep twice as much."""
+    two, four = (activation_bytes_per_token(make_model(num_hidden_layers=n), ForwardOptions()) for n in (2, 4))
+    per_layer = (four - two) / 2
+    assert per_layer > 4 * (2 * 32 + 4 * 48)
+    assert per_layer < 4 * 40 * (32 + 48)
+    assert two > 2 * per_layer
+
+
+def test_free_memory_is_that_of_the_device():
+    assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
+
+
+def test_a_control_group_bounds_it(monkeypatch, tmp_path):
+    texts = {"memory.max": "5000\n", "memory.current": "2500\n", "memory.stat": "anon 7\ninactive_file 500\n"}
+
+    def read(self: Path) -> str:
+        if self.name not in texts:
+            raise FileNotFoundError(self.name)
+        return texts[self.name]
+
+    monkeypatch.setattr(memory.Path, "read_text", read)
+    assert free_bytes(torch.device("cpu")) == 3000
+    texts["memory.max"] = "max\n"
+    assert free_bytes(torch.device("cpu")) > 2**20
+
+
+def test_checkpointing_goes_on_and_off_by_need(make_model, batch, monkeypatch, caplog):
+    model = make_model().train()
+    by_need = CheckpointingByNeed(model, ForwardOptions())
+    by_need.prepare(batch)
+    assert not model.is_gradient_checkpointing
+    tokens = len(batch.prompt_ids) + batch.num_tokens
+    need = tokens * activation_bytes_per_token(model, ForwardOptions())
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(0.9 * need / memory.FREE_SHARE))
+    with caplog.at_level(logging.WARNING):
+        by_need.prepare(batch)
+    assert by_need.is_on
+    assert model.is_gradient_checkpointing
+    assert "gradient checkpointing is on" in caplog.text
+    score_tokens(model, batch, ForwardOptions()).logprobs.sum().backward()
+    recomputed = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(1.1 * need / memory.FREE_SHARE))
+    by_need.prepare(batch)
+    assert not by_need.is_on
+    assert not model.is_gradient_checkpointing
+    model.zero_grad()
+    score_tokens(model, batch, ForwardOptions()).logprobs.sum().backward()
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), recomputed)
+
+
+@pytest.mark.parametrize("layout", ["shared", "dense"])
+def test_padding_counts_where_there_is_some(make_model, batch, monkeypatch, layout):
+    by_need = CheckpointingByNeed(make_model(), ForwardOptions(layout=layout))
+    asked = []
+    monkeypatch.setattr(memory, "free_bytes", lambda device: asked.append(1) or 1 << 40)
+    by_need._bytes_per_token = 2**40 * memory.FREE_SHARE / (len(batch.prompt_ids) + batch.num_tokens + 1)
+    by_need.prepare(batch)
+    assert by_need.is_on == (layout == "dense")  # 5 rows of 8 tokens instead of 9 + 14
+    assert asked == [1]
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(memory, "_free_in_control_group", lambda: 8000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(torch.device("cpu")) == 2000
+
+
+def test_copies_of_weights_in_another_precision_are_no_activations(make_model):
+    """Under autocast a pass keeps bfloat16 copies of the weights, which do not grow with its tokens."""
+    model = make_model()
+    plain = activation_bytes_per_token(model, ForwardOptions())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert activation_bytes_per_token(model, ForwardOptions()) < 1.3 * plain
+
+
+def test_modes_and_random_streams_are_left_as_they_were(make_model):
+    model = make_model().eval()
+    model.lm_head.train()
+    before = torch.get_rng_state()
+    CheckpointingByNeed(model, ForwardOptions())
+    assert [name for name, module in model.named_modules() if module.training] == ["lm_head"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_modes_are_left_as_they_were_by_a_measurement_that_fails(make_model, monkeypatch):
+    def fail(model, options):
+        assert model.training
+        raise MemoryError("full")
+
+    monkeypatch.setattr(memory, "activation_bytes_per_token", fail)
+    model = make_model().eval()
+    model.lm_head.train()
+    with pytest.raises(MemoryError, match="full"):
+        CheckpointingByNeed(model, ForwardOptions())
+    assert [name for name, module in model.named_modules() if module.training] == ["lm_head"]
+
+
+def test_what_images_keep_is_measured():
+    """Two layers of the vision tower keep at least their states and what their MLPs make of them, 16 patches each."""
+    seen = make_seen("gemma3")
+    example = example_prompt(seen.processor)
+    assert memory.image_values(example.media) == 3 * 16 * 16
+    per_token = activation_bytes_per_token(seen.model, ForwardOptions())
+    per_value = memory.activation_bytes_per_value(seen.model, ForwardOptions(), example, per_token)
+    least = 2 * 16 * 4 * (2 * 16 + 2 * 32)
+    assert least < 3 * 16 * 16 * per_value < 20 * least
+
+
+@pytest.mark.parametrize(("layout", "images"), [("shared", 3), ("dense", 7)])
+def test_images_count_where_they_are_computed(monkeypatch, layout, images):
+    """Prompts of two images, of one and of none: once in the shared layout, else once a row, of which two, two and
+    three have them."""
+    seen = make_seen("gemma3")
+    by_need = CheckpointingByNeed(seen.model, ForwardOptions(layout=layout), example=example_prompt(seen.processor))
+    by_need._bytes_per_token, by_need._bytes_per_value = 0.0, 1.0
+    need = images * 3 * 16 * 16
+    batch = make_batch(seen, [(0, [20]), (0, [21]), (1, [22]), (2, [23]), (2, [24]), (2, [25])])
+    for share, is_on in ((0.99, True), (1.01, False)):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, share=share: share * need / memory.FREE_SHARE)
+        by_need.prepare(batch)
+        assert by_need.is_on == is_on

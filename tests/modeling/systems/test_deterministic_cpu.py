@@ -1,0 +1,61 @@
+"""Deterministic algorithms while a model on a CPU is trained, and what was set before afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import deterministic
+
+from groupgrad.modeling.systems.deterministic_cpu import ordered_sums
+
+
+def setting() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        deterministic.fill_uninitialized_memory,
+    )
+
+
+def test_the_setting_holds_inside_and_is_restored_also_on_errors():
+    before = setting()
+    with pytest.raises(ZeroDivisionError), ordered_sums(nn.Linear(2, 2)):
+        assert setting() == (True, True, False)
+        raise ZeroDivisionError
+    assert setting() == before and not before[0]
+
+
+def test_what_the_user_asked_for_stays():
+    torch.use_deterministic_algorithms(True)
+    try:
+        before = setting()
+        with ordered_sums(nn.Linear(2, 2)):
+            assert setting() == before
+        assert setting() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_models_elsewhere_are_left_alone():
+    with ordered_sums(nn.Linear(2, 2, device="meta")):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_gradients_of_one_place_are_summed_in_order():
+    # Large and small numbers: another order gives other sums. Without the setting this fails in most rounds.
+    draw = torch.Generator().manual_seed(0)
+    places, pull = torch.randint(40, (4000,), generator=draw), torch.randn(4000, 64, generator=draw)
+    pull = pull * 10.0 ** torch.randint(-4, 5, pull.shape, generator=draw)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = []
+        for _ in range(50):
+            states = torch.zeros(40, 64, requires_grad=True)
+            with ordered_sums(nn.Linear(2, 2)):
+                (grad,) = torch.autograd.grad(states[places], states, pull)
+            found.append(grad)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(grad, found[0]) for grad in found)

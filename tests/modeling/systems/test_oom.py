@@ -1,0 +1,172 @@
+"""Memory that runs out where no gradient is computed."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.batch import Batch, StepTotals
+from groupgrad.modeling.reference import Reference
+from groupgrad.modeling.scoring import forward
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.systems import oom as shortage
+from groupgrad.modeling.systems.oom import is_out_of_memory
+
+ERRORS: list[Exception] = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError(),
+    *map(
+        RuntimeError,
+        [
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 36000000 bytes. Error code 12 (Cannot allocate memory)",
+            "could not create a primitive",
+            "could not create a memory",
+            "could not create a memory object",
+            "could not execute a primitive",
+            "MPS backend out of memory (MPS allocated: 1 GB)",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:30])
+def test_what_is_an_error_of_memory(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: device-side assert triggered",
+        "could not create a primitive descriptor for a matmul primitive",
+        "could not create a memory descriptor",
+        "mat1 and mat2 shapes cannot be multiplied",
+    ],
+)
+def test_what_is_not(text):
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """Five rows of 4, 0, 6, 3 and 5 tokens behind two prompts."""
+    lengths = torch.tensor([4, 0, 6, 3, 5])
+    stream = torch.Generator().manual_seed(0)
+    return Batch(
+        completion_ids=torch.randint(3, 48, (18,), generator=stream),
+        row_of_token=torch.arange(5).repeat_interleave(lengths),
+        offsets=torch.tensor([0, 4, 4, 10, 13, 18]),
+        prompt_ids=torch.randint(3, 48, (7,), generator=stream),
+        prompt_offsets=torch.tensor([0, 3, 7]),
+        prompt_of_row=torch.tensor([0, 0, 0, 1, 1]),
+        trained=torch.ones(18, dtype=torch.bool),
+        advantages=torch.ones(5),
+        totals=StepTotals(rows=5, tokens=18),
+    )
+
+
+@pytest.fixture
+def cramped(make_model, monkeypatch):
+    """`cramped(most)`: a model that runs out of memory above so many tokens, and the tokens of its passes."""
+    shortage._tell.cache_clear()
+
+    def make(most: int) -> tuple[Any, list[int]]:
+        model, passes = make_model(initializer_range=0.1).eval(), []
+
+        def check(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+            passes.append(options["input_ids"].numel())
+            if passes[-1] > most:
+                raise RuntimeError("could not create a primitive")
+
+        model.register_forward_pre_hook(check, with_kwargs=True)
+        return model, passes
+
+    return make
+
+
+def test_a_batch_that_does_not_fit_is_scored_in_halves(cramped, make_model, batch, caplog):
+    expected = score_tokens(make_model(initializer_range=0.1).eval(), batch, ForwardOptions())
+    model, passes = cramped(12)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = score_without_gradient(model, batch, ForwardOptions())
+            torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+            torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-6)
+    # Prompts, and completions less the last token of each row: 7 + 14 in all; 3 + 3 for the first two rows; 7 + 11 for
+    # the others, 3 + 5 for the third and 4 + 6 for the last two.
+    assert passes == [21, 6, 18, 8, 10] * 2
+    assert caplog.text.count("done in parts, with the same result") == 1
+
+
+def test_the_reference_too(cramped, make_model, batch):
+    plain = make_model(initializer_range=0.1).eval()
+    model, _ = cramped(12)
+    scorers = [
+        FrozenScorer(m, Reference(m, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
+        for m in (plain, model)
+    ]
+    expected, found = (scorer(batch, old=True) for scorer in scorers)
+    torch.testing.assert_close(found.old_logprobs, expected.old_logprobs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.ref_logprobs, expected.ref_logprobs, rtol=0, atol=1e-6)
+
+
+def test_one_row_that_does_not_fit_is_an_error(cramped, batch):
+    model, passes = cramped(7)
+    with pytest.raises(RuntimeError, match=r"one row alone \(6 tokens besides 3 .*max_completion_length"):
+        score_without_gradient(model, batch, ForwardOptions())
+    assert passes == [21, 6, 18, 8]
+
+
+def test_a_model_that_ranks_go_through_together_is_not_asked_for_parts(cramped, batch, monkeypatch):
+    model, passes = cramped(12)
+    monkeypatch.setattr(forward, "is_sharded", lambda model: True)
+    with pytest.raises(RuntimeError, match="could not create a primitive"):
+        score_without_gradient(model, batch, ForwardOptions())
+    assert passes == [21]
+
+
+def test_other_errors_pass(batch):
+    passes = []
+
+    def score(part: Batch) -> Any:
+        passes.append(part.num_rows)
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        shortage.scored_in_parts(batch, score)
+    assert passes == [5]
+
+
+class _Large:
+    """Stands for a tensor."""
+
+
+def test_an_error_that_is_still_to_be_raised_holds_nothing_of_what_failed():
+    held: list[Any] = []
+
+    def attempt() -> None:
+        large = _Large()
+        held.append(weakref.ref(large))
+        raise MemoryError("of a device")
+
+    def give_up() -> None:
+        try:
+            attempt()
+        except MemoryError as error:
+            raise RuntimeError("one row alone") from error
+
+    with pytest.raises(RuntimeError, match="one row alone") as caught:
+        give_up()
+    assert held[0]() is not None
+    shortage.let_go(caught.value)
+    assert held[0]() is None
+    assert "raise MemoryError" in "".join(traceback.format_exception(caught.value))

@@ -1,0 +1,135 @@
+"""Updates smaller than half a step of bfloat16 arrive on average, and the same run rounds alike."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW, check_parameters, round_stochastically
+
+
+def stream(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("value", "below", "above"),
+    [(1.001, 1.0, 1.0078125), (-1.001, -1.0, -1.0078125), (3.3e-5, 3.2901764e-5, 3.3140182e-5), (300.5, 300.0, 302.0)],
+)
+def test_a_number_becomes_one_of_its_neighbours_and_on_average_itself(value: float, below: float, above: float):
+    """bfloat16 has 7 bits behind the leading one: 1/128 between 1 and 2, 2 between 256 and 512."""
+    found = round_stochastically(torch.full((200_000,), value), stream()).float()
+    low, high = (torch.tensor(x).bfloat16().float() for x in (below, above))
+    assert set(found.unique().tolist()) == {low.item(), high.item()}
+    share = float((found == high).double().mean())
+    chance = (value - low.item()) / (high - low).item()
+    assert share == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / 200_000) + 1e-4)
+    assert float(found.double().mean()) == pytest.approx(value, rel=2e-5)
+
+
+def test_what_bfloat16_has_stays():
+    values = torch.tensor([0.0, -0.0, 1.0, -2.5, 1e30, math.inf, -math.inf, math.nan]).bfloat16().float()
+    for seed in range(20):
+        found = round_stochastically(values, stream(seed)).float()
+        assert torch.equal(found.nan_to_num(7.0), values.nan_to_num(7.0))
+        assert bool(found[-1].isnan())
+
+
+def weight(dtype: torch.dtype, size: int = 4096) -> nn.Parameter:
+    return nn.Parameter(torch.linspace(0.5, 1.5, size).bfloat16().to(dtype))
+
+
+def step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    parameter.grad = gradient.to(parameter.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_one_step_is_adamws_rounded(decay: float):
+    """Within one step of bfloat16 of what float32 weights become, on either side."""
+    gradient = torch.linspace(-1, 1, 4096)
+    ours, plain = weight(torch.bfloat16), weight(torch.float32)
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": decay}
+    first, second = StochasticAdamW([ours], **settings), torch.optim.AdamW([plain], **settings)
+    for _ in range(3):
+        plain.data.copy_(ours.float())
+        step(first, ours, gradient)
+        step(second, plain, gradient.bfloat16())
+        gap = ours.float() - plain
+        assert float(gap.abs().max()) <= 2**-7
+        assert 0.2 < float((gap > 0).float().mean()) < 0.8
+        assert float(gap.double().mean()) == pytest.approx(0.0, abs=2e-4)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert first.state[ours][name].dtype == torch.float32
+        torch.testing.assert_close(first.state[ours][name], second.state[plain][name])
+
+
+def test_small_updates_add_up():
+    """A hundred steps of 1e-4 on weights about 1, where half a step of bfloat16 is 0.0039."""
+    ours, plain = weight(torch.bfloat16), weight(torch.bfloat16)
+    first, second = StochasticAdamW([ours], lr=1e-4), torch.optim.AdamW([plain], lr=1e-4, weight_decay=0.0)
+    start = ours.detach().clone()
+    for _ in range(100):
+        step(first, ours, torch.ones(4096))
+        step(second, plain, torch.ones(4096))
+    moved = (ours.double() - start.double()).mean()
+    assert float(moved) == pytest.approx(-0.01, rel=0.05)
+    above = start > 1.0
+    assert torch.equal(plain[above], start[above]), "rounded to the nearest, they are lost"
+
+
+def test_the_noise_follows_from_seed_parameter_and_step():
+    """Whatever else draws random numbers; a resumed run goes on bit for bit, from moments in float32."""
+
+    def run(seed: int, resume: bool = False) -> list[torch.Tensor]:
+        parameters = [weight(torch.bfloat16), weight(torch.bfloat16)]
+        optimizer = StochasticAdamW(parameters, lr=1e-2, seed=seed)
+        for number in range(4):
+            if resume and number == 2:
+                state, torch_state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+                parameters = [nn.Parameter(p.detach().clone()) for p in parameters]
+                optimizer = StochasticAdamW(parameters, lr=1e-2, seed=seed)
+                optimizer.load_state_dict(state)
+                torch.set_rng_state(torch_state)
+            torch.rand(number + seed)
+            for parameter in parameters:
+                parameter.grad = torch.linspace(-1, 1, 4096).bfloat16() * (number + 1)
+            optimizer.step()
+        assert {optimizer.state[p][n].dtype for p in parameters for n in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+        return [p.detach() for p in parameters]
+
+    first, again, resumed, other = run(1), run(1), run(1, resume=True), run(2)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[0], resumed[0]) and torch.equal(first[1], resumed[1])
+    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], first[1]), "each parameter has noise of its own"
+
+
+def test_parameters_without_a_gradient_and_a_closure():
+    used, unused = weight(torch.bfloat16, 8), weight(torch.bfloat16, 8)
+    optimizer = StochasticAdamW([{"params": [used], "lr": 0.1}, {"params": [unused], "lr": 0.1}])
+
+    def closure() -> torch.Tensor:
+        loss = used.float().sum()
+        loss.backward()
+        return loss
+
+    before = unused.detach().clone()
+    assert float(optimizer.step(closure)) == pytest.approx(8.0, abs=0.1)
+    assert torch.equal(unused, before)
+    assert float((used - weight(torch.bfloat16, 8)).float().max()) < -0.09
+
+
+def test_other_types_are_refused():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}).to(torch.bfloat16)
+    check_parameters(model)
+    model["b"].to(torch.float32).requires_grad_(False)
+    check_parameters(model)
+    model["b"].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"b\.bias is float32, .* stochastic_rounding=False"):
+        check_parameters(model)

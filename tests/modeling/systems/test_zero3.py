@@ -1,0 +1,158 @@
+"""Models of which a rank has a part, by parameters that are put away as DeepSpeed ZeRO-3 puts them away.
+
+What DeepSpeed itself does with them is for `tests/trainer/test_zero.py`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sights import make_seen
+from torch import nn
+
+from groupgrad.modeling.reference import Reference, check_spread
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.modeling.self_check import check_layout, random_batch
+from groupgrad.modeling.systems.zero3 import Shards, is_sharded, num_parameters, runnable, whole
+from groupgrad.modeling.weights import served_weights
+
+
+class Status(Enum):
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+
+
+class OneRank:
+    """All of a model's parameters, on the one rank that there is; `most` numbers were whole at the same time."""
+
+    def __init__(self, model: nn.Module):
+        self.now = self.most = 0
+        for number, parameter in enumerate(model.parameters()):
+            self._put_away(parameter, number)
+
+    def _put_away(self, parameter: Any, number: int) -> None:
+        parameter.ds_id, parameter.ds_shape, parameter.ds_numel = number, parameter.shape, parameter.numel()
+        parameter.ds_tensor = parameter.detach().flatten().clone()
+        parameter.ds_status, parameter.data = Status.NOT_AVAILABLE, torch.empty(0)
+        parameter.all_gather, parameter.partition = self.all_gather, self.partition
+
+    def all_gather(self, param_list: list[Any]) -> None:
+        for parameter in param_list:
+            parameter.data, parameter.ds_status = parameter.ds_tensor.view(parameter.ds_shape), Status.AVAILABLE
+            self.now += parameter.ds_numel
+        self.most = max(self.most, self.now)
+
+    def partition(self, param_list: list[Any], has_been_updated: bool) -> None:
+        assert not has_been_updated
+        for parameter in param_list:
+            self.now -= parameter.ds_numel
+            parameter.data, parameter.ds_status = torch.empty(0), Status.NOT_AVAILABLE
+
+
+@pytest.fixture
+def batch(model: Any) -> Any:
+    return random_batch(model)
+
+
+def test_passes_find_each_modules_parameters_and_let_them_go(model, batch):
+    options = ForwardOptions(temperature=0.7)
+    expected, size = score_without_gradient(model, batch, options), num_parameters(model)
+    rank = OneRank(model)
+    found = score_without_gradient(model, batch, options)
+    # Norms of sharded models are computed by the model.
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=2e-6)
+    assert rank.now == 0 and 0 < rank.most < size / 4
+    assert is_sharded(model) and num_parameters(model) == size
+
+
+def test_the_layout_is_tried_on_parts(model):
+    expected = check_layout(model, ForwardOptions())
+    rank = OneRank(model)
+    with runnable(model):
+        assert check_layout(model, ForwardOptions()) == expected
+    assert rank.now == 0 and expected.tiled_head
+
+
+def test_the_head_gives_the_scores_and_their_gradient(model, batch):
+    """With the parameters there for the backward pass, as ZeRO's hooks see to."""
+
+    def gradients() -> list[Any]:
+        model.zero_grad()
+        scores = score_tokens(model, batch, ForwardOptions(entropy_gradient=True))
+        (scores.logprobs.sum() + 0.3 * scores.entropy.square().sum()).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients()
+    for parameter in model.parameters():
+        parameter.ds_id, parameter.ds_status = 0, Status.AVAILABLE
+    calls: list[Any] = []
+    handle = model.lm_head.register_forward_hook(lambda _module, _inputs, output: calls.append(output.shape))
+    found = gradients()
+    handle.remove()
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected))
+    assert calls == [(2, batch.num_tokens)]
+    assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_without_rows_goes_through_the_model(model, batch, sharded):
+    if sharded:
+        OneRank(model)
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    scores = score_without_gradient(model, batch.select([]), ForwardOptions())
+    assert scores.logprobs.shape == scores.entropy.shape == (0,)
+    assert passes == [1]
+
+
+def test_earlier_weights_take_the_place_of_later_ones_to_the_bit(model, batch):
+    rank = OneRank(model)
+    expected = score_without_gradient(model, batch, ForwardOptions()).logprobs
+    reference = Reference(model, adapter_is_fresh=True, follows=False)
+    assert reference.module is None
+    parameters: list[Any] = list(model.parameters())
+    for parameter in parameters:
+        parameter.ds_tensor += 0.5 * torch.randn_like(parameter.ds_tensor)
+    later = [parameter.ds_tensor.clone() for parameter in parameters]
+    rank.all_gather(parameters[:2])  # small ones stay whole between passes
+    for _ in range(2):
+        with reference.active() as module:
+            assert torch.equal(score_without_gradient(module, batch, ForwardOptions()).logprobs, expected)
+        assert all(torch.equal(parameter.ds_tensor, own) for parameter, own in zip(parameters, later))
+    assert (score_without_gradient(model, batch, ForwardOptions()).logprobs - expected).abs().max() > 0.1
+
+
+def test_weights_are_put_back_also_on_errors(model):
+    OneRank(model)
+    shards = Shards(model)
+    first: Any = next(model.parameters())
+    first.ds_tensor.zero_()
+    with pytest.raises(ZeroDivisionError), shards.in_place():
+        assert first.ds_tensor.any()
+        raise ZeroDivisionError
+    assert not first.ds_tensor.any()
+
+
+def test_whole_models_are_left_as_they_are(model):
+    with whole(model), runnable(model):
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_shapes_are_known_of_parts(model):
+    expected = {name: tensor.shape for name, tensor in served_weights(model)}
+    OneRank(model)
+    assert {name: tensor.shape for name, tensor in served_weights(model, shapes_only=True)} == expected
+
+
+def test_what_does_not_go_with_it_is_said(model):
+    check_spread(model, None)
+    kept: Any = SimpleNamespace(keeps_parameters=True)
+    with pytest.raises(ValueError, match=r"ZeRO-3: a reference that is this adapter.*beta=0.0"):
+        check_spread(model, kept)
+    with pytest.raises(ValueError, match=r"Gemma3.* under DeepSpeed ZeRO-3: models that take images"):
+        check_spread(make_seen("gemma3").model, None)

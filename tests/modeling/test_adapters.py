@@ -1,0 +1,211 @@
+"""Adapters are put on, loaded, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.modeling.adapters import active_adapters, add_adapter, check_adapter, is_adapted, load_adapter
+from groupgrad.modeling.load import load_policy
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+
+peft = pytest.importorskip("peft")
+
+LOADING: dict[str, Any] = {"trust_remote_code": False, "quantization_config": None, "spread": False}
+
+
+def lora(**changes: Any) -> Any:
+    settings = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**{**settings, **changes})
+
+
+def logprobs(model: Any, batch: Any) -> torch.Tensor:
+    return score_without_gradient(model, batch, ForwardOptions()).logprobs
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "modules of another architecture": (
+        {"target_modules": ["query_key_value", "dense"]},
+        r"peft_config does not fit this Qwen3ForCausalLM: .*query_key_value.* Its linear layers are called q_proj, "
+        r"k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head; name some of them",
+    ),
+    "layers that are not there": ({"layers_to_transform": [9]}, r"does not fit this Qwen3ForCausalLM: .*\[9\]"),
+    "a module of no kind that can be adapted": ({"target_modules": ["norm"]}, "does not fit this .*RMSNorm"),
+    "a whole module that is not there": (
+        {"modules_to_save": ["lm_head", "score"]},
+        r"modules_to_save names score, and this Qwen3ForCausalLM has no such module; it has model, embed_tokens, ",
+    ),
+    "a parameter that is not there": (
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        r"target_parameters names mlp\.experts\.down_proj, .* has no such parameter; it has .*q_proj\.weight",
+    ),
+    "dropout on a parameter": (
+        {"target_parameters": ["q_proj.weight"], "lora_dropout": 0.1},
+        r"target_parameters .* lora_dropout=0\.1 is for linear layers; set lora_dropout to 0",
+    ),
+    "another task": ({"task_type": "SEQ_CLS"}, "peft_config.task_type is 'SEQ_CLS', .* set it to 'CAUSAL_LM'"),
+    "a configuration for use": ({"inference_mode": True}, "inference_mode is True, .* set it to False"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(case: str, build):
+    settings, message = REFUSED[case]
+    model = build("qwen3")
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=message):
+        add_adapter(model, lora(**settings))
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == before
+
+
+def test_ranks_that_move_are_refused(build):
+    with pytest.raises(ValueError, match=r"peft_config is an AdaLoraConfig.*use LoraConfig"):
+        add_adapter(build("qwen3"), peft.AdaLoraConfig(target_modules=["q_proj"], total_step=5))
+
+
+def test_feedforward_modules_that_are_not_there_are_refused(build):
+    """peft takes no notice of them."""
+    config = peft.IA3Config(target_modules="all-linear", feedforward_modules=["down_proj", "fc2"])
+    with pytest.raises(ValueError, match="feedforward_modules names fc2, and this Qwen3ForCausalLM has no such module"):
+        add_adapter(build("qwen3"), config)
+
+
+def test_feedforward_modules_of_an_architecture_that_peft_does_not_know(build):
+    with pytest.raises(ValueError, match=r"specify `feedforward_modules` .*; name those of target_modules whose input"):
+        add_adapter(build("qwen3-moe"), peft.IA3Config(target_modules=["k_proj"]))
+
+
+def test_names_among_others_that_are_not_there_are_a_warning(build):
+    with pytest.warns(UserWarning, match="target_modules names Wqkv, .* on the others alone"):
+        model = add_adapter(build("qwen3"), lora(target_modules=["q_proj", "Wqkv"]))
+    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert adapted == {"q_proj"}
+
+
+def test_one_configuration_serves_several_architectures(build):
+    """peft writes the modules that it chose into the configuration that it is given."""
+    config = lora(target_modules=None)
+    for architecture, name in (("gpt2", "c_attn"), ("qwen3", "q_proj")):
+        model = add_adapter(build(architecture), config)
+        assert any(name in key for key, p in model.named_parameters() if p.requires_grad)
+    assert config.target_modules is None
+
+
+def test_an_adapter_by_its_directory(build, batch, tmp_path: Path):
+    build("qwen3").save_pretrained(tmp_path / "base")
+    base = load_policy(str(tmp_path / "base"), {}, **LOADING)
+    trained = add_adapter(base, lora(modules_to_save=["lm_head"]))
+    trained.save_pretrained(tmp_path / "adapter")
+    found = load_policy(str(tmp_path / "adapter"), {"dtype": "float32"}, **LOADING)
+    assert is_adapted(found)
+    assert active_adapters(found) == ["default"]
+    torch.testing.assert_close(logprobs(found, batch), logprobs(trained, batch), rtol=0, atol=0)
+    trainable = {name for name, p in found.named_parameters() if p.requires_grad}
+    assert trainable == {name for name, p in trained.named_parameters() if p.requires_grad}
+
+
+def test_an_adapter_whose_base_model_lies_elsewhere(build, tmp_path: Path):
+    """As after its directory was copied to another machine."""
+    build("qwen3").save_pretrained(tmp_path / "base")
+    add_adapter(load_policy(str(tmp_path / "base"), {}, **LOADING), lora()).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"adapter that was trained on .*base, but .*; .*PeftModel\.from_pretrained\("):
+        load_policy(str(tmp_path / "adapter"), {}, **LOADING)
+
+
+def test_an_adapter_that_names_no_base_model(build, tmp_path: Path):
+    add_adapter(build("qwen3"), lora()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"names no base model; .*PeftModel\.from_pretrained\("):
+        load_policy(str(tmp_path), {}, **LOADING)
+
+
+MISFITS = {
+    "other names": ("gpt2", {}, "does not fit GPT2LMHeadModel; it was made for another model: .*Target modules"),
+    "other widths": ("qwen3", {"hidden_size": 64}, "does not fit Qwen3ForCausalLM.*size mismatch"),
+    "more layers": ("qwen3", {"num_hidden_layers": 3}, "does not fit Qwen3ForCausalLM.*missing adapter keys.*layers.2"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_an_adapter_of_another_architecture_is_refused(case: str, build, tmp_path: Path):
+    architecture, settings, message = MISFITS[case]
+    add_adapter(build("qwen3"), lora()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(build(architecture, **settings), str(tmp_path))
+
+
+def test_an_adapter_made_for_another_class(build, tmp_path: Path):
+    peft.get_peft_model(build("qwen3"), lora(task_type=None)).save_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(build("llama"), str(tmp_path), is_trainable=True)
+    with pytest.raises(ValueError, match="was made for a Qwen3ForCausalLM, and the model is a LlamaForCausalLM"):
+        check_adapter(model)
+    check_adapter(peft.PeftModel.from_pretrained(build("qwen3"), str(tmp_path), is_trainable=True))
+
+
+def test_another_base_model_by_name_is_a_warning(build, tmp_path: Path):
+    for name in ("one", "two"):
+        build("qwen3").save_pretrained(tmp_path / name)
+    one, two = (load_policy(str(tmp_path / name), {}, **LOADING) for name in ("one", "two"))
+    peft.get_peft_model(one, lora()).save_pretrained(tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(two, str(tmp_path / "adapter"), is_trainable=True)
+    with pytest.warns(UserWarning, match=r"was trained on .*one, and the model was loaded from .*two"):
+        check_adapter(model)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "elsewhere/two"}))
+    model = peft.PeftModel.from_pretrained(load_policy(str(tmp_path / "two"), {}, **LOADING), str(tmp_path / "adapter"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_adapter(model)
+
+
+def test_a_merged_adapter_is_refused(build):
+    model = add_adapter(build("qwen3"), lora())
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"the adapter is merged into the weights .*model\.unmerge_adapter\(\)"):
+        check_adapter(model)
+    model.unmerge_adapter()
+    check_adapter(model)
+
+
+def test_an_adapter_that_is_not_in_use_is_refused(build):
+    model = add_adapter(build("qwen3"), lora())
+    model.add_adapter("second", lora())
+    check_adapter(model)
+    model.set_adapter("second", inference_mode=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".default." in name)
+    with pytest.raises(
+        ValueError, match=r"not in use would train; the adapter in use is second: call model\.set_adapter"
+    ):
+        check_adapter(model)
+
+
+def test_several_kinds_in_one_are_refused(build):
+    with pytest.raises(TypeError, match="a PeftMixedModel, which mixes kinds of adapters"):
+        check_adapter(peft.get_peft_model(build("qwen3"), lora(), mixed=True))
+
+
+def test_weights_that_train_and_are_not_saved_are_a_warning(build):
+    model = add_adapter(build("qwen3"), lora())
+    model.get_base_model().lm_head.weight.requires_grad_(True)
+    with pytest.warns(
+        UserWarning, match=r"lm_head\.weight \(1 weights of the base model\) .* only the adapter is saved"
+    ):
+        check_adapter(model)
+    kept = [
+        lora(bias="all"),
+        lora(modules_to_save=["lm_head"]),
+        lora(trainable_token_indices=[3]),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
+    ]
+    for config in kept:
+        model = add_adapter(build("qwen3", attention_bias=True), config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_adapter(model)

@@ -1,0 +1,253 @@
+"""RMS norms of training passes: rounded once, with the gradient of the formula, and the model as before afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from pretended_gpu import Pretended, pretended_gpu, to_gpu
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from groupgrad.kernels import library, status
+from groupgrad.modeling.fused_modules import compiled_parts, own_parts
+
+KINDS: list[Any] = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
+HALF_UNIT = 2.0**-24
+"""What rounding a number to float32 once changes it by at most, relatively."""
+
+
+def make(kind: Any, width: int = 48) -> Any:
+    torch.manual_seed(0)
+    norm = kind(width, eps=1e-5)
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    return nn.Sequential(norm)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight.double() * (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_and_gradients_are_those_of_float64(kind: Any):
+    model = make(kind)
+    x = (3 * torch.randn(2, 70, 4, 48)).requires_grad_()
+    wide, weight = x.detach().double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
+    pull = torch.randn_like(x)
+    with compiled_parts(model):
+        found = model(x)
+    expected = exact(wide, weight)
+    assert ((found.double() - expected).abs() <= 1.001 * HALF_UNIT * expected.abs()).all(), "rounded once"
+    grads = torch.autograd.grad(found, [x, model[0].weight], pull)
+    wanted = torch.autograd.grad(expected, [wide, weight], pull.double())
+    for grad, want in zip(grads, wanted):
+        torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    model = make(Qwen3RMSNorm)
+    x = torch.randn(5, 48)
+    with compiled_parts(model):
+        model(x).sum().backward()
+    of_weight, model[0].weight.grad = model[0].weight.grad, None
+    model[0].weight.requires_grad_(False)
+    x.requires_grad_()
+    with compiled_parts(model):
+        model(x).sum().backward()
+    assert of_weight is not None and of_weight.abs().sum() > 0
+    assert x.grad is not None and x.grad.abs().sum() > 0 and model[0].weight.grad is None
+
+
+def test_modules_are_as_before_afterwards_also_on_errors():
+    model, x = make(Qwen2RMSNorm), torch.randn(3, 48)
+    before = model(x)
+    with pytest.raises(ZeroDivisionError), compiled_parts(model):
+        assert "forward" in model[0].__dict__
+        raise ZeroDivisionError
+    assert "forward" not in model[0].__dict__ and torch.equal(model(x), before)
+
+
+def test_layers_that_are_computed_again_are_computed_alike():
+    model, x = make(Qwen3RMSNorm), torch.randn(3, 48)
+    model.gradient_checkpointing = True
+    with compiled_parts(model), torch.no_grad():
+        expected = model(x)
+    with compiled_parts(model):
+        pass
+    assert torch.equal(model(x), expected)
+    with compiled_parts(model):
+        pass
+    own_parts(model)
+    assert "forward" not in model[0].__dict__
+
+
+def test_a_pass_in_between_leaves_norms_that_are_computed_again_later():
+    model, x = make(Qwen3RMSNorm), torch.randn(3, 48)
+    model.gradient_checkpointing = True
+    with compiled_parts(model):
+        kept = model[0].__dict__["forward"]
+    with torch.no_grad(), compiled_parts(model):
+        model(x)
+    assert model[0].__dict__["forward"] is kept
+
+
+@pytest.mark.parametrize("is_flagged", [False, True])
+def test_somebody_elses_checkpointing_computes_again_what_it_saved(is_flagged: bool):
+    model, x = make(Qwen3RMSNorm), torch.randn(3, 48, requires_grad=True)
+    model.gradient_checkpointing = is_flagged
+    with compiled_parts(model):
+        found = checkpoint(model, x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(found.square().sum(), x)
+    own_parts(model)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def compiled(model: Any) -> None:
+    model.compile()
+
+
+def half(model: Any) -> None:
+    model.bfloat16()
+
+
+def replaced(model: Any) -> None:
+    model[0].forward = lambda hidden: hidden
+
+
+def other_formula(model: Any) -> None:
+    model[0] = GemmaRMSNorm(48)
+
+
+@pytest.mark.parametrize("change", [compiled, half, replaced, other_formula])
+def test_what_it_may_not_touch_is_left_alone(change: Any):
+    model = make(Qwen3RMSNorm)
+    change(model)
+    before = model[0].__dict__.get("forward")
+    with compiled_parts(model):
+        assert model[0].__dict__.get("forward") is before
+
+
+def test_mixed_precision_is_left_to_the_module_itself():
+    model, x = make(LlamaRMSNorm), torch.randn(4, 48)
+    expected = model(x)
+    with compiled_parts(model), torch.autocast("cpu"):
+        assert torch.equal(model(x), expected)
+    with compiled_parts(model):
+        assert not torch.equal(model(x), expected)
+
+
+def test_other_numbers_than_float32_go_through_the_module_itself():
+    model, x = make(LlamaRMSNorm), torch.randn(4, 48, dtype=torch.float64)
+    expected = model(x)
+    with compiled_parts(model):
+        assert torch.equal(model(x), expected)
+
+
+@pytest.fixture
+def compiler() -> None:
+    if library() is None:
+        pytest.skip(status())
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("width", [16, 128])
+def test_inputs_of_another_width_are_an_error_as_ever(width: int):
+    model = nn.Sequential(nn.Linear(64, 8))
+    with compiled_parts(model), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, width))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_weights_that_are_others_at_the_time_go_through_the_module_itself():
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    wide = {name: p.detach().double() for name, p in model.named_parameters()}
+    with compiled_parts(model):
+        found = torch.func.functional_call(model, wide, (x.double(),))
+    torch.testing.assert_close(found, model.double()(x.double()))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_model_can_be_copied_in_a_pass():
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    with compiled_parts(model):
+        copied = copy.deepcopy(model)
+        nn.init.zeros_(copied[0].weight)
+        assert torch.equal(copied(x), copied[0].bias.expand(2, 8)) and not torch.equal(model(x), copied(x))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_whoever_watches_an_activation_sees_it_called():
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    model, seen = nn.Sequential(LlamaMLP(config)), []
+    with compiled_parts(model):
+        model(torch.randn(2, 16))
+        assert not seen
+        model[0].act_fn.register_forward_hook(lambda *_: seen.append(True))
+        model(torch.randn(2, 16))
+    assert seen == [True]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_patch_of_all_linear_layers_is_respected(monkeypatch: pytest.MonkeyPatch):
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: torch.zeros(2, 8))
+    with compiled_parts(model):
+        assert torch.equal(model(x), torch.zeros(2, 8))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_tangents_flow():
+    model, x, tangent = nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), torch.randn(2, 64), torch.randn(2, 64)
+    with compiled_parts(model), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+    torch.testing.assert_close(found.tangent, tangent @ model[0].weight.T)
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with pretended_gpu():
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype, gpu, monkeypatch):
+    calls: list[Any] = []
+    fused = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda *a, **k: (calls.append(a), fused(*a, **k))[1])
+    model, x = make(kind).to(dtype), (3 * torch.randn(70, 4, 48)).to(dtype)
+    wide, weight = x.double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
+    expected, pull = exact(wide, weight), torch.randn_like(x)
+    wanted = torch.autograd.grad(expected, [wide, weight], pull.double())
+    model, x = to_gpu(model), Pretended(x).requires_grad_()
+    with compiled_parts(model):
+        found = model(x)
+    assert calls
+    half_unit = torch.finfo(dtype).eps / 2
+    # The CPU's stand-in for the kernel multiplies in float32, a few roundings of it on top.
+    assert ((found.inner.double() - expected).abs() <= half_unit * expected.abs() + 4e-7 * expected.abs()).all()
+    for grad, want in zip(torch.autograd.grad(found, [x, model[0].weight], Pretended(pull)), wanted):
+        close = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(grad.inner.double(), want, rtol=close, atol=close * float(want.abs().max()))
+    assert "forward" not in model[0].__dict__
+
+
+def test_on_a_gpu_a_norm_of_two_types_or_in_mixed_precision_keeps_its_type(gpu, monkeypatch):
+    monkeypatch.setattr(F, "rms_norm", None)
+    narrow = torch.randn(5, 48).bfloat16()
+    mixed, half = to_gpu(make(Qwen3RMSNorm)), to_gpu(make(Qwen3RMSNorm).bfloat16())
+    with compiled_parts(mixed), compiled_parts(half), torch.autocast("cuda", dtype=torch.bfloat16):
+        assert mixed(Pretended(narrow)).dtype == torch.float32
+        assert half(Pretended(narrow)).dtype == torch.bfloat16

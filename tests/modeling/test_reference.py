@@ -1,0 +1,299 @@
+"""The reference stays what the policy was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from groupgrad.modeling.adapters import add_adapter, is_adapted
+from groupgrad.modeling.reference import Reference
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+
+peft = pytest.importorskip("peft")
+
+
+def lora(**changes: Any) -> Any:
+    return peft.LoraConfig(
+        **{
+            "r": 2,
+            "target_modules": ["q_proj", "v_proj"],
+            "init_lora_weights": False,
+            "task_type": "CAUSAL_LM",
+            **changes,
+        }
+    )
+
+
+def shift(model: nn.Module, by: float = 0.5, only: str = "") -> None:
+    """An in-place change of the weights that train."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and only in name:
+                parameter.add_(by)
+
+
+def logprobs(model: nn.Module, batch: Any) -> torch.Tensor:
+    return score_without_gradient(model, batch, ForwardOptions()).logprobs
+
+
+def reference_logprobs(reference: Reference, batch: Any) -> torch.Tensor:
+    with reference.active() as module:
+        return logprobs(module, batch)
+
+
+def trainable(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_a_full_model_is_copied_as_given_and_frozen(build, batch):
+    policy = build("qwen3").train()
+    shift(policy, 0.01)  # changed in memory: a load by name would not know
+    given = logprobs(policy, batch)
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
+    shift(policy)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
+    assert float((logprobs(policy, batch) - given).abs().max()) > 1e-2
+    assert reference.module is not None
+    assert not trainable(reference.module)
+    assert not reference.module.training
+    assert policy.training
+    assert {id(p) for p in policy.parameters()}.isdisjoint(id(p) for p in reference.module.parameters())
+
+
+def test_tied_weights_stay_tied_in_the_copy(build):
+    reference = Reference(build("qwen3-tied"), adapter_is_fresh=False, follows=False).module
+    assert reference is not None
+    assert reference.get_output_embeddings().weight is reference.get_input_embeddings().weight  # pyright: ignore
+
+
+def test_a_fresh_adapter_is_switched_off(build, batch):
+    base = build("qwen3")
+    given = logprobs(base, batch)
+    policy = add_adapter(base, lora())
+    names, before = trainable(policy), set(dict(policy.named_parameters()))
+    reference = Reference(policy, adapter_is_fresh=True, follows=False)
+    shift(policy)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given)
+    assert reference.module is None
+    assert set(dict(policy.named_parameters())) == before, "no second set of weights is needed"
+    assert trainable(policy) == names
+    assert reference.state_dict() == {}
+    assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3, "the adapter is on again"
+
+
+def adapted(build: Any, kind: str) -> nn.Module:
+    """A small model with an adapter of one kind, moved off its beginning."""
+    qv = ["q_proj", "v_proj"]
+    configs = {
+        "rsLoRA": lambda: lora(use_rslora=True),
+        "DoRA": lambda: lora(use_dora=True),
+        "biases": lambda: lora(bias="all"),
+        "whole head": lambda: lora(modules_to_save=["lm_head"]),
+        "whole tied head": lambda: lora(modules_to_save=["lm_head", "embed_tokens"]),
+        "adapted embedding": lambda: lora(target_modules=[*qv, "embed_tokens"]),
+        "some tokens": lambda: lora(trainable_token_indices=[5, 20, 21, 22]),
+        "experts": lambda: lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+        "IA3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
+        "LoHa": lambda: peft.LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=qv),
+        "VeRA": lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
+    }
+    architecture = {"experts": "qwen3-moe", "whole tied head": "qwen3-tied"}.get(kind, "qwen3")
+    policy = peft.get_peft_model(build(architecture), configs.get(kind, lora)())
+    randomize(policy, seed=1)
+    return policy
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Noise on what trains; a shift by one number would cancel out in a softmax."""
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=stream))
+
+
+KINDS = ["LoRA", "rsLoRA", "DoRA", "biases", "whole head", "whole tied head", "adapted embedding", "some tokens"]
+KINDS += ["experts", "IA3", "LoHa", "VeRA"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_adapter_of_any_kind_is_kept_and_followed(kind: str, build, batch):
+    policy = adapted(build, kind)
+    names, given = trainable(policy), logprobs(policy, batch)
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    assert trainable(policy) == names
+    randomize(policy, seed=2)
+    moved = logprobs(policy, batch)
+    assert float((moved - given).abs().max()) > 1e-3
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
+    torch.testing.assert_close(logprobs(policy, batch), moved, rtol=0, atol=0)
+    assert trainable(policy) == names
+    assert set(reference.state_dict()) == names
+    reference.follow(policy, 1.0)
+    torch.testing.assert_close(reference_logprobs(reference, batch), moved, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"bias": "all"}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
+def test_where_switching_off_is_not_enough_a_fresh_adapter_is_kept(settings: dict[str, Any], build, batch):
+    """Biases of the base model train; some beginnings are taken out of the base model's weights."""
+    base = build("qwen3", attention_bias=True)
+    with torch.no_grad():
+        base.model.layers[0].self_attn.q_proj.bias.normal_()
+    given = logprobs(base, batch)
+    policy = add_adapter(base, lora(**{"init_lora_weights": True, **settings}))
+    reference = Reference(policy, adapter_is_fresh=True, follows=False)
+    randomize(policy, seed=2)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=1e-5)
+    with policy.disable_adapter():
+        assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3
+
+
+def test_a_kept_adapter_follows_its_policy_into_another_precision(build, batch):
+    policy = adapted(build, "LoRA")
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    policy.to(torch.bfloat16)
+    given = logprobs(policy, batch)
+    randomize(policy, seed=2)
+    torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
+
+
+def test_what_trains_is_restored_also_after_an_error(build):
+    policy = peft.get_peft_model(build("qwen3"), lora())
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    own = {name: id(parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    with pytest.raises(RuntimeError, match="stop"), reference.active():
+        assert not trainable(policy)
+        raise RuntimeError("stop")
+    assert {n: id(p) for n, p in policy.named_parameters() if p.requires_grad} == own
+
+
+def test_training_goes_on_after_the_reference_was_active(build, batch):
+    policy = peft.get_peft_model(build("qwen3"), lora())
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference_logprobs(reference, batch)
+    score_tokens(policy, batch, ForwardOptions()).logprobs.sum().backward()
+    with_gradient = {n for n, p in policy.named_parameters() if p.grad is not None and float(p.grad.abs().sum()) > 0}
+    assert with_gradient == trainable(policy)
+
+
+def test_a_full_reference_follows_by_its_share(build):
+    policy = build("qwen3")
+    reference = Reference(policy, adapter_is_fresh=False, follows=True)
+    start = copy.deepcopy(policy.state_dict())
+    shift(policy, 1.0)
+    reference.follow(policy, 0.25)
+    assert reference.module is not None
+    for name, value in reference.module.state_dict().items():
+        torch.testing.assert_close(value, start[name] + 0.25, rtol=1e-5, atol=1e-6)
+    reference.follow(policy, 1.0)
+    for name, value in reference.module.state_dict().items():
+        torch.testing.assert_close(value, start[name] + 1.0, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reference_follows_a_policy_of_lower_precision(build):
+    policy = build("qwen3")
+    reference = Reference(policy, adapter_is_fresh=False, follows=True)
+    reference.follow(policy.to(torch.bfloat16), 0.5)
+    assert reference.module is not None
+    assert next(reference.module.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_an_adapter_reference_follows_by_its_share(fresh: bool, build):
+    policy = peft.get_peft_model(build("qwen3"), lora())
+    reference = Reference(policy, adapter_is_fresh=fresh, follows=True)
+    start = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    shift(policy, 1.0)
+    reference.follow(policy, 0.25)
+    found = reference.state_dict()
+    assert len(found) == len(trainable(policy)) == 8
+    for name, value in found.items():
+        torch.testing.assert_close(value, start[name] + 0.25, rtol=1e-5, atol=1e-6)
+    for name, parameter in policy.named_parameters():
+        if "lora" not in name:
+            torch.testing.assert_close(parameter.detach(), start[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_a_followers_state_survives_being_saved(adapted: bool, build, batch):
+    def make() -> tuple[nn.Module, Reference]:
+        policy = peft.get_peft_model(build("qwen3"), lora()) if adapted else build("qwen3")
+        return policy, Reference(policy, adapter_is_fresh=True, follows=True)
+
+    policy, reference = make()
+    shift(policy, 0.3)
+    reference.follow(policy, 0.5)
+    state = reference.state_dict()
+    shift(policy, 1.0)
+    reference.follow(policy, 0.5)  # must not reach into the saved state
+    _, restored = make()
+    before = reference_logprobs(restored, batch)
+    restored.load_state_dict(state)
+    policy, expected = make()
+    shift(policy, 0.3)
+    expected.follow(policy, 0.5)
+    found = reference_logprobs(restored, batch)
+    torch.testing.assert_close(found, reference_logprobs(expected, batch), rtol=0, atol=0)
+    assert float((found - before).abs().max()) > 1e-3
+
+
+def test_frozen_scores_of_policy_and_reference(build, batch):
+    policy = build("qwen3")
+    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    given = logprobs(policy, batch)
+    shift(policy, 0.1)
+    scorer = FrozenScorer(policy, reference, ForwardOptions(), "cpu")
+    scored = scorer(batch, old=True)
+    torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
+    torch.testing.assert_close(scored.ref_logprobs, given)
+    assert scorer(batch, old=False).old_logprobs is None
+    bare = FrozenScorer(policy, None, ForwardOptions(), "cpu")
+    assert bare(batch, old=False).ref_logprobs is None
+    expected = score_without_gradient(policy, batch, ForwardOptions()).entropy
+    torch.testing.assert_close(bare.entropy(batch), expected)
+
+
+def test_frozen_scores_have_no_dropout(build, batch):
+    policy = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    scorer = FrozenScorer(policy, Reference(policy, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
+    scored = scorer(batch, old=True)
+    torch.testing.assert_close(scored.old_logprobs, scored.ref_logprobs)
+    torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
+    assert policy.training
+
+
+def test_adding_an_adapter(build):
+    model = build("qwen3")
+    assert not is_adapted(model)
+    policy = add_adapter(model, lora())
+    assert is_adapted(policy)
+    assert all("lora" in name for name in trainable(policy))
+    with pytest.raises(ValueError, match="already has an adapter"):
+        add_adapter(policy, lora())
+    with pytest.raises(TypeError, match=r"a dict; it must be a peft\.PeftConfig"):
+        add_adapter(build("qwen3"), {"r": 2})
+
+
+def test_a_missing_peft_is_named(build, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install groupgrad"):
+        add_adapter(build("qwen3"), object())
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_frozen_parts_of_an_adapter_stay_frozen(build, batch, follows):
+    policy = add_adapter(build("qwen3"), lora())
+    for name, parameter in policy.named_parameters():
+        if "layers.0" in name:
+            parameter.requires_grad_(False)
+    reference = Reference(policy, adapter_is_fresh=True, follows=follows)
+    before = trainable(policy)
+    reference_logprobs(reference, batch)
+    assert trainable(policy) == before
+    assert before and not any("layers.0" in name for name in before)

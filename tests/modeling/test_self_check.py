@@ -1,0 +1,123 @@
+"""The look at the user's own model before a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupgrad.modeling import self_check as startup
+from groupgrad.modeling.scoring import flex_attention as flex
+from groupgrad.modeling.scoring.forward import ForwardOptions
+from groupgrad.modeling.scoring.layout import flat_layout
+from groupgrad.modeling.self_check import check_layout, measured_difference, random_batch, tolerance
+
+
+def test_every_architecture_gets_the_best_way_that_it_can_run(any_model):
+    report = check_layout(any_model, ForwardOptions())
+    name = type(any_model).__name__
+    dense = {"MambaForCausalLM", "Mamba2ForCausalLM", "Qwen3_5ForCausalLM"}  # recurrent layers
+    dense |= {"Lfm2ForCausalLM", "BloomForCausalLM", "GPTJForCausalLM"}
+    assert report.layout == ("dense" if name in dense else "shared"), report
+    assert report.tiled_head
+    assert (report.reason is None) == (name not in dense)
+    assert report.difference is not None
+    assert report.difference < 1e-4
+
+
+def test_a_model_whose_attention_looks_elsewhere_is_run_dense(build, monkeypatch):
+    """A layer that mixes neighbouring tokens by itself is right in rows, wrong where rows lie end to end."""
+    model = build("llama")
+    attention = model.model.layers[0].self_attn
+    plain = type(attention).forward
+
+    def forward(hidden_states, *args, **kwargs):
+        mixed = hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return plain(attention, mixed, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    report = check_layout(model, ForwardOptions())
+    assert (report.layout, report.tiled_head) == ("dense", True)
+    assert report.reason is not None
+    assert "log-probs of the shared layout with the tiled head differ by" in report.reason
+    assert report.options(ForwardOptions()).layout == "dense"
+
+
+def test_a_model_that_does_more_after_its_head_keeps_its_own(build):
+    model = build("llama")
+    model.register_forward_hook(lambda module, inputs, output: output.__setitem__("logits", output.logits * 1.5))
+    report = check_layout(model, ForwardOptions())
+    assert (report.layout, report.tiled_head) == ("shared", False)
+
+
+def test_a_failing_flat_pass_leaves_the_dense_one(build, monkeypatch):
+    model = build("llama")
+    monkeypatch.setattr(startup, "plannable", lambda model: None)
+    attention = model.model.layers[0].self_attn
+    plain = attention.forward
+
+    def forward(hidden_states, **kwargs):
+        if hidden_states.shape[0] == 1:
+            raise RuntimeError("rows only")
+        return plain(hidden_states, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    report = check_layout(model, ForwardOptions())
+    assert report.layout == "dense"
+    assert "failed: RuntimeError: rows only" in str(report.reason)
+
+
+def test_nothing_is_touched(build):
+    model = build("qwen3").train()
+    before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    check_layout(model, ForwardOptions())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_differences_are_measured_by_precision(build):
+    model = build("qwen3")
+    found, expected = torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.25])
+    assert measured_difference(found, expected, model) == 0.25
+    assert tolerance(model) == startup.TOLERANCE_FLOAT32
+    model.to(torch.bfloat16)
+    assert measured_difference(found, expected, model) == 0.125
+    assert tolerance(model) == startup.TOLERANCE_HALF
+    assert measured_difference(torch.tensor([float("nan"), 0.0]), expected, model) == float("inf")
+
+
+def test_mixed_precision_is_no_full_precision(build):
+    model = build("qwen3")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tolerance(model) == startup.TOLERANCE_HALF
+    assert tolerance(model) == startup.TOLERANCE_FLOAT32
+
+
+def test_bfloat16_models_pass(build):
+    assert check_layout(build("qwen3").to(torch.bfloat16), ForwardOptions()).layout == "shared"
+
+
+def test_the_random_batch_is_ragged_and_shares_prompts(build):
+    batch = random_batch(build("qwen3"))
+    assert batch.offsets.diff().unique().numel() > 2
+    assert len(batch.prompt_of_row) > len(batch.prompt_offsets) - 1
+    assert int(batch.completion_ids.max()) < 48
+    assert not bool((batch.completion_ids == 0).any())
+
+
+def test_a_gpu_is_tried_with_the_kernels_of_long_inputs(build, monkeypatch):
+    """As many prompts and rows as on a GPU, here: two tiles of flex attention are full."""
+    copies = startup._copies(torch.device("cuda", 1))
+    monkeypatch.setattr(startup, "_copies", lambda device: copies)
+    model = build("qwen3")
+    batch = random_batch(model)
+    assert len(flat_layout(batch).ids) > 2 * flex._BLOCK
+    assert batch.num_prompts == len(batch.prompt_of_row.unique())
+    assert check_layout(model, ForwardOptions()).layout == "shared"
+
+
+@pytest.mark.parametrize("pad", [None, 47])
+def test_the_padding_token_is_not_drawn(build, pad):
+    batch = random_batch(build("qwen3", pad_token_id=pad))
+    assert pad is None or not bool((batch.prompt_ids == pad).any())

@@ -1,0 +1,418 @@
+"""Rows with images to prompts, and the checks of data sets that have some."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vision
+from datasets import Dataset, IterableDataset
+
+from groupgrad.data.images import ImageError
+from groupgrad.data.prompts import PromptMaker, check_dataset
+from groupgrad.multimodal.vlm_prompts import (
+    VisionError,
+    VisionPromptMaker,
+    example_prompt,
+    is_processor,
+    speaking_tokenizer,
+    with_images,
+    with_other_ids,
+)
+
+RED, BLUE, GREEN = vision.picture("red"), vision.picture("blue", (48, 24)), vision.picture("green")
+
+
+def maker(processor: Any, max_context: int | None = None) -> VisionPromptMaker:
+    return VisionPromptMaker(processor, processor.tokenizer, None, max_context)
+
+
+@pytest.fixture(scope="module", params=vision.NAMES)
+def processor(request: pytest.FixtureRequest) -> Any:
+    return vision.build(request.param).processor
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return vision.build("qwen2_vl").processor
+
+
+def asked(text: str = "hi", **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text}], **columns}
+
+
+def kinds(messages: Any) -> list[Any]:
+    content = messages[0]["content"]
+    return content if isinstance(content, str) else [block["type"] for block in content]
+
+
+# --------------------------------------------------------------------------------------------------- one prompt
+
+
+def test_a_prompt_is_what_the_processor_makes_of_the_conversation(processor):
+    row = asked(images=[RED, BLUE], answer="x")
+    prompt = maker(processor)(row, 3)
+    said = [{"role": "user", "content": [{"type": "image", "image": image} for image in (RED, BLUE)]}]
+    said[0]["content"].append({"type": "text", "text": "hi"})
+    expected = processor.apply_chat_template(
+        said, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert prompt.ids == expected["input_ids"][0].tolist()
+    assert prompt.media is not None
+    for name, value in prompt.media.tensors.items():
+        torch.testing.assert_close(value, expected[name])
+    assert prompt.media.images == (RED, BLUE)
+    assert prompt.group == 3
+    assert prompt.row == {**row, "prompt": said}
+    # Of each token it is said whether it is an image's.
+    places = next(iter(prompt.media.token_tensors.values()))
+    assert places.shape == (len(prompt.ids),)
+    marked = {token for token, place in zip(prompt.ids, places.tolist()) if place}
+    number = getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id
+    assert marked == {number}
+    assert prompt.ids.count(number) == int((places != 0).sum())
+
+
+def test_a_prompt_without_images_has_none(processor):
+    prompt = maker(processor)(asked(image=None, images=[]), 0)
+    assert prompt.media is None
+    assert prompt.row["prompt"] == [{"role": "user", "content": "hi"}]
+    assert prompt.ids == maker(processor).token_ids(prompt.row["prompt"])
+
+
+def test_a_text_prompt_is_tokenised_as_it_is(qwen):
+    prompt = maker(qwen)({"prompt": "ab"}, 0)
+    assert prompt.ids == qwen.tokenizer("ab")["input_ids"]
+    with pytest.raises(VisionError, match="images in 'image' and the text prompt 'ab', but images need conversations"):
+        maker(qwen)({"prompt": "ab", "image": RED}, 0)
+
+
+def test_the_same_pictures_are_the_same_media(qwen):
+    first, second = (maker(qwen)(asked(image=vision.picture("red")), group) for group in (0, 1))
+    other = maker(qwen)(asked(image=vision.picture("green")), 2)
+    assert first.identity == second.identity
+    assert first.ids == other.ids
+    assert first.identity != other.identity
+
+
+def test_images_go_to_the_front_of_the_first_user_message():
+    row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "images": [RED, BLUE]}
+    messages = with_images(row)
+    assert messages is not None
+    assert messages[0] == {"role": "system", "content": "s"}
+    assert messages[1]["content"] == [
+        {"type": "image", "image": RED},
+        {"type": "image", "image": BLUE},
+        {"type": "text", "text": "a"},
+    ]
+    assert row["prompt"][1]["content"] == "a"
+
+
+def test_images_take_the_places_that_are_left_open():
+    blocks = [
+        {"type": "text", "text": "a", "image": None},
+        {"type": "image", "text": None, "image": None},
+        {"type": "image", "image": GREEN},
+        {"type": "image"},
+    ]
+    messages = with_images({"prompt": [{"role": "user", "content": blocks}], "images": [RED, BLUE]})
+    assert messages is not None
+    assert [block.get("image") for block in messages[0]["content"]] == [None, RED, GREEN, BLUE]
+    assert messages[0]["content"][0] == {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(("places", "images"), [(1, [RED, BLUE]), (2, [RED]), (1, [])])
+def test_places_and_images_must_be_as_many(places: int, images: list[Any]):
+    row = {"prompt": vision.question("a", places), "images": images}
+    with pytest.raises(VisionError, match=f"has {len(images)} images in .*, but its messages have {places} places"):
+        with_images(row)
+
+
+def test_a_conversation_without_a_user_has_no_front():
+    row = {"prompt": [{"role": "system", "content": "a"}], "image": RED}
+    with pytest.raises(VisionError, match="1 images in 'image', but no message of the user's to put them in"):
+        with_images(row)
+
+
+def test_a_placeholder_in_a_text_is_no_image(processor):
+    token = processor.image_token
+    message = f"has 1 images, but its rendered text has 2 times the placeholder {token!r}"
+    with pytest.raises(VisionError, match=re.escape(message)):
+        maker(processor)(asked(f"a{token}", image=RED), 0)
+    with pytest.raises(VisionError, match="which stands for an image and has none"):
+        maker(processor)(asked(f"a{token}"), 0)
+
+
+def test_a_template_that_leaves_images_out_is_an_error(qwen):
+    deaf = vision.build("qwen2_vl").processor
+    deaf.chat_template = "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}"
+    with pytest.raises(VisionError, match="1 images, but its rendered text has 0 times the placeholder"):
+        maker(deaf)(asked(image=RED), 0)
+
+
+def test_what_a_processor_fails_at_is_told_with_the_images(qwen):
+    with pytest.raises(VisionError, match=r"Qwen2VLProcessor failed at a prompt with 1 images of 1000x2 pixels: Value"):
+        maker(qwen)(asked(image=vision.picture("red", (1000, 2))), 0)
+
+
+# ----------------------------------------------------------------------------------------------------- templates
+
+
+def test_messages_take_the_form_that_the_template_shows(qwen):
+    """A template of content blocks alone gets blocks, one of texts alone gets texts, and one of both keeps them."""
+    text, blocks = {"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    templates = {
+        "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}": (blocks, blocks),
+        "{% for m in messages %}{{ m.content }}{% endfor %}": (text, text),
+        vision.chat_template("<|image_pad|>"): (text, blocks),
+    }
+    for template, expected in templates.items():
+        processor = vision.build("qwen2_vl").processor
+        processor.chat_template = template
+        made = maker(processor)
+        assert (made.readable([text])[0], made.readable([blocks])[0]) == expected
+        assert made.token_ids([text]) == made.token_ids([blocks])
+
+
+def test_the_processors_template_speaks_and_the_tokenizer_is_left_alone(qwen):
+    plain = qwen.tokenizer
+    assert plain.chat_template is None
+    speaking = speaking_tokenizer(qwen, plain)
+    assert speaking.chat_template == qwen.chat_template
+    assert plain.chat_template is None
+    assert speaking.get_vocab() == plain.get_vocab()
+    assert speaking_tokenizer(plain, plain) is plain
+
+
+def test_a_text_is_begun_once():
+    """Where neither template nor prompt begins a text, the tokenizer does, as processors leave it to."""
+    from tokenizers.processors import TemplateProcessing
+
+    processor = vision.build("llava_next").processor
+    begin = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    processor.tokenizer._tokenizer.post_processor = begin
+    rows = [asked(), asked(image=RED)]
+    assert [maker(processor)(row, 0).ids[:2].count(2) for row in rows] == [1, 1]
+    processor.chat_template = "{{ bos_token }}" + processor.chat_template
+    assert [maker(processor)(row, 0).ids[:2].count(2) for row in rows] == [1, 1]
+
+
+def test_example_prompt(processor):
+    prompt = example_prompt(processor)
+    assert prompt is not None
+    assert prompt.media is not None
+    assert len(prompt.media.images) == 1
+    assert prompt.media.tensors["pixel_values"].float().std() > 0.1
+    two = example_prompt(processor, images=[RED, BLUE])
+    assert two is not None
+    assert two.media is not None
+    assert two.media.images == (RED, BLUE)
+
+
+def test_there_is_no_example_without_a_processor_or_its_template(qwen):
+    assert example_prompt(qwen.tokenizer) is None
+    assert not is_processor(qwen.tokenizer)
+    silent = vision.build("qwen2_vl").processor
+    silent.chat_template = None
+    assert example_prompt(silent) is None
+
+
+def test_ids_that_somebody_else_made(processor):
+    """Further text around the same images is fine; fewer tokens of images are not."""
+    prompt = maker(processor)(asked(image=RED), 0)
+    extra = processor.tokenizer("abc")["input_ids"]
+    other = with_other_ids(prompt, [*extra, *prompt.ids])
+    assert other.media is not None
+    assert prompt.media is not None
+    for name, types in prompt.media.token_tensors.items():
+        assert other.media.token_tensors[name].tolist() == [0] * len(extra) + types.tolist()
+    places = next(iter(prompt.media.token_tensors.values())).tolist()
+    fewer = [token for token, place in zip(prompt.ids, places) if not place]
+    with pytest.raises(VisionError, match=f"there are 0 tokens of images among them.*are {sum(map(bool, places))} tok"):
+        with_other_ids(prompt, fewer)
+
+
+# ----------------------------------------------------------------------------------------------------- data sets
+
+
+def png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def check(rows: Any, processor: Any, max_context: int | None = None) -> None:
+    dataset = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    check_dataset(dataset, "train_dataset", maker(processor, max_context))
+
+
+def test_good_rows_pass(processor, tmp_path: Path):
+    RED.save(tmp_path / "a.png")
+    check([asked(image=RED), asked(image=None), asked(image=BLUE)], processor)
+    check([asked(images=[RED, BLUE]), asked(images=[]), asked(images=None), asked(images=[RED])], processor)
+    check([asked(image=str(tmp_path / "a.png")), asked(image=None)], processor)
+    check([asked(image=png(RED))], processor)
+    check([{"prompt": vision.question("a", 2), "images": [RED, BLUE]}], processor)
+    block = {"type": "image", "image": RED}
+    check([{"prompt": [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}]}], processor)
+    check(Dataset.from_list([asked(image=RED)]).to_iterable_dataset(), processor)
+    check(IterableDataset.from_generator(lambda: iter([asked(image=RED)])), processor)
+    check([{"prompt": "text alone"}], processor)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (
+            [asked(image=png(RED)), asked(image=b"broken")],
+            ImageError,
+            "an image in 'image' of row 1 of train_dataset c",
+        ),
+        ([asked(image=None), asked(image="gone.png")], ImageError, "'image' of row 1 of train_dataset is the path"),
+        ([asked(images=[png(RED)]), asked(images=[png(RED), b"x"])], ImageError, "image 1 in 'images' of row 1"),
+        ([asked(image="http://a/b.png")], ImageError, "row 0 of train_dataset is the address"),
+        (
+            [{"prompt": vision.question("a", 1), "images": [RED]}, {"prompt": vision.question("a", 1), "images": []}],
+            VisionError,
+            "row 1 of train_dataset: a row has 0 images in .*, but its messages have 1 places",
+        ),
+        ([{"prompt": "a", "image": RED}], VisionError, "row 0 of train_dataset: .*images need conversations"),
+        ([asked(), asked("see <|image_pad|>")], VisionError, "row 1 of train_dataset: its prompt has the text"),
+    ],
+)
+def test_rows_that_cannot_be_had_are_named(rows: list[dict[str, Any]], error: type[Exception], message: str, qwen):
+    with pytest.raises(error, match=message):
+        check(rows, qwen)
+
+
+def test_a_file_that_is_cut_off_is_named_wherever_it_is_decoded(qwen, tmp_path: Path):
+    """The first images are decoded before training; later, when a row's number is not known, its file is named."""
+    (tmp_path / "cut.png").write_bytes(png(RED)[:60])
+    (tmp_path / "whole.png").write_bytes(png(RED))
+    row = asked(image=str(tmp_path / "cut.png"))
+    with pytest.raises(ImageError, match=r"an image in 'image' of row 2 of train_dataset .*cut\.png'\) cannot be read"):
+        check([asked(image=None), asked(image=str(tmp_path / "whole.png")), row], qwen)
+    with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
+        maker(qwen)(row, 0)
+    with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
+        maker(qwen)(asked(image={"path": row["image"], "bytes": None}), 0)
+
+
+def test_every_row_is_looked_at_and_only_the_first_is_processed(qwen, monkeypatch):
+    opened: list[Any] = []
+    made = VisionPromptMaker.__call__
+
+    def note(self: Any, row: dict[str, Any], group: int) -> Any:
+        opened.append(row)
+        return made(self, row, group)
+
+    monkeypatch.setattr(VisionPromptMaker, "__call__", note)
+    check([asked(image=None), *(asked(image=RED) for _ in range(5))], qwen)
+    assert len(opened) == 1
+
+
+def test_a_data_set_is_looked_at_once(qwen, monkeypatch):
+    looked: list[Any] = []
+    check_images = VisionPromptMaker.check_images
+    monkeypatch.setattr(
+        VisionPromptMaker,
+        "check_images",
+        lambda self, *args, **how: looked.append(args) or check_images(self, *args, **how),
+    )
+    made, rows = maker(qwen), Dataset.from_list([asked(image=RED), asked(image=None)])
+    check_dataset(rows, "eval_dataset", made)
+    count = len(looked)
+    assert count >= 2
+    check_dataset(rows, "eval_dataset", made)
+    assert len(looked) == count
+    # Another context, and other rows, are looked at again.
+    made.max_context = 400
+    check_dataset(rows, "eval_dataset", made)
+    assert len(looked) == 2 * count
+    check_dataset(rows.select([1]), "eval_dataset", made)
+    assert len(looked) > 2 * count
+
+
+def test_prompts_whose_images_leave_no_room_are_counted(qwen):
+    """A prompt is 50 tokens, 26 of them its images'; the text alone would fit."""
+    rows = [asked(images=[RED, BLUE]), asked(), asked(images=[RED, BLUE])]
+    assert len(maker(qwen)(rows[0], 0).ids) == 50
+    check(rows, qwen, max_context=51)
+    with pytest.raises(
+        ValueError, match="2 prompts of train_dataset are too long; the longest: a prompt has 50 tokens"
+    ):
+        check(rows, qwen, max_context=50)
+
+
+def test_tokens_of_images_are_known_by_their_sizes(processor):
+    """Placeholders alone, or with the tokens around them."""
+    made = maker(processor)
+    with_both, without = made(asked(images=[RED, BLUE]), 0).ids, made(asked(), 0).ids
+    found = made.num_image_tokens([(RED.height, RED.width), (BLUE.height, BLUE.width)])
+    number = getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id
+    assert 0 < with_both.count(number) <= found <= len(with_both) - len(without)
+    assert made.num_image_tokens([]) == 0
+
+
+@pytest.fixture(scope="module")
+def silent() -> Any:
+    """A processor that does not say how many tokens an image of some size is."""
+    processor = vision.build("smolvlm").processor
+    assert not hasattr(processor, "_get_num_multimodal_tokens")
+    return processor
+
+
+def test_a_processor_that_does_not_say_shows_it_before_training(silent):
+    """An image of 32x32 is 34 tokens, so that this prompt fits by its text alone."""
+    made = maker(silent)
+    num_tokens = len(made(asked(images=[RED, GREEN]), 0).ids)
+    assert made.num_image_tokens([(32, 32), (32, 32)]) == 68
+    rows = [asked(images=[RED]), asked(images=[RED, GREEN])]
+    check(rows, silent, max_context=num_tokens + 1)
+    with pytest.raises(ValueError, match=f"1 prompts of train_dataset are too long.* has {num_tokens} tokens"):
+        check(rows, silent, max_context=num_tokens)
+
+
+def test_a_processor_that_does_not_say_is_asked_once_for_a_size_and_for_a_few_sizes(silent, monkeypatch):
+    monkeypatch.setattr("groupgrad.multimodal.vlm_prompts.SIZES_TRIED", 2)
+    made = maker(silent)
+    asked_for: list[tuple[int, int]] = []
+    encode = made.encode
+    monkeypatch.setattr(made, "encode", lambda text, images: asked_for.append(images[0].size) or encode(text, images))
+    assert made.num_image_tokens([(24, 48), (24, 48), (32, 32), (24, 48)]) == 3 * 21 + 34
+    assert asked_for == [(48, 24), (32, 32)]
+    # Of any other size, the largest number that was seen is taken.
+    assert made.num_image_tokens([(20, 10)]) == 34
+    assert len(asked_for) == 2
+
+
+def test_a_processor_that_does_not_say_and_fails_is_asked_no_more(silent, monkeypatch):
+    made = maker(silent)
+    tries: list[int] = []
+
+    def fail(text: str, images: Any) -> Any:
+        tries.append(1)
+        raise VisionError("no such size")
+
+    monkeypatch.setattr(made, "encode", fail)
+    assert [made.num_image_tokens([(8, 8)]) for _ in range(2)] == [0, 0]
+    assert tries == [1]
+
+
+def test_images_before_a_model_that_reads_text_alone(tokenizer):
+    for rows in ([asked(image=RED)], [asked(image=None), asked(image=RED)], [{"prompt": vision.question("a")}]):
+        dataset = Dataset.from_list(rows)
+        with pytest.raises(ValueError, match="but nobody can see"):
+            check_dataset(dataset, "train_dataset", PromptMaker(tokenizer, no_images="nobody can see"))
+    with pytest.raises(ValueError, match="there is an image in 'image', but nobody can see"):
+        PromptMaker(tokenizer, no_images="nobody can see")(asked(image=RED), 0)
+
+
+def test_blocks_of_text_are_a_text_to_a_model_of_text(tokenizer):
+    blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    prompt = PromptMaker(tokenizer)({"prompt": [{"role": "user", "content": blocks}]}, 0)
+    assert prompt.ids == PromptMaker(tokenizer)(asked("ab"), 0).ids

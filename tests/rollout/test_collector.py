@@ -1,0 +1,155 @@
+"""One generation round, from data-set rows to micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.engines.base import Sample, SamplingOptions
+from groupgrad.errors import RewardError, RolloutError
+from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rollout.base import RoundRequest, check_failures
+from groupgrad.rollout.collector import RoundMaker, ScoredRound, ScoringOptions
+from groupgrad.rollout.single_turn import RolloutMaker
+from groupgrad.telemetry.timings import Timings
+
+TEXTS = ["ab", "a", "cab", ""]
+ROWS = {0: {"prompt": "x", "answer": 1}, 1: {"prompt": "yy", "answer": 2}}
+
+
+def request(rows: Any = range(4), **changes: Any) -> RoundRequest:
+    settings: dict[str, Any] = {"num_rows": 4, "num_generations": 2, "phase": "train", "number": 0, "step": 5}
+    return RoundRequest(ROWS, rows, **{**settings, **changes})
+
+
+def make_round(
+    functions: Any, play: Any, tokenizer: Any, asked: RoundRequest | None = None, **options: Any
+) -> ScoredRound:
+    """A round whose four completions are `TEXTS`; the third is cut off."""
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    engine = play([Sample([*text, 1], "eos") if i != 2 else Sample(text, "length") for i, text in enumerate(ids)])
+    rewards = RewardRunner(functions)
+    scoring = ScoringOptions(reward_weights=options.pop("reward_weights", (1.0,) * len(rewards.names)), **options)
+    rollouts = RolloutMaker(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
+    maker = RoundMaker(rollouts, rewards, scoring, Timings())
+    return maker(asked or request(), trainer_state=None)
+
+
+def length(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_advantages_are_those_of_the_groups(play, tokenizer):
+    """Lengths 2, 1 | 3, 0: deviations +-0.5 and +-1.5, sample std 0.5*sqrt(2) and 1.5*sqrt(2)."""
+    found = make_round(length, play, tokenizer)
+    a, b = 0.5 / (0.5 * 2**0.5 + 1e-4), 1.5 / (1.5 * 2**0.5 + 1e-4)
+    assert found.advantages == pytest.approx([a, -a, b, -b], rel=1e-9)
+    assert found.mean_reward == 1.5
+    assert [rollout.text for rollout in found.rollouts] == TEXTS
+    assert make_round(length, play, tokenizer, scale_rewards="none").advantages == [0.5, -0.5, 1.5, -1.5]
+
+
+def test_metrics_of_a_round(play, tokenizer):
+    metrics = {key: metric.read() for key, metric in make_round(length, play, tokenizer).metrics.items()}
+    assert metrics["reward"] == metrics["rewards/length/mean"] == 1.5
+    assert metrics["reward_std"] == pytest.approx((5 / 3) ** 0.5)
+    assert metrics["frac_reward_zero_std"] == 0.0
+    assert metrics["completions/clipped_ratio"] == 0.25
+    assert metrics["completions/mean_length"] == (3 + 2 + 3 + 1) / 4
+
+
+def test_tokens_count_every_rows_prompt(play, tokenizer):
+    assert make_round(length, play, tokenizer).num_tokens == (1 + 3) + (1 + 2) + (2 + 3) + (2 + 1)
+
+
+def test_weights_multiply_the_rewards(play, tokenizer):
+    def constant_answer(answer: list[int], **kwargs: Any) -> list[float]:
+        return [float(value) for value in answer]
+
+    found = make_round([length, constant_answer], play, tokenizer, scale_rewards="none", reward_weights=(2.0, 10.0))
+    assert found.advantages == [1.0, -1.0, 3.0, -3.0]
+    assert found.mean_reward == 2 * 1.5 + 10 * 1.5
+
+
+def test_rows_that_nothing_scores_move_nothing(play, tokenizer):
+    def long_ones(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None if len(text) == 1 else float(len(text)) for text in completions]
+
+    found = make_round(long_ones, play, tokenizer)
+    assert found.advantages[:2] == [0.0, 0.0], "one scored row in its group: no baseline"
+    assert found.advantages[2] == pytest.approx(1.5 / (1.5 * 2**0.5 + 1e-4))
+    assert found.mean_reward == pytest.approx(5 / 3)
+    metrics = {key: metric.read() for key, metric in found.metrics.items()}
+    assert metrics["frac_reward_zero_std"] == 0.5
+    nothing = make_round(lambda completions, **kwargs: [None] * 4, play, tokenizer)
+    assert nothing.advantages == [0.0] * 4
+    assert math.isnan(nothing.mean_reward)
+    assert nothing.metrics["reward"].read() is None
+
+
+def test_a_failing_reward_is_raised_with_its_name_and_step(play, tokenizer):
+    def broken(**kwargs: Any) -> list[float]:
+        raise KeyError("oops")
+
+    with pytest.raises(RewardError, match=r"broken[\s\S]*5[\s\S]*oops"):
+        make_round(broken, play, tokenizer)
+
+
+def test_records_come_in_row_order_if_asked_for(play, tokenizer):
+    assert make_round(length, play, tokenizer).records == []
+    found = make_round(length, play, tokenizer, request(rows=[2, 0, 3, 1]), keep_records=True)
+    assert [rollout.index for rollout in found.rollouts] == [2, 0, 3, 1]
+    assert [record["prompt"] for record in found.records] == ["x", "x", "yy", "yy"]
+    assert [record["completion"] for record in found.records] == ["a", "", "ab", "cab"]
+    assert [record["length"] for record in found.records] == [1.0, 0.0, 2.0, 3.0]
+    assert [record["step"] for record in found.records] == [5] * 4
+    by_row = dict(zip([2, 0, 3, 1], found.advantages))
+    assert [record["advantage"] for record in found.records] == [by_row[row] for row in range(4)]
+
+
+def test_micro_batches_take_rows_by_number(play, tokenizer):
+    found = make_round(length, play, tokenizer)
+    batch = found.micro_batch([3, 1], mask_truncated=False)
+    assert batch.row_index is not None
+    assert batch.row_index.tolist() == [3, 1]
+    assert batch.advantages.tolist() == pytest.approx([found.advantages[3], found.advantages[1]])
+    assert batch.offsets.tolist() == [0, 1, 3]
+    assert batch.prompt_offsets.tolist() == [0, 2, 3]
+    masked = found.micro_batch([2, 3], mask_truncated=True)
+    assert masked.trained.tolist() == [False] * 3 + [True]
+
+
+def test_a_rank_without_rows_takes_part(play, tokenizer):
+    calls: list[int] = []
+
+    def note(completions: list[str], **kwargs: Any) -> list[float]:
+        calls.append(len(completions))
+        return [0.0] * len(completions)
+
+    found = make_round(note, play, tokenizer, request(rows=[]))
+    assert (found.rollouts, found.advantages, found.num_tokens, calls) == ([], [], 0, [])
+
+
+def test_timings_tell_sampling_from_scoring(play, tokenizer):
+    ids = tokenizer("ab")["input_ids"]
+    timings = Timings()
+    rollouts = RolloutMaker(PromptMaker(tokenizer), play([Sample(ids, "eos")] * 4), SamplingOptions(8), seed=0)
+    maker = RoundMaker(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
+    maker(request(), trainer_state=None)
+    assert list(timings.take()) == ["sampling", "rewards"]
+
+
+def test_half_of_a_round_may_fail(caplog):
+    asked, evaluation = RoundRequest({}, [], 4, 2, "train", 0, 5), RoundRequest({}, [], 1, 1, "eval", 0, 5)
+    check_failures({}, asked)
+    check_failures({3: "late", 1: "no such level"}, asked, quiet=True)
+    assert caplog.text == ""
+    check_failures({3: "late", 1: "no such level"}, asked)
+    assert "step 5: 2 of 4 rollouts failed and are not scored; the first (row 1): no such level" in caplog.text
+    with pytest.raises(RolloutError, match=r"3 of 4 rollouts of step 5 failed, more than half; the first \(row 0\): x"):
+        check_failures({0: "x", 1: "y", 2: "z"}, asked)
+    check_failures({0: "the only row"}, evaluation)
+    assert "1 of 1 rollouts failed" in caplog.text

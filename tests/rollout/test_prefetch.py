@@ -1,0 +1,236 @@
+"""Rounds sampled when they are asked for, and rounds sampled while others are trained."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from groupgrad.errors import WeightsLost
+from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.prefetch import Supply
+from groupgrad.telemetry.timings import Timings
+
+ROWS: dict[int, dict[str, Any]] = {0: {"prompt": "x"}}
+
+
+def request(number: int, step: int, phase: str = "train") -> RoundRequest:
+    return RoundRequest(ROWS, [0], num_rows=1, num_generations=1, phase=phase, number=number, step=step)
+
+
+class Story:
+    """A source and weights that write down what is asked of them; a round's rollouts name it and the weights."""
+
+    is_exact = False
+
+    def __init__(
+        self, *, waits_for: dict[int, threading.Event] | None = None, fails: dict[int, Exception] | None = None
+    ):
+        self.lines: list[str] = []
+        self.version, self.is_held, self.is_stopped = -1, False, False
+        self.waits_for, self.fails = waits_for or {}, fails or {}
+        self.lock = threading.Lock()
+
+    def __call__(self, request: RoundRequest) -> list[Any]:
+        with self.lock:
+            self.lines.append(
+                f"sample {request.phase} {request.number} with {self.version}{' held' if self.is_held else ''}"
+            )
+        used = self.version
+        while not self.waits_for.get(request.number, _SET).wait(0.01):
+            if self.is_stopped:
+                raise RuntimeError("given up")
+        if request.number in self.fails:
+            raise self.fails.pop(request.number)
+        return [(request.number, used, request.step)]
+
+    def refresh(self, version: int) -> None:
+        with self.lock:
+            self.lines.append(f"refresh {version}")
+            self.version = version
+
+    def forget(self) -> None:
+        self.lines.append("forget")
+
+    def rest(self) -> None:
+        self.lines.append("rest")
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
+    def metrics(self, rollouts: Any) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.lines.append("close")
+
+
+class Always(dict[int, Exception]):
+    """Every round fails alike, however often it is tried."""
+
+    def __init__(self, error: Exception):
+        super().__init__({0: error})
+
+    def pop(self, key: int) -> Exception:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self[key]
+
+
+_SET = threading.Event()
+_SET.set()
+
+
+def supply(story: Story, ahead: int = 0) -> Supply:
+    return Supply(story, Timings(), story, ahead=ahead)
+
+
+def settle(made: Supply) -> None:
+    """Until the rounds begun are there."""
+    for job in made._jobs.values():
+        job.exception(timeout=10)
+
+
+def test_weights_are_refreshed_before_a_round_and_rest_after_it():
+    story = Story()
+    assert supply(story)(request(0, 3)) == [(0, 3, 3)]
+    assert story.lines == ["refresh 3", "sample train 0 with 3", "rest"]
+
+
+def test_without_weights_of_its_own_a_source_is_only_asked():
+    story = Story()
+    assert Supply(story, Timings())(request(0, 3)) == [(0, -1, 3)]
+    assert story.lines == ["sample train 0 with -1"]
+    with pytest.raises(ValueError, match="ahead=1 needs an engine with weights of its own"):
+        Supply(story, Timings(), ahead=1)
+
+
+def test_a_round_ahead_comes_from_weights_one_round_old():
+    story = Story()
+    made = supply(story, ahead=1)
+    found = []
+    for step in range(4):
+        found += made(request(step, step), [request(step + 1, step)] if step < 3 else [])
+        settle(made)
+    # The first round is sampled at once, each other one at the step before its own.
+    assert found == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2)]
+    assert [line for line in story.lines if line.startswith("sample")] == [
+        "sample train 0 with 0",
+        "sample train 1 with 0 held",
+        "sample train 2 with 1 held",
+        "sample train 3 with 2 held",
+    ]
+
+
+def test_rounds_ahead_are_never_older_than_agreed():
+    story = Story()
+    made = supply(story, ahead=2)
+    ages = []
+    for step in range(9):
+        found: Any = made(request(step, step), [request(step + 1, step), request(step + 2, step)])
+        ages.append(step - found[0][1])
+        settle(made)
+    assert max(ages) == 2 and ages[0] == 0
+
+
+def test_weights_are_not_sent_while_rows_are_sampled():
+    gate = threading.Event()
+    story = Story(waits_for={2: gate})
+    made = supply(story, ahead=2)
+    made(request(0, 0), [request(1, 0), request(2, 0)])
+    made._jobs[1].exception(timeout=10)
+    assert made(request(1, 1), [request(2, 1), request(3, 1)]) == [(1, 0, 0)]
+    assert "refresh 1" not in story.lines, "round 2 is being sampled"
+    gate.set()
+    settle(made)
+    assert made(request(2, 2), [request(3, 2)]) == [(2, 0, 0)]
+    assert "refresh 2" in story.lines
+    settle(made)
+    assert made(request(3, 3)) == [(3, 2, 2)]
+
+
+def test_evaluation_waits_for_rounds_ahead_and_sees_the_present_weights():
+    gate = threading.Event()
+    story = Story(waits_for={1: gate})
+    made = supply(story, ahead=1)
+    made(request(0, 0), [request(1, 0)])
+    threading.Timer(0.1, gate.set).start()
+    assert made(request(0, 1, "eval")) == [(0, 1, 1)]
+    assert story.lines[-3:] == ["refresh 1", "sample eval 0 with 1", "rest"]
+    assert made(request(1, 1)) == [(1, 0, 0)], "what was sampled before is not lost"
+
+
+def test_a_round_whose_weights_were_lost_is_sampled_anew(caplog):
+    story = Story(fails={1: WeightsLost("the server was started again")})
+    made = supply(story, ahead=1)
+    made(request(0, 0), [request(1, 0)])
+    settle(made)
+    assert made(request(1, 1), [request(2, 1)]) == [(1, 1, 1)]
+    assert "round 1 is sampled anew: the server was started again" in caplog.text
+    settle(made)
+    assert made(request(2, 2)) == [(2, 1, 1)]
+
+
+def test_a_round_that_is_trained_next_is_sampled_anew_too_but_not_for_ever(caplog):
+    lost = WeightsLost("the server was started again")
+    story = Story(fails={0: lost})
+    assert supply(story)(request(0, 4)) == [(0, 4, 4)]
+    once = ["refresh 4", "sample train 0 with 4"]
+    assert story.lines == [*once, "forget", *once, "rest"]
+    assert "round 0 is sampled anew: the server was started again" in caplog.text
+    always = Story()
+    always.fails = Always(lost)
+    with pytest.raises(WeightsLost, match="started again"):
+        supply(always)(request(0, 4))
+    assert always.lines == [*once, "forget", *once, "forget", *once]
+
+
+def test_any_other_failure_ahead_is_raised_when_its_round_is_asked_for():
+    story = Story(fails={1: ValueError("a row does not fit")})
+    made = supply(story, ahead=1)
+    made(request(0, 0), [request(1, 0)])
+    with pytest.raises(ValueError, match="a row does not fit"):
+        made(request(1, 1))
+
+
+def test_closing_gives_up_what_is_sampled_ahead():
+    story = Story(waits_for={1: threading.Event()})
+    made = supply(story, ahead=1)
+    made(request(0, 0), [request(1, 0)])
+    started = time.monotonic()
+    made.close()
+    assert time.monotonic() - started < 5
+    assert story.lines[-1] == "close"
+    made.close()
+
+
+def test_waiting_counts_as_sampling_and_sending_as_weights():
+    timings = Timings()
+    story = Story()
+    made = Supply(story, timings, story, ahead=1)
+    made(request(0, 0), [request(1, 0)])
+    assert set(timings.take()) == {"weights", "sampling"}
+    made.close()
+
+
+def test_a_round_is_sampled_in_the_context_given():
+    story = Story()
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        story.lines.append("in")
+        yield
+        story.lines.append("out")
+
+    Supply(story, Timings(), around=around)(request(0, 3))
+    assert story.lines == ["in", "sample train 0 with -1", "out"]
