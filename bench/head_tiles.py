@@ -20,7 +20,13 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from groupgrad.modeling.scoring.head import Foreseen, HeadRecipe, Tiles, foreseen_scores, tiled_scores
+from groupgrad.modeling.scoring.head import (
+    LogitTransform,
+    PrecomputedGradient,
+    Tiles,
+    scores_with_gradient,
+    tiled_scores,
+)
 
 WAYS = ("tiled", "tiled with entropy gradient", "tiled, foreseen", "tiled, frozen head", "tiles of 4096 x 32768")
 WAYS += ("checkpointed chunks of 512 tokens", "plain")
@@ -48,7 +54,7 @@ def make_way(
     name: str, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, gradient: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """A function that gives the log-probs."""
-    recipe = HeadRecipe()
+    recipe = LogitTransform()
     if name == "plain":
         return lambda: plain(hidden, weight, tokens)[0]
     if name.startswith("checkpointed"):
@@ -56,8 +62,8 @@ def make_way(
     if name == "tiled, foreseen":
         with torch.no_grad():  # in other tiles, as a sampler's would differ in rounding
             logprobs = tiled_scores(hidden, weight, None, tokens, recipe=recipe, tiles=Tiles(300, 4000)).logprobs
-        foreseen = Foreseen(logprobs, gradient)
-        return lambda: foreseen_scores(hidden, weight, None, tokens, foreseen, recipe=recipe).logprobs
+        foreseen = PrecomputedGradient(logprobs, gradient)
+        return lambda: scores_with_gradient(hidden, weight, None, tokens, foreseen, recipe=recipe).logprobs
     tiles = Tiles(4096, 32768) if name.startswith("tiles of") else None
     entropy = name.endswith("entropy gradient")
 

@@ -32,7 +32,7 @@ from vllm_server import free_port, vllm_server
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.weight_transport import GlooTransport, HttpTransport, SharedMemoryTransport, Transport
-from groupgrad.engines.vllm.wire import TensorNote
+from groupgrad.engines.vllm.wire import TensorSpec
 from groupgrad.modeling.weights import adapter_files, served_weights
 
 RANK, MAX_CONTEXT = 16, 64
@@ -49,7 +49,7 @@ class Timed:
         """From here on times are counted."""
         self.packing = self.sending = 0.0
 
-    def pack(self, notes: list[TensorNote], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Any]:
+    def pack(self, notes: list[TensorSpec], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Any]:
         """The inner one's buckets."""
         buckets = self.inner.pack(notes, tensors, bucket_bytes)
         while True:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from groupgrad.config import GRPOConfig
     from groupgrad.trainer import GRPOTrainer
 
-__version__ = "0.1.0"
+from groupgrad._version import __version__
+
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
 _HOMES = {"GRPOConfig": "groupgrad.config", "GRPOTrainer": "groupgrad.trainer"}

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from groupgrad._version import __version__
+
 
 @dataclass(slots=True, frozen=True)
 class Supported:
@@ -128,8 +130,6 @@ def has_bf16_accelerator() -> bool:
 def environment() -> dict[str, str]:
     """Versions and devices of this machine, ready to print, in a fixed order."""
     import torch
-
-    from groupgrad import __version__
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if not devices and torch.backends.mps.is_available():

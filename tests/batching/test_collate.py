@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from groupgrad.batch import Batch, StepTotals
-from groupgrad.batching.buffer import RoundBuffer
+from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.collate import collate
 from groupgrad.types import Prompt, Rollout
 
@@ -112,13 +112,13 @@ def test_a_round_survives_being_saved():
         ),
         collate([rollout(2, 0, [])], [0.0], mask_truncated=False),
     ]
-    buffer = RoundBuffer()
+    buffer = GenerationBuffer()
     buffer.put(7, batches)
     buffer.put(8, [])
     file = io.BytesIO()
     torch.save(buffer.state_dict(), file)
     file.seek(0)
-    restored = RoundBuffer()
+    restored = GenerationBuffer()
     restored.load_state_dict(torch.load(file, weights_only=True))
     found = restored.get(7)
     assert found is not None
@@ -130,12 +130,12 @@ def test_a_round_survives_being_saved():
 
 
 def test_a_round_of_an_older_checkpoint_lacks_what_was_not_known_then():
-    buffer = RoundBuffer()
+    buffer = GenerationBuffer()
     buffer.put(0, [collate([rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25])], [1.0], mask_truncated=False)])
     state = buffer.state_dict()
     for name in ("sampling_entropy", "policy_version", "passes"):
         del state["rounds"]["0"][0][name]
-    restored = RoundBuffer()
+    restored = GenerationBuffer()
     restored.load_state_dict(state)
     found = restored.get(0)
     assert found is not None
@@ -144,7 +144,7 @@ def test_a_round_of_an_older_checkpoint_lacks_what_was_not_known_then():
 
 
 def test_a_buffer_forgets_what_it_is_told_to():
-    buffer = RoundBuffer()
+    buffer = GenerationBuffer()
     for number in range(4):
         buffer.put(number, [])
     buffer.keep_only({1, 3})

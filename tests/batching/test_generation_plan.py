@@ -6,26 +6,26 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 
 SMALL = st.integers(1, 4)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> RoundPlan:
+def plans(draw: st.DrawFn) -> GenerationPlan:
     b, n, accumulation, steps, mu = (draw(SMALL) for _ in range(5))
     total = b * n * steps
     divisors = [g for g in range(1, total + 1) if total % g == 0]
-    return RoundPlan(b, n, accumulation, steps, mu, draw(st.sampled_from(divisors)))
+    return GenerationPlan(b, n, accumulation, steps, mu, draw(st.sampled_from(divisors)))
 
 
-def rows_of_steps(plan: RoundPlan, num_steps: int) -> list[list[tuple[int, int]]]:
+def rows_of_steps(plan: GenerationPlan, num_steps: int) -> list[list[tuple[int, int]]]:
     """(round, row) of every optimizer step, sorted, over all ranks, as the loop takes its micro-batches."""
     steps = []
     for step in range(num_steps):
         rows = []
         for micro_step in range(step * plan.accumulation, (step + 1) * plan.accumulation):
-            number, position = divmod(micro_step, plan.micro_steps_per_round)
+            number, position = divmod(micro_step, plan.micro_batches_per_generation)
             for rank in range(plan.world_size):
                 rows += [(number, row) for row in plan.slice_rows(rank, position % plan.steps_per_generation)]
         steps.append(sorted(rows))
@@ -34,14 +34,14 @@ def rows_of_steps(plan: RoundPlan, num_steps: int) -> list[list[tuple[int, int]]
 
 @given(plans())
 @settings(max_examples=150, deadline=None)
-def test_every_row_belongs_to_one_slice_of_one_rank(plan: RoundPlan):
+def test_every_row_belongs_to_one_slice_of_one_rank(plan: GenerationPlan):
     rows = [
         row
         for rank in range(plan.world_size)
         for s in range(plan.steps_per_generation)
         for row in plan.slice_rows(rank, s)
     ]
-    assert sorted(rows) == list(range(plan.rows_per_round))
+    assert sorted(rows) == list(range(plan.generation_batch_size))
     assert all(
         len(plan.slice_rows(rank, s)) == plan.micro_batch_rows
         for rank in range(plan.world_size)
@@ -51,21 +51,21 @@ def test_every_row_belongs_to_one_slice_of_one_rank(plan: RoundPlan):
 
 @given(plans())
 @settings(max_examples=100, deadline=None)
-def test_rank_rows_are_its_slices_ascending_and_its_groups_cover_them(plan: RoundPlan):
+def test_rank_rows_are_its_slices_ascending_and_its_groups_cover_them(plan: GenerationPlan):
     for rank in range(plan.world_size):
         rows = plan.rank_rows(rank)
         assert rows == sorted(rows)
         assert set(rows) == {row for s in range(plan.steps_per_generation) for row in plan.slice_rows(rank, s)}
         assert plan.rank_groups(rank) == sorted({row // plan.num_generations for row in rows})
-    assert plan.prompts_per_round * plan.num_generations == plan.rows_per_round
+    assert plan.prompts_per_generation * plan.num_generations == plan.generation_batch_size
 
 
 @given(b=SMALL, n=SMALL, accumulation=SMALL, factor=SMALL)
 @settings(max_examples=150, deadline=None)
 def test_step_content_depends_on_its_size_alone_when_rounds_hold_whole_steps(b, n, accumulation, factor):
     size = b * n * accumulation
-    plan = RoundPlan(b, n, accumulation, accumulation * factor, 1, 1)
-    alone = RoundPlan(size, 1, 1, factor, 1, 1)
+    plan = GenerationPlan(b, n, accumulation, accumulation * factor, 1, 1)
+    alone = GenerationPlan(size, 1, 1, factor, 1, 1)
     assert rows_of_steps(plan, 2 * factor) == rows_of_steps(alone, 2 * factor)
     assert rows_of_steps(plan, 1) == [[(0, row) for row in range(size)]]
 
@@ -73,7 +73,7 @@ def test_step_content_depends_on_its_size_alone_when_rounds_hold_whole_steps(b, 
 @given(b=SMALL, n=SMALL, steps=SMALL, factor=SMALL)
 @settings(max_examples=150, deadline=None)
 def test_step_content_is_whole_rounds_when_steps_hold_whole_rounds(b, n, steps, factor):
-    plan = RoundPlan(b, n, steps * factor, steps, 1, 1)
+    plan = GenerationPlan(b, n, steps * factor, steps, 1, 1)
     per_round = b * n * steps
     expected = [(number, row) for number in range(factor) for row in range(per_round)]
     assert rows_of_steps(plan, 2)[0] == expected
@@ -83,7 +83,7 @@ def test_step_content_is_whole_rounds_when_steps_hold_whole_rounds(b, n, steps, 
 @given(b=SMALL, n=SMALL, accumulation=SMALL, factor=SMALL, mu=SMALL)
 @settings(max_examples=100, deadline=None)
 def test_each_iteration_trains_the_same_steps_again(b, n, accumulation, factor, mu):
-    plan = RoundPlan(b, n, accumulation, accumulation * factor, mu, 1)
+    plan = GenerationPlan(b, n, accumulation, accumulation * factor, mu, 1)
     steps = rows_of_steps(plan, factor * mu)
     assert steps == steps[:factor] * mu
 
@@ -93,15 +93,15 @@ def test_each_iteration_trains_the_same_steps_again(b, n, accumulation, factor, 
 def test_groups_are_whole_on_a_rank_when_its_share_of_a_step_holds_whole_groups(b, n, accumulation, factor, groups):
     share = b * accumulation
     assume(share % groups == 0)
-    plan = RoundPlan(b, n, accumulation, accumulation * factor, 1, share // groups)
+    plan = GenerationPlan(b, n, accumulation, accumulation * factor, 1, share // groups)
     held = [set(plan.rank_groups(rank)) for rank in range(n)]
-    assert sum(len(part) for part in held) == plan.prompts_per_round
-    assert set.union(*held) == set(range(plan.prompts_per_round))
+    assert sum(len(part) for part in held) == plan.prompts_per_generation
+    assert set.union(*held) == set(range(plan.prompts_per_generation))
 
 
 def test_the_worked_example():
     """b=2, n=2, GA=2, S=4: two steps of 8 rows; within a step rank 0 takes the first four."""
-    plan = RoundPlan(2, 2, 2, 4, 1, 4)
+    plan = GenerationPlan(2, 2, 2, 4, 1, 4)
     assert [list(plan.slice_rows(0, s)) for s in range(4)] == [[0, 1], [2, 3], [8, 9], [10, 11]]
     assert [list(plan.slice_rows(1, s)) for s in range(4)] == [[4, 5], [6, 7], [12, 13], [14, 15]]
     assert plan.rank_groups(0) == [0, 2]
@@ -126,8 +126,8 @@ def test_the_worked_example():
 )
 def test_on_policy_truth_table(accumulation, steps, mu, expected):
     """On policy means: no optimizer step ends while a round still has micro-batches to give."""
-    plan = RoundPlan(1, 1, accumulation, steps, mu, 1)
+    plan = GenerationPlan(1, 1, accumulation, steps, mu, 1)
     assert plan.is_on_policy is expected
     step_ends = {k * accumulation for k in range(1, 100)}
-    inside = any(end % plan.micro_steps_per_round for end in step_ends)
+    inside = any(end % plan.micro_batches_per_generation for end in step_ends)
     assert plan.is_on_policy is not inside

@@ -10,11 +10,13 @@ import pytest
 from accelerate import skip_first_batches
 from datasets import Dataset, Image, IterableDataset
 
-from groupgrad.batching.generation_plan import RoundPlan
-from groupgrad.batching.loader import LoaderOptions, RoundSampler, Tick, make_round_loader
+from groupgrad.batching.generation_plan import GenerationPlan
+from groupgrad.batching.loader import GenerationSampler, LoaderOptions, MicroBatchKey, make_train_loader
 from groupgrad.data.images import ImageError
 
-PLAN = RoundPlan(2, 2, 2, 2, 2, 4)  # 8 rows, 2 prompts and 4 micro-steps a round; rank 0 has group 0, rank 1 group 1
+PLAN = GenerationPlan(
+    2, 2, 2, 2, 2, 4
+)  # 8 rows, 2 prompts and 4 micro-steps a round; rank 0 has group 0, rank 1 group 1
 
 
 class CountingRows:
@@ -32,7 +34,7 @@ class CountingRows:
 
 
 def sampler(num_rows: int = 10, *, shuffle: bool = True, seed: int = 1, drop_last: bool = False, epoch: int = 0):
-    made = RoundSampler(num_rows, PLAN, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    made = GenerationSampler(num_rows, PLAN, shuffle=shuffle, seed=seed, drop_last=drop_last)
     made.set_epoch(epoch)
     return made
 
@@ -98,61 +100,61 @@ def test_round_numbers_go_on_over_epochs():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_reads_its_rows_once_a_round(rank: int):
     dataset = CountingRows(6)
-    loader = make_round_loader(dataset, PLAN, rank, LoaderOptions(shuffle=False))
-    ticks = list(loader)
-    assert len(ticks) == len(loader) == 12
+    loader = make_train_loader(dataset, PLAN, rank, LoaderOptions(shuffle=False))
+    keys = list(loader)
+    assert len(keys) == len(loader) == 12
     assert dataset.reads == {2 * number + rank: 1 for number in range(3)}
-    firsts = [tick for tick in ticks if tick.position == 0]
-    assert [tick.rows for tick in firsts] == [{rank: {"prompt": f"p{2 * number + rank}"}} for number in range(3)]
-    assert all(tick.rows is None for tick in ticks if tick.position)
-    assert all(tick.indices == (2 * tick.round, 2 * tick.round + 1) for tick in ticks)
+    firsts = [key for key in keys if key.position == 0]
+    assert [key.rows for key in firsts] == [{rank: {"prompt": f"p{2 * number + rank}"}} for number in range(3)]
+    assert all(key.rows is None for key in keys if key.position)
+    assert all(key.indices == (2 * key.round, 2 * key.round + 1) for key in keys)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rounds_first_tick_brings_the_rows_of_rounds_sampled_ahead(rank: int):
     # Rounds of two prompts in file order; after the last round of an epoch come those of the next.
-    ticks = list(make_round_loader(CountingRows(6), PLAN, rank, LoaderOptions(shuffle=False, ahead=2)))
-    ahead = [[rows[rank]["prompt"] for rows in tick.ahead] for tick in ticks if tick.position == 0]
+    keys = list(make_train_loader(CountingRows(6), PLAN, rank, LoaderOptions(shuffle=False, ahead=2)))
+    ahead = [[rows[rank]["prompt"] for rows in key.ahead] for key in keys if key.position == 0]
     assert ahead == [[f"p{2 + rank}", f"p{4 + rank}"], [f"p{4 + rank}", f"p{rank}"], [f"p{rank}", f"p{2 + rank}"]]
-    assert all(tick.ahead == () for tick in ticks if tick.position)
+    assert all(key.ahead == () for key in keys if key.position)
 
 
 def test_the_rows_brought_ahead_are_those_of_the_rounds_that_follow():
-    loader = make_round_loader(rows(10), PLAN, 0, LoaderOptions(seed=5, ahead=1))
+    loader = make_train_loader(rows(10), PLAN, 0, LoaderOptions(seed=5, ahead=1))
     firsts = []
     for epoch in (0, 1):
         loader.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
-        firsts += [tick for tick in loader if tick.position == 0]
-    assert [tick.ahead[0] for tick in firsts[:-1]] == [tick.rows for tick in firsts[1:]]
+        firsts += [key for key in loader if key.position == 0]
+    assert [key.ahead[0] for key in firsts[:-1]] == [key.rows for key in firsts[1:]]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_row_whose_image_cannot_be_decoded_is_named_ahead_too(ahead: int):
     images = [None, None, None, {"bytes": b"broken", "path": None}]
     dataset = Dataset.from_list([{"prompt": "p", "image": image} for image in images]).cast_column("image", Image())
-    loader = make_round_loader(dataset, PLAN, 1, LoaderOptions(shuffle=False, ahead=ahead))
+    loader = make_train_loader(dataset, PLAN, 1, LoaderOptions(shuffle=False, ahead=ahead))
     with pytest.raises(ImageError, match="row 3 of the data set has an image in 'image' that cannot be decoded"):
         list(loader)
 
 
 def test_a_stream_brings_rows_ahead_too():
-    loader = make_round_loader(stream(6), PLAN, 1, LoaderOptions(shuffle=False, ahead=1))
-    firsts = [tick for tick in islice(loader, 3 * PLAN.micro_steps_per_round) if tick.position == 0]
-    assert [tick.rows for tick in firsts] == [{1: {"prompt": f"p{i}"}} for i in (1, 3, 5)]
-    assert [tick.ahead for tick in firsts] == [({1: {"prompt": f"p{i}"}},) for i in (3, 5, 1)]
+    loader = make_train_loader(stream(6), PLAN, 1, LoaderOptions(shuffle=False, ahead=1))
+    firsts = [key for key in islice(loader, 3 * PLAN.micro_batches_per_generation) if key.position == 0]
+    assert [key.rows for key in firsts] == [{1: {"prompt": f"p{i}"}} for i in (1, 3, 5)]
+    assert [key.ahead for key in firsts] == [({1: {"prompt": f"p{i}"}},) for i in (3, 5, 1)]
 
 
 def test_the_loader_passes_the_epoch_on():
-    loader = make_round_loader(rows(10), PLAN, 0, LoaderOptions(seed=5))
+    loader = make_train_loader(rows(10), PLAN, 0, LoaderOptions(seed=5))
     loader.set_epoch(1)  # pyright: ignore[reportAttributeAccessIssue]
-    indices = [index for tick in loader if tick.position == 0 for index in tick.indices]
+    indices = [index for key in loader if key.position == 0 for index in key.indices]
     assert indices == sampler(seed=5, epoch=1).order()
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 4, 7])
 def test_skipping_gives_the_ticks_of_an_uninterrupted_run(skipped: int):
     def loader():
-        made = make_round_loader(rows(10), PLAN, 0, LoaderOptions(seed=3))
+        made = make_train_loader(rows(10), PLAN, 0, LoaderOptions(seed=3))
         made.set_epoch(2)  # pyright: ignore[reportAttributeAccessIssue]
         return made
 
@@ -160,39 +162,39 @@ def test_skipping_gives_the_ticks_of_an_uninterrupted_run(skipped: int):
 
 
 def test_a_skipped_loader_still_takes_an_epoch():
-    loader = make_round_loader(rows(10), PLAN, 0, LoaderOptions(seed=3))
+    loader = make_train_loader(rows(10), PLAN, 0, LoaderOptions(seed=3))
     skipping = skip_first_batches(loader, 4)
     loader.set_epoch(2)  # pyright: ignore[reportAttributeAccessIssue]
     expected = sampler(seed=3, epoch=2).order()[2:]
-    assert [index for tick in skipping if tick.position == 0 for index in tick.indices] == expected
+    assert [index for key in skipping if key.position == 0 for index in key.indices] == expected
 
 
 def test_workers_read_the_same_ticks():
-    plain = make_round_loader(rows(8), PLAN, 1, LoaderOptions(seed=4))
-    worked = make_round_loader(rows(8), PLAN, 1, LoaderOptions(seed=4, num_workers=1, prefetch_factor=2))
+    plain = make_train_loader(rows(8), PLAN, 1, LoaderOptions(seed=4))
+    worked = make_train_loader(rows(8), PLAN, 1, LoaderOptions(seed=4, num_workers=1, prefetch_factor=2))
     assert list(worked) == list(plain)
 
 
 def take_prompts(loader: Any, num_rounds: int) -> list[str]:
     """The prompts of the first rounds of a plan whose rank 0 has all groups."""
-    ticks: list[Tick] = list(islice(loader, num_rounds * PLAN.micro_steps_per_round))
-    assert [(t.round, t.position) for t in ticks] == [(r, p) for r in range(num_rounds) for p in range(4)]
-    found = [[row["prompt"] for _, row in sorted(t.rows.items())] for t in ticks if t.rows is not None]
+    keys: list[MicroBatchKey] = list(islice(loader, num_rounds * PLAN.micro_batches_per_generation))
+    assert [(t.round, t.position) for t in keys] == [(r, p) for r in range(num_rounds) for p in range(4)]
+    found = [[row["prompt"] for _, row in sorted(t.rows.items())] for t in keys if t.rows is not None]
     assert len(found) == num_rounds
     return [prompt for part in found for prompt in part]
 
 
-ALONE = RoundPlan(4, 1, 2, 2, 2, 4)  # 2 prompts a round, one rank
+ALONE = GenerationPlan(4, 1, 2, 2, 2, 4)  # 2 prompts a round, one rank
 
 
 def test_a_stream_is_endless_and_rests_carry_over_to_its_next_pass():
-    prompts = take_prompts(make_round_loader(stream(3), ALONE, 0, LoaderOptions(shuffle=False)), 5)
+    prompts = take_prompts(make_train_loader(stream(3), ALONE, 0, LoaderOptions(shuffle=False)), 5)
     assert prompts == ["p0", "p1", "p2"] * 3 + ["p0"]
 
 
 def test_a_stream_is_shuffled_anew_in_each_pass_and_equally_for_equal_seeds():
     def prompts(seed: int) -> list[str]:
-        return take_prompts(make_round_loader(stream(8), ALONE, 0, LoaderOptions(seed=seed)), 8)
+        return take_prompts(make_train_loader(stream(8), ALONE, 0, LoaderOptions(seed=seed)), 8)
 
     first = prompts(1)
     assert sorted(first[:8]) == sorted(first[8:]) == [f"p{i}" for i in range(8)]
@@ -204,8 +206,8 @@ def test_a_stream_is_shuffled_anew_in_each_pass_and_equally_for_equal_seeds():
 def test_ranks_share_out_a_streams_prompts():
     parts = []
     for rank in (0, 1):
-        ticks = list(islice(make_round_loader(stream(6), PLAN, rank, LoaderOptions(seed=9)), 12))
-        parts.append([tick.rows for tick in ticks if tick.rows is not None])
+        keys = list(islice(make_train_loader(stream(6), PLAN, rank, LoaderOptions(seed=9)), 12))
+        parts.append([key.rows for key in keys if key.rows is not None])
     joined = [{**a, **b} for a, b in zip(*parts)]
     assert [sorted(part) for part in joined] == [[0, 1]] * 3
     assert sorted(row["prompt"] for part in joined for row in part.values()) == [f"p{i}" for i in range(6)]
@@ -213,7 +215,7 @@ def test_ranks_share_out_a_streams_prompts():
 
 def test_skipping_in_a_stream_gives_the_ticks_of_an_uninterrupted_run():
     def loader():
-        return make_round_loader(stream(5), ALONE, 0, LoaderOptions(seed=7))
+        return make_train_loader(stream(5), ALONE, 0, LoaderOptions(seed=7))
 
     whole = list(islice(loader(), 24))
     assert list(islice(skip_first_batches(loader(), 6), 18)) == whole[6:]
@@ -222,10 +224,10 @@ def test_skipping_in_a_stream_gives_the_ticks_of_an_uninterrupted_run():
 def test_an_empty_stream_is_an_error_and_no_endless_loop():
     empty = stream(3).filter(lambda row: False)
     with pytest.raises(ValueError, match="yielded no row"):
-        next(iter(make_round_loader(empty, ALONE, 0, LoaderOptions())))
+        next(iter(make_train_loader(empty, ALONE, 0, LoaderOptions())))
 
 
 def test_workers_are_not_used_for_a_stream_and_a_warning_says_so(caplog: pytest.LogCaptureFixture):
-    loader = make_round_loader(stream(3), ALONE, 0, LoaderOptions(shuffle=False, num_workers=2))
+    loader = make_train_loader(stream(3), ALONE, 0, LoaderOptions(shuffle=False, num_workers=2))
     assert "dataloader_num_workers=2 is not used" in caplog.text
     assert take_prompts(loader, 2) == ["p0", "p1", "p2", "p0"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from groupgrad.batch import FORWARD, FORWARD_AND_BACKWARD, NO_PASS, Batch
-from groupgrad.batching.micro_batches import has_gradient, share_out
-from groupgrad.batching.packing import load, row_costs
+from groupgrad.batching.micro_batches import assign_micro_batches, has_gradient
+from groupgrad.batching.packing import row_costs, total_cost
 from groupgrad.batching.totals import step_totals
-from groupgrad.objectives import LOSSES, Freshness, PolicyOptions
+from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions
 from groupgrad.trainer.needed_scores import needed_scores
 
-FRESH, STALE = Freshness(step=5, exact=True), Freshness(step=6, exact=True)
+FRESH, STALE = OnPolicyInfo(step=5, exact=True), OnPolicyInfo(step=6, exact=True)
 CASES = {
     "plain": {},
     "sequence_ratio": {"importance_sampling_level": "sequence"},
@@ -57,7 +57,7 @@ def test_losses_gradients_and_metrics_stay(policy, sample, step, loss_type, case
 
     policy.seen.clear()
     freshness = STALE if weights == "moved" else FRESH
-    shared = share_out(batches, options, freshness, entropy_coef=entropy_coef, aux_loss=False)
+    shared = assign_micro_batches(batches, options, freshness, entropy_coef=entropy_coef, aux_loss=False)
     other_loss, other_metrics, other_gradient = step(
         policy, shared, options, lambda b: needed_scores(b, policy, policy), entropy_coef=entropy_coef
     )
@@ -77,7 +77,7 @@ def test_losses_gradients_and_metrics_stay(policy, sample, step, loss_type, case
 def test_rows_without_gradient_are_measured_without(policy, sample):
     options, modes = PolicyOptions(), []
     batches = prepared(policy, sample, "plain", options, moved=True, old=True)
-    shared = share_out(batches, options, STALE, entropy_coef=0.0, aux_loss=False)
+    shared = assign_micro_batches(batches, options, STALE, entropy_coef=0.0, aux_loss=False)
 
     def measure(batch: Batch):
         modes.append((torch.is_grad_enabled(), bool((batch.advantages == 0).all())))
@@ -94,7 +94,9 @@ def test_one_pass_takes_all_rows_that_need_any(policy, sample):
     options = PolicyOptions()
     batches = prepared(policy, sample, "plain", options, moved=True, old=True)
     terms = {"entropy_coef": 0.0, "aux_loss": False, "backward_everywhere": True}
-    apart, shared = (share_out(batches, options, STALE, **terms, one_pass=one_pass) for one_pass in (False, True))
+    apart, shared = (
+        assign_micro_batches(batches, options, STALE, **terms, one_pass=one_pass) for one_pass in (False, True)
+    )
     assert any(bool((batch.passes == FORWARD).any()) for batch in apart)
     idle = [sum(int((batch.passes == NO_PASS).sum()) for batch in made) for made in (apart, shared)]
     assert idle[0] == idle[1] > 0
@@ -112,24 +114,24 @@ def _no_pass(batch: Batch):
 def test_micro_batches_keep_their_number_and_join_groups(policy, sample):
     whole = Batch.concat(prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False))
     batches = [whole.select(rows) for rows in ([0, 1, 8, 9], [2, 3, 10, 11, 12], [4, 5, 6, 7, 13, 14, 15])]
-    shared = share_out(batches, PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
+    shared = assign_micro_batches(batches, PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
     assert len(shared) == len(batches)
     assert sorted(row for b in shared for row in b.row_index.tolist()) == list(range(16))
-    found, planned = ([load(row_costs(batch)) for batch in each] for each in (shared, unmoved(batches)))
+    found, planned = ([total_cost(row_costs(batch)) for batch in each] for each in (shared, unmoved(batches)))
     assert max(found) <= max(planned)
     assert sum(found) < sum(planned)
 
 
 def unmoved(batches: list[Batch]) -> list[Batch]:
     """The same with the passes that each row needs, in the plan's order (which bnpo keeps)."""
-    return share_out(batches, PolicyOptions(loss_type="bnpo"), FRESH, entropy_coef=0.0, aux_loss=False)
+    return assign_micro_batches(batches, PolicyOptions(loss_type="bnpo"), FRESH, entropy_coef=0.0, aux_loss=False)
 
 
 @pytest.mark.parametrize(("loss_type", "aux_loss"), [("bnpo", False), ("dapo", True)])
 def test_local_losses_keep_the_plans_rows(policy, sample, loss_type, aux_loss):
     options = PolicyOptions(loss_type=loss_type)
     batches = prepared(policy, sample, "plain", options, moved=False, old=False)
-    shared = share_out(batches, options, FRESH, entropy_coef=0.0, aux_loss=aux_loss)
+    shared = assign_micro_batches(batches, options, FRESH, entropy_coef=0.0, aux_loss=aux_loss)
     assert [b.row_index.tolist() for b in shared] == [b.row_index.tolist() for b in batches]
 
 
@@ -142,7 +144,7 @@ def test_a_step_without_signal_keeps_its_shortest_row_alive(policy, sample, worl
         for b in batches
     ]
     terms = {"entropy_coef": 0.0, "aux_loss": False, "backward_everywhere": everywhere}
-    shared = share_out(dead, PolicyOptions(), FRESH, **terms)
+    shared = assign_micro_batches(dead, PolicyOptions(), FRESH, **terms)
     live = [int((b.passes == FORWARD_AND_BACKWARD).sum()) for b in shared]
     assert live == ([1, 1, 1] if everywhere else [1, 0, 0])
     for batch in shared[: 3 if everywhere else 1]:
@@ -158,7 +160,7 @@ def test_a_step_without_signal_keeps_its_shortest_row_alive(policy, sample, worl
 def test_rows_of_unknown_weights_are_forwarded(policy, sample):
     sampled = prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False)
     batches = [replace(batch, policy_version=None) for batch in sampled]
-    shared = share_out(batches, PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
+    shared = assign_micro_batches(batches, PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
     for batch in shared:
         has_tokens = torch.zeros(batch.num_rows).index_add(0, batch.row_of_token, batch.trained.float()) > 0
         assert ((batch.passes == NO_PASS) == ~has_tokens).all()
@@ -166,5 +168,5 @@ def test_rows_of_unknown_weights_are_forwarded(policy, sample):
 
 def test_an_empty_step_stays_empty(policy, sample):
     empty = dataclasses.replace(sample(policy)[0].select([]))
-    shared = share_out([empty, empty], PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
+    shared = assign_micro_batches([empty, empty], PolicyOptions(), FRESH, entropy_coef=0.0, aux_loss=False)
     assert [b.num_rows for b in shared] == [0, 0]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupgrad.batching.collate import collate
-from groupgrad.batching.packing import RowCost, load, pack, parted, row_costs
+from groupgrad.batching.packing import RowCost, pack, row_costs, split, total_cost
 from groupgrad.types import Prompt, Rollout
 
 
@@ -23,15 +23,15 @@ def in_order(count: int, bins: int) -> list[list[int]]:
 
 
 def loads(costs: list[RowCost], bins: list[list[int]]) -> list[int]:
-    return [load(costs[row] for row in rows) for rows in bins]
+    return [total_cost(costs[row] for row in rows) for rows in bins]
 
 
 def test_a_prompt_costs_once_in_a_micro_batch():
     costs = rows([3, 4], [5], prompt=10)
-    assert load(costs) == 12 + 20
-    assert load(costs[:2]) == 17
-    assert load([RowCost(3, 30, 0), RowCost(1, 10, 0), RowCost(0, 0, 0)]) == 34
-    assert load([]) == 0
+    assert total_cost(costs) == 12 + 20
+    assert total_cost(costs[:2]) == 17
+    assert total_cost([RowCost(3, 30, 0), RowCost(1, 10, 0), RowCost(0, 0, 0)]) == 34
+    assert total_cost([]) == 0
 
 
 def test_costs_follow_the_passes_that_rows_need():
@@ -66,7 +66,7 @@ def test_time_comes_before_memory():
     """Cutting the one live group would balance the halves, at the price of its prompt."""
     costs = [*(RowCost(6, 3, 0) for _ in range(4)), *(RowCost(0, 0, 1) for _ in range(4))]
     assert sorted(loads(costs, pack(costs, in_order(8, 2)))) == [0, 27]
-    assert loads(costs, parted(costs, 2)) == [15, 15]
+    assert loads(costs, split(costs, 2)) == [15, 15]
 
 
 GROUPS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=8)
@@ -94,7 +94,7 @@ def test_the_largest_part_is_bounded(groups: list[list[int]], prompt: int, data:
     costs = rows(*groups, prompt=prompt)
     parts = data.draw(st.integers(1, len(costs)))
     single = [cost.own + cost.prompt for cost in costs]
-    found = parted(costs, parts)
+    found = split(costs, parts)
     assert max(loads(costs, found)) <= sum(single) / parts + max(single)
     assert all(found)
     assert sorted(row for part in found for row in part) == list(range(len(costs)))
@@ -108,14 +108,14 @@ def test_groups_within_a_fair_share_stay_whole(groups: list[list[int]], prompt: 
     if packed == plan or len(groups) < bins:
         return
     place = {row: b for b, part in enumerate(packed) for row in part}
-    fair = sum(load(c for c in costs if c.group == g) for g in range(len(groups))) / bins
+    fair = sum(total_cost(c for c in costs if c.group == g) for g in range(len(groups))) / bins
     for g in range(len(groups)):
         members = [row for row, cost in enumerate(costs) if cost.group == g]
-        if load(costs[row] for row in members) <= fair and all(len(part) > 1 for part in packed):
+        if total_cost(costs[row] for row in members) <= fair and all(len(part) > 1 for part in packed):
             assert len({place[row] for row in members}) == 1
 
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_like_rows_are_cut_evenly(parts: int):
     costs = rows([4] * 12, prompt=6)
-    assert loads(costs, parted(costs, parts)) == [6 + 48 // parts] * parts
+    assert loads(costs, split(costs, parts)) == [6 + 48 // parts] * parts

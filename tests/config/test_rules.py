@@ -185,7 +185,7 @@ def test_the_tables_name_existing_fields_and_their_defaults_pass():
     for name in [*RANGES, *CHOICES, *rules.UNAVAILABLE, *(f for row in IDLE for f in row.fields)]:
         assert hasattr(config, name), name
     assert rules.problems(config) == []
-    assert rules.remarks(config) == []
+    assert rules.warnings_for(config) == []
 
 
 # What the message proposes must work: the numbers are parsed out of it and tried.
@@ -237,9 +237,9 @@ def test_processes_join_gradients_before_weights_change(monkeypatch, optim):
 
 def test_how_processes_join_is_deepspeeds_matter_under_it():
     config = GRPOConfig(use_cpu=True, ddp_bucket_cap_mb=7, ddp_broadcast_buffers=False)
-    assert rules.remarks(config) == []
+    assert rules.warnings_for(config) == []
     config.deepspeed = ZERO_3
-    (text,) = rules.remarks(config)
+    (text,) = rules.warnings_for(config)
     assert "ddp_bucket_cap_mb=7, ddp_broadcast_buffers=False (DeepSpeed joins the gradients)" in text
 
 

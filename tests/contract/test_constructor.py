@@ -287,7 +287,7 @@ def test_num_generations_of_the_constructor(make_trainer: MakeTrainer, tmp_path:
     args = GRPOConfig(output_dir=str(tmp_path / "out"), per_device_train_batch_size=8, **SMALL)
     trainer = make_trainer(args=args, num_generations=4)
     assert trainer.args.num_generations == 4
-    assert trainer.plan.prompts_per_round == 2
+    assert trainer.plan.prompts_per_generation == 2
     assert args.num_generations == 8  # the caller's object stays as it was
 
 

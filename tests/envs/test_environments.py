@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from groupgrad.concurrency.workers import Workers
-from groupgrad.envs.environments import Environments, Seat, add_observation
+from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import ToolOptions, ToolReply, make_tools
 
 PATIENT = ToolOptions(timeout_s=5)
@@ -136,18 +136,18 @@ class Silent(Base):
         return None
 
 
-def names(seat: Seat) -> list[str]:
-    return [schema["function"]["name"] for schema in seat.toolbox.schemas]
+def names(handle: EnvHandle) -> list[str]:
+    return [schema["function"]["name"] for schema in handle.toolbox.schemas]
 
 
-def ask(seat: Seat, workers: Workers, name: str, options: ToolOptions = PATIENT, **arguments: Any) -> ToolReply:
-    return seat.toolbox.call(Call(name, arguments), workers, options).result(10)
+def ask(handle: EnvHandle, workers: Workers, name: str, options: ToolOptions = PATIENT, **arguments: Any) -> ToolReply:
+    return handle.toolbox.call(Call(name, arguments), workers, options).result(10)
 
 
-def start(environments: Environments, workers: Workers, row: dict[str, Any] | None = None) -> Seat:
-    seat = environments.draw(row or {})
-    assert seat.reset(row or {}, workers, 5).result(10).problem == ""
-    return seat
+def start(environments: Environments, workers: Workers, row: dict[str, Any] | None = None) -> EnvHandle:
+    handle = environments.acquire(row or {})
+    assert handle.reset(row or {}, workers, 5).result(10).problem == ""
+    return handle
 
 
 def variant(reset: Any = None, **methods: Any) -> type:
@@ -164,35 +164,35 @@ def test_public_methods_of_the_class_are_tools(workers: Workers):
         return "pong"
 
     environments = Environments(Counter, make_tools([ping]))
-    seat = start(environments, workers)
-    assert names(seat) == ["ping", "increment", "decrement", "limit", "hang"]
-    assert environments.schemas == {"Counter": seat.toolbox.schemas}
-    assert [seat.toolbox.is_own(name) for name in names(seat)] == [False, True, True, True, True]
+    handle = start(environments, workers)
+    assert names(handle) == ["ping", "increment", "decrement", "limit", "hang"]
+    assert environments.schemas == {"Counter": handle.toolbox.schemas}
+    assert [handle.toolbox.is_own(name) for name in names(handle)] == [False, True, True, True, True]
     replies = [
-        ask(seat, workers, "ping"),
-        ask(seat, workers, "increment", step=5),
-        ask(seat, workers, "decrement", step=2),
-        ask(seat, workers, "limit"),
+        ask(handle, workers, "ping"),
+        ask(handle, workers, "increment", step=5),
+        ask(handle, workers, "decrement", step=2),
+        ask(handle, workers, "limit"),
     ]
     assert [reply.content for reply in replies] == ["pong", "5", "3", "100"]
-    assert seat.instance.count == 3
+    assert handle.instance.count == 3
     for name in ("reset", "get_reward", "close", "twice", "_private", "count"):
-        assert ask(seat, workers, name).content.startswith(f"there is no tool '{name}'")
+        assert ask(handle, workers, name).content.startswith(f"there is no tool '{name}'")
     environments.close()
 
 
 def test_inherited_methods_are_tools_unless_a_subclass_hides_them(workers: Workers):
     environments = Environments(Child)
-    seat = start(environments, workers)
-    assert names(seat) == ["increment", "decrement", "limit", "extra"]
-    assert ask(seat, workers, "increment", step=5).content == "10"
+    handle = start(environments, workers)
+    assert names(handle) == ["increment", "decrement", "limit", "extra"]
+    assert ask(handle, workers, "increment", step=5).content == "10"
     environments.close()
 
 
 def test_an_environment_without_tools(workers: Workers):
     environments = Environments(Silent)
-    seat = start(environments, workers, {"prompt": []})
-    assert seat.toolbox.schemas == []
+    handle = start(environments, workers, {"prompt": []})
+    assert handle.toolbox.schemas == []
     environments.close()
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_an_environment_is_refused(factories: Any, error: type[Ex
 
 def test_a_factory_that_gives_one_instance_twice_is_found_out(workers: Workers):
     environments = Environments(functools.cache(Counter))
-    first, second = (environments.draw({}) for _ in range(2))
+    first, second = (environments.acquire({}) for _ in range(2))
     assert first.reset({}, workers, 5).result(5).problem == ""
     problem = second.reset({}, workers, 5).result(5).problem
     assert "the same Counter twice" in problem
@@ -270,11 +270,11 @@ def test_a_factory_that_gives_one_instance_twice_is_found_out(workers: Workers):
 def test_a_rows_column_chooses_and_is_not_given_to_reset(workers: Workers):
     environments = Environments({"easy": Counter, "hard": Child, "silent": Silent})
     assert environments.names == ["easy", "hard", "silent"]
-    seat = start(environments, workers, {"prompt": [], "environment": "hard", "goal": 3})
-    assert (seat.name, seat.kind, type(seat.instance)) == ("hard", "Child", Child)
-    assert seat.instance.log == [{"prompt": [], "goal": 3}]
-    seat = start(environments, workers, {"prompt": [], "environment": "silent"})
-    assert (seat.name, seat.kind, names(seat)) == ("silent", "Silent", [])
+    handle = start(environments, workers, {"prompt": [], "environment": "hard", "goal": 3})
+    assert (handle.name, handle.kind, type(handle.instance)) == ("hard", "Child", Child)
+    assert handle.instance.log == [{"prompt": [], "goal": 3}]
+    handle = start(environments, workers, {"prompt": [], "environment": "silent"})
+    assert (handle.name, handle.kind, names(handle)) == ("silent", "Silent", [])
     for row, words in [
         ({"environment": "other"}, "'other', which environment_factory does not have; it has 'easy', 'hard', 'silent'"),
         ({"environment": None}, "is None, which"),
@@ -282,7 +282,7 @@ def test_a_rows_column_chooses_and_is_not_given_to_reset(workers: Workers):
         ({"prompt": []}, "no column 'environment'"),
     ]:
         with pytest.raises(ValueError) as raised:
-            environments.draw(row)
+            environments.acquire(row)
         assert words in str(raised.value)
     environments.close()
 
@@ -296,10 +296,10 @@ def test_a_single_environment_is_given_every_column(workers: Workers):
 
 def test_reset_is_given_the_columns_that_it_names(workers: Workers):
     environments = Environments(Silent)
-    seat = start(environments, workers, {"prompt": ["a"], "level": 4, "answer": 2})
-    assert seat.instance.log == [(["a"], 4)]
-    environments.give_back(seat)
-    outcome = environments.draw({}).reset({"level": 1}, workers, 5).result(5)
+    handle = start(environments, workers, {"prompt": ["a"], "level": 4, "answer": 2})
+    assert handle.instance.log == [(["a"], 4)]
+    environments.release(handle)
+    outcome = environments.acquire({}).reset({"level": 1}, workers, 5).result(5)
     assert outcome.problem.startswith("Silent.reset failed: TypeError")
     assert "prompt" in outcome.problem
     environments.close()
@@ -316,11 +316,11 @@ def test_reset_cannot_change_the_data_set(workers: Workers):
     environments = Environments(variant(reset))
     image = object()
     row = {"prompt": [{"content": "x"}], "table": {"a": ([1, 2],)}, "numbers": np.zeros(2), "image": image}
-    seat = start(environments, workers, row)
+    handle = start(environments, workers, row)
     assert row["prompt"] == [{"content": "x"}]
     assert row["table"] == {"a": ([1, 2],)}
     assert row["numbers"].tolist() == [0, 0]
-    assert seat.instance.image is image  # what containers hold is not copied
+    assert handle.instance.image is image  # what containers hold is not copied
     environments.close()
 
 
@@ -338,7 +338,7 @@ def test_observations(workers: Workers, value: Any, is_async: bool):
         return value
 
     environments = Environments(variant(later if is_async else lambda self, **kwargs: value))
-    outcome = environments.draw({}).reset({}, workers, 5).result(5)
+    outcome = environments.acquire({}).reset({}, workers, 5).result(5)
     assert (outcome.observation, outcome.problem, outcome.timed_out) == (value, "", False)
     environments.close()
 
@@ -346,7 +346,7 @@ def test_observations(workers: Workers, value: Any, is_async: bool):
 @pytest.mark.parametrize("value, kind", [(3, "int"), ({"a": 1}, "dict"), (["a"], "list"), ([{"text": "a"}], "list")])
 def test_what_is_no_observation_fails_the_reset(workers: Workers, value: Any, kind: str):
     environments = Environments(variant(lambda self, **kwargs: value))
-    outcome = environments.draw({}).reset({}, workers, 5).result(5)
+    outcome = environments.acquire({}).reset({}, workers, 5).result(5)
     assert outcome.observation is None
     assert f"Variant.reset returned a {kind}" in outcome.problem
     environments.close()
@@ -358,11 +358,11 @@ def test_an_instance_whose_reset_fails_is_replaced(workers: Workers):
             raise ConnectionError("no server")
 
     environments = Environments(variant(reset))
-    seat = environments.draw({})
-    outcome = seat.reset({"fail": True}, workers, 5).result(5)
+    handle = environments.acquire({})
+    outcome = handle.reset({"fail": True}, workers, 5).result(5)
     assert (outcome.problem, outcome.timed_out) == ("Variant.reset failed: ConnectionError: no server", False)
-    assert seat.is_spoiled
-    environments.give_back(seat)
+    assert handle.is_spoiled
+    environments.release(handle)
     assert start(environments, workers, {"fail": False}).instance is Base.made[1]
     environments.close()
     assert [instance.log for instance in Base.made] == [["close"], ["close"]]
@@ -377,12 +377,12 @@ def test_a_reset_that_hangs_has_a_deadline(workers: Workers, is_async: bool):
         await asyncio.Event().wait()
 
     environments = Environments(variant(hang_async if is_async else hang))
-    seat = environments.draw({})
+    handle = environments.acquire({})
     began = time.monotonic()
-    outcome = seat.reset({}, workers, 0.2).result(5)
+    outcome = handle.reset({}, workers, 0.2).result(5)
     assert (outcome.problem, outcome.timed_out) == ("Variant.reset failed: no answer within 0.2 seconds", True)
     assert time.monotonic() - began < 2
-    assert seat.is_spoiled
+    assert handle.is_spoiled
     environments.close()
 
 
@@ -407,12 +407,12 @@ def test_a_factory_that_fails_later_fails_the_reset(workers: Workers):
     first = start(environments, workers)
     problems = []
     for _ in range(2):
-        seat = environments.draw({})
-        problems.append(seat.reset({}, workers, 5).result(5).problem)
-        assert seat.instance is None
-        assert ask(seat, workers, "limit").content == "Error: the environment was not started"
-        assert "not started" in seat.get_reward(workers, 5).result(5).problem
-        environments.give_back(seat)
+        handle = environments.acquire({})
+        problems.append(handle.reset({}, workers, 5).result(5).problem)
+        assert handle.instance is None
+        assert ask(handle, workers, "limit").content == "Error: the environment was not started"
+        assert "not started" in handle.get_reward(workers, 5).result(5).problem
+        environments.release(handle)
     assert problems[0] == "the environment 'Counter' could not be created: OSError: full"
     assert "made a Silent, but a Counter at first" in problems[1]
     assert start(environments, workers).instance is not first.instance
@@ -423,15 +423,15 @@ def test_an_instance_that_is_made_too_late_serves_a_later_rollout(workers: Worke
     event = threading.Event()
     environments = Environments(Flaky(Counter, event))
     first = start(environments, workers)
-    seat = environments.draw({})
-    assert seat.reset({}, workers, 0.2).result(5).timed_out
-    environments.give_back(seat)
+    handle = environments.acquire({})
+    assert handle.reset({}, workers, 0.2).result(5).timed_out
+    environments.release(handle)
     event.set()
     end = time.monotonic() + 5
-    while (seat := environments.draw({})).instance is None and time.monotonic() < end:
+    while (handle := environments.acquire({})).instance is None and time.monotonic() < end:
         time.sleep(0.01)
-    assert seat.instance is Base.made[1] is not first.instance
-    assert seat.instance.log == []  # it was not reset for the rollout that had given up
+    assert handle.instance is Base.made[1] is not first.instance
+    assert handle.instance.log == []  # it was not reset for the rollout that had given up
     environments.close()
     assert Base.made[1].log == ["close"]
 
@@ -444,33 +444,33 @@ def test_instances_are_used_again_and_their_number_grows_with_need(workers: Work
     assert len(Base.made) == 1
     for count in (3, 2, 4):
         seats = [start(environments, workers) for _ in range(count)]
-        assert len({id(seat.instance) for seat in seats}) == count
-        for seat in seats:
-            assert ask(seat, workers, "increment", step=1).content == "1"
-            environments.give_back(seat)
-            environments.give_back(seat)  # the second time changes nothing
+        assert len({id(handle.instance) for handle in seats}) == count
+        for handle in seats:
+            assert ask(handle, workers, "increment", step=1).content == "1"
+            environments.release(handle)
+            environments.release(handle)  # the second time changes nothing
     assert len(Base.made) == 4
     environments.close()
 
 
 def test_an_instance_with_a_call_inside_is_not_used_again(workers: Workers):
     environments = Environments(Counter)
-    seat = start(environments, workers)
-    reply = ask(seat, workers, "hang", HASTY)
+    handle = start(environments, workers)
+    reply = ask(handle, workers, "hang", HASTY)
     assert (reply.content, reply.timed_out) == ("Error: no answer within 0.2 seconds", True)
-    assert seat.is_spoiled
-    busy = ask(seat, workers, "increment", step=1)
+    assert handle.is_spoiled
+    busy = ask(handle, workers, "increment", step=1)
     assert (busy.failed, "still busy with an earlier call" in busy.content) == (True, True)
-    assert "still busy" in seat.get_reward(workers, 5).result(5).problem
+    assert "still busy" in handle.get_reward(workers, 5).result(5).problem
 
-    seat.instance.release.set()
+    handle.instance.release.set()
     end = time.monotonic() + 5
-    while seat.is_busy and time.monotonic() < end:
+    while handle.is_busy and time.monotonic() < end:
         time.sleep(0.005)
-    assert ask(seat, workers, "increment", step=7).content == "7"  # the call has ended after all
-    assert seat.get_reward(workers, 5).result(5).reward == 0.7
+    assert ask(handle, workers, "increment", step=7).content == "7"  # the call has ended after all
+    assert handle.get_reward(workers, 5).result(5).reward == 0.7
 
-    environments.give_back(seat)
+    environments.release(handle)
     assert start(environments, workers).instance is Base.made[1]
     environments.close()
     assert [instance.log.count("close") for instance in Base.made] == [1, 1]
@@ -478,14 +478,14 @@ def test_an_instance_with_a_call_inside_is_not_used_again(workers: Workers):
 
 def test_an_instance_given_back_in_the_midst_of_a_call_is_not_used_again(workers: Workers):
     environments = Environments(Counter)
-    seat = start(environments, workers)
-    running = seat.toolbox.call(Call("hang"), workers, PATIENT)
-    queued = seat.toolbox.call(Call("increment", {"step": 1}), workers, PATIENT)
-    while not seat.is_busy:
+    handle = start(environments, workers)
+    running = handle.toolbox.call(Call("hang"), workers, PATIENT)
+    queued = handle.toolbox.call(Call("increment", {"step": 1}), workers, PATIENT)
+    while not handle.is_busy:
         time.sleep(0.005)
-    environments.give_back(seat)
+    environments.release(handle)
     assert start(environments, workers).instance is Base.made[1]
-    seat.instance.release.set()
+    handle.instance.release.set()
     assert running.result(5).content == "late"
     assert queued.result(5).content == "Error: the episode is over"
     environments.close()
@@ -495,7 +495,7 @@ def test_calls_of_one_message_reach_the_environment_in_their_order(workers: Work
     environments = Environments(Counter)
     seats = [start(environments, workers) for _ in range(8)]
     calls = [Call("increment", {"step": 5}), Call("decrement", {"step": 2}), Call("increment", {"step": 1})]
-    futures = [[seat.toolbox.call(call, workers, PATIENT) for call in calls] for seat in seats]
+    futures = [[handle.toolbox.call(call, workers, PATIENT) for call in calls] for handle in seats]
     assert [[future.result(5).content for future in of_seat] for of_seat in futures] == [["5", "3", "4"]] * 8
     environments.close()
 
@@ -545,21 +545,21 @@ def test_a_reward_that_cannot_be_used_is_recorded(workers: Workers, value: Any, 
         return value
 
     environments = Environments(variant(get_reward=get_reward))
-    seat = start(environments, workers)
-    outcome = seat.get_reward(workers, 5).result(5)
+    handle = start(environments, workers)
+    outcome = handle.get_reward(workers, 5).result(5)
     assert outcome.reward is None
     assert words in outcome.problem
-    assert not seat.is_spoiled
+    assert not handle.is_spoiled
     environments.close()
 
 
 def test_a_reward_that_hangs_has_a_deadline(workers: Workers):
     environments = Environments(variant(get_reward=lambda self: self.release.wait()))
-    seat = start(environments, workers)
-    outcome = seat.get_reward(workers, 0.2).result(5)
+    handle = start(environments, workers)
+    outcome = handle.get_reward(workers, 0.2).result(5)
     assert (outcome.reward, outcome.timed_out) == (None, True)
     assert outcome.problem == "Variant.get_reward failed: no answer within 0.2 seconds"
-    assert seat.is_spoiled
+    assert handle.is_spoiled
     environments.close()
 
 
@@ -568,8 +568,8 @@ def test_rewards_go_by_the_names_of_classes(workers: Workers):
     environments = Environments({"a": Counter, "b": functools.partial(Counter), "c": Child, "d": other, "e": variant()})
     assert environments.reward_names == ["Counter", "Child", "Counter_2"]
     seats = [start(environments, workers, {"environment": name}) for name in environments.names]
-    assert [seat.kind for seat in seats] == ["Counter", "Counter", "Child", "Counter_2", "Variant"]
-    assert [seat.has_reward for seat in seats] == [True, True, True, True, False]
+    assert [handle.kind for handle in seats] == ["Counter", "Counter", "Child", "Counter_2", "Variant"]
+    assert [handle.has_reward for handle in seats] == [True, True, True, True, False]
     outcome = seats[-1].get_reward(workers, 5).result(5)
     assert (outcome.reward, outcome.problem) == (None, "")
     environments.close()
@@ -581,10 +581,10 @@ def test_rewards_go_by_the_names_of_classes(workers: Workers):
 def test_every_instance_is_closed_once(workers: Workers):
     environments = Environments({"a": Counter, "b": Silent})
     seats = [start(environments, workers, {"environment": name, "prompt": []}) for name in "aabb"]
-    environments.give_back(seats[0])
+    environments.release(seats[0])
     environments.close()  # three of them are in use
-    for seat in seats[1:]:
-        environments.give_back(seat)
+    for handle in seats[1:]:
+        environments.release(handle)
     environments.close()
     assert len(Base.made) == 4
     assert [instance.log.count("close") for instance in Base.made] == [1] * 4

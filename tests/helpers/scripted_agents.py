@@ -12,7 +12,7 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.envs.environments import Environments
 from groupgrad.envs.tools import ToolOptions, make_tools
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
-from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
+from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{{ eos_token }}\n{% endif %}"
@@ -102,10 +102,10 @@ def make_agents(
 
 def ask(
     rows_by_group: Mapping[int, dict[str, Any]], size: int = 1, number: int = 0, phase: str = "train"
-) -> RoundRequest:
+) -> GenerationRequest:
     """A round of all rows of these groups, on one rank."""
     rows = [group * size + i for group in rows_by_group for i in range(size)]
-    return RoundRequest(rows_by_group, rows, len(rows), size, phase, number, 3)
+    return GenerationRequest(rows_by_group, rows, len(rows), size, phase, number, 3)
 
 
 def user(text: str, **columns: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from groupgrad.modeling.adapters import add_adapter, is_adapted
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 
 peft = pytest.importorskip("peft")
 
@@ -248,12 +248,12 @@ def test_frozen_scores_of_policy_and_reference(build, batch):
     reference = Reference(policy, adapter_is_fresh=False, follows=False)
     given = logprobs(policy, batch)
     shift(policy, 0.1)
-    scorer = FrozenScorer(policy, reference, ForwardOptions(), "cpu")
+    scorer = OldAndRefScorer(policy, reference, ForwardOptions(), "cpu")
     scored = scorer(batch, old=True)
     torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
     torch.testing.assert_close(scored.ref_logprobs, given)
     assert scorer(batch, old=False).old_logprobs is None
-    bare = FrozenScorer(policy, None, ForwardOptions(), "cpu")
+    bare = OldAndRefScorer(policy, None, ForwardOptions(), "cpu")
     assert bare(batch, old=False).ref_logprobs is None
     expected = score_without_gradient(policy, batch, ForwardOptions()).entropy
     torch.testing.assert_close(bare.entropy(batch), expected)
@@ -261,7 +261,7 @@ def test_frozen_scores_of_policy_and_reference(build, batch):
 
 def test_frozen_scores_have_no_dropout(build, batch):
     policy = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
-    scorer = FrozenScorer(policy, Reference(policy, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
+    scorer = OldAndRefScorer(policy, Reference(policy, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
     scored = scorer(batch, old=True)
     torch.testing.assert_close(scored.old_logprobs, scored.ref_logprobs)
     torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))

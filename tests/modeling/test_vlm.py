@@ -16,9 +16,9 @@ from groupgrad.modeling import vlm as vision
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import AttentionCall, arguments
 from groupgrad.modeling.scoring.forward import ForwardOptions, Layout, score_tokens
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import check_layout, random_batch
-from groupgrad.modeling.vlm import TwoWayPlan, joined, placeholder_ids, sees, sight
+from groupgrad.modeling.vlm import TwoWayPlan, is_multimodal, joined, placeholder_ids, prompt_images
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.types import Media, Rollout
 
@@ -199,7 +199,7 @@ def test_the_reference_sees_what_the_policy_saw(name: str, adapters: str):
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.mul_(0.9)
-    scored = FrozenScorer(model, reference, ForwardOptions(), "cpu")(batch, old=True)
+    scored = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")(batch, old=True)
     torch.testing.assert_close(scored.ref_logprobs, before, rtol=0, atol=1e-5)
     torch.testing.assert_close(scored.old_logprobs, plain_logprobs(model, seen).detach(), rtol=0, atol=1e-5)
 
@@ -270,7 +270,7 @@ def test_positions_follow_the_images(qwen: Seen):
     """An image of 2 by 3 merged patches spans 3 positions: text, image at 2 + (row, column), text from 5 on."""
     token = qwen.placeholder
     ids = torch.tensor([50, 51, *[token] * 6, 52])
-    seen = sight(qwen.model, ids, media([0, 0, 1, 1, 1, 1, 1, 1, 0], image_grid_thw=torch.tensor([[1, 4, 6]])))
+    seen = prompt_images(qwen.model, ids, media([0, 0, 1, 1, 1, 1, 1, 1, 0], image_grid_thw=torch.tensor([[1, 4, 6]])))
     assert seen.rope_at(0, 11).tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7],
@@ -285,16 +285,24 @@ def test_placeholders_behind_the_prompt_are_no_images(qwen: Seen):
     token = qwen.placeholder
     ids = torch.tensor([50, token, 51, token, 52])
     grid: dict[str, Any] = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
-    assert sight(qwen.model, ids, media([0, 1, 0], **grid)).places.tolist() == [False, True, False, False, False]
+    assert prompt_images(qwen.model, ids, media([0, 1, 0], **grid)).places.tolist() == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_which_models_see(model):
-    assert not sees(model)
+    assert not is_multimodal(model)
     assert placeholder_ids(model) == ()
     seen = make_seen("gemma3")
-    assert sees(seen.model)
+    assert is_multimodal(seen.model)
     assert seen.placeholder in placeholder_ids(seen.model)
-    assert sight(seen.model, torch.tensor(seen.cases[2].prompt.ids), seen.cases[2].prompt.media).spans == ((9, 13),)
+    assert prompt_images(seen.model, torch.tensor(seen.cases[2].prompt.ids), seen.cases[2].prompt.media).spans == (
+        (9, 13),
+    )
 
 
 def test_the_same_picture_is_one_prompt(qwen: Seen):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
-from groupgrad.rewards.functions import distinct_names, function_name, inspect_function, is_async, read_rewards
+from groupgrad.rewards.functions import distinct_names, inspect_function, read_rewards
 from groupgrad.rewards.inputs import CallInputs, fresh
 
 

@@ -13,20 +13,20 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from groupgrad import dist
 from groupgrad.batching.eval_loader import EvalBatch
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import RoundRequest
-from groupgrad.rollout.collector import RoundMaker, ScoringOptions
+from groupgrad.rollout.base import GenerationRequest
+from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.single_turn import RolloutMaker
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Rollout, Trace
 
@@ -36,11 +36,11 @@ ROWS = [{"prompt": text, "broken": False} for text in ("ab", "c", "1+1=", "d")]
 class Failing:
     """Rollouts of which those with these row numbers failed."""
 
-    def __init__(self, rollouts: RolloutMaker, *failed: int):
+    def __init__(self, rollouts: SingleTurnRollouts, *failed: int):
         self._rollouts, self._failed = rollouts, failed
         self.is_exact, self.metrics, self.close = False, rollouts.metrics, rollouts.close
 
-    def __call__(self, request: RoundRequest) -> list[Rollout]:
+    def __call__(self, request: GenerationRequest) -> list[Rollout]:
         made = self._rollouts(request)
         problem = Trace(0, problem="no such level")
         return [replace(r, finish_reason="error", trace=problem) if r.index in self._failed else r for r in made]
@@ -60,14 +60,14 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     model = Qwen3ForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
-    rollouts = RolloutMaker(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
+    rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
     scoring = ScoringOptions((1.0,), keep_records=True)
-    maker = RoundMaker(rollouts, RewardRunner(reward), scoring, Timings())
+    maker = ExperienceCollector(rollouts, RewardRunner(reward), scoring, Timings())
 
-    def failing(*rows: int) -> RoundMaker:
-        return RoundMaker(Failing(rollouts, *rows), RewardRunner(reward), scoring, Timings())
+    def failing(*rows: int) -> ExperienceCollector:
+        return ExperienceCollector(Failing(rollouts, *rows), RewardRunner(reward), scoring, Timings())
 
-    plan = RoundPlan(4 // world_size, world_size, 1, 2, 1, 2)
+    plan = GenerationPlan(4 // world_size, world_size, 1, 2, 1, 2)
     found = {
         "round": one_round(maker, plan, ROWS),
         # Group 3 is the last rank's alone.
@@ -82,9 +82,11 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def one_round(maker: RoundMaker, plan: RoundPlan, dataset: list[dict[str, Any]]) -> Any:
+def one_round(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[dict[str, Any]]) -> Any:
     rows = plan.rank_rows(dist.rank())
-    request = RoundRequest({row // 2: dataset[row // 2] for row in rows}, rows, plan.rows_per_round, 2, "train", 0, 0)
+    request = GenerationRequest(
+        {row // 2: dataset[row // 2] for row in rows}, rows, plan.generation_batch_size, 2, "train", 0, 0
+    )
     try:
         scored = maker(request, trainer_state=None)
     except Exception as error:
@@ -99,12 +101,12 @@ def one_round(maker: RoundMaker, plan: RoundPlan, dataset: list[dict[str, Any]])
     }
 
 
-def evaluation(model: Any, maker: RoundMaker) -> dict[str, float | None]:
+def evaluation(model: Any, maker: ExperienceCollector) -> dict[str, float | None]:
     """Batches of five single completions, then of one, for which not every rank has a row."""
     reference = Reference(model, adapter_is_fresh=False, follows=False)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
-    frozen = FrozenScorer(model, reference, ForwardOptions(), "cpu")
+    frozen = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
     evaluate = Evaluator(model, maker, frozen, PolicyOptions(beta=0.5), ForwardOptions(), 1, False, 0.0, "cpu")
     parts: list[Any] = []
     for number, rows in enumerate([[*ROWS, ROWS[1]], [ROWS[2]]]):

@@ -11,30 +11,30 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RewardError, RolloutError
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import RoundRequest, check_failures
-from groupgrad.rollout.collector import RoundMaker, ScoredRound, ScoringOptions
-from groupgrad.rollout.single_turn import RolloutMaker
+from groupgrad.rollout.base import GenerationRequest, check_failures
+from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.telemetry.timings import Timings
 
 TEXTS = ["ab", "a", "cab", ""]
 ROWS = {0: {"prompt": "x", "answer": 1}, 1: {"prompt": "yy", "answer": 2}}
 
 
-def request(rows: Any = range(4), **changes: Any) -> RoundRequest:
+def request(rows: Any = range(4), **changes: Any) -> GenerationRequest:
     settings: dict[str, Any] = {"num_rows": 4, "num_generations": 2, "phase": "train", "number": 0, "step": 5}
-    return RoundRequest(ROWS, rows, **{**settings, **changes})
+    return GenerationRequest(ROWS, rows, **{**settings, **changes})
 
 
-def make_round(
-    functions: Any, play: Any, tokenizer: Any, asked: RoundRequest | None = None, **options: Any
-) -> ScoredRound:
+def make_generation(
+    functions: Any, play: Any, tokenizer: Any, asked: GenerationRequest | None = None, **options: Any
+) -> Experience:
     """A round whose four completions are `TEXTS`; the third is cut off."""
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
     engine = play([Sample([*text, 1], "eos") if i != 2 else Sample(text, "length") for i, text in enumerate(ids)])
     rewards = RewardRunner(functions)
     scoring = ScoringOptions(reward_weights=options.pop("reward_weights", (1.0,) * len(rewards.names)), **options)
-    rollouts = RolloutMaker(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
-    maker = RoundMaker(rollouts, rewards, scoring, Timings())
+    rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
+    maker = ExperienceCollector(rollouts, rewards, scoring, Timings())
     return maker(asked or request(), trainer_state=None)
 
 
@@ -44,16 +44,16 @@ def length(completions: list[str], **kwargs: Any) -> list[float]:
 
 def test_advantages_are_those_of_the_groups(play, tokenizer):
     """Lengths 2, 1 | 3, 0: deviations +-0.5 and +-1.5, sample std 0.5*sqrt(2) and 1.5*sqrt(2)."""
-    found = make_round(length, play, tokenizer)
+    found = make_generation(length, play, tokenizer)
     a, b = 0.5 / (0.5 * 2**0.5 + 1e-4), 1.5 / (1.5 * 2**0.5 + 1e-4)
     assert found.advantages == pytest.approx([a, -a, b, -b], rel=1e-9)
     assert found.mean_reward == 1.5
     assert [rollout.text for rollout in found.rollouts] == TEXTS
-    assert make_round(length, play, tokenizer, scale_rewards="none").advantages == [0.5, -0.5, 1.5, -1.5]
+    assert make_generation(length, play, tokenizer, scale_rewards="none").advantages == [0.5, -0.5, 1.5, -1.5]
 
 
 def test_metrics_of_a_round(play, tokenizer):
-    metrics = {key: metric.read() for key, metric in make_round(length, play, tokenizer).metrics.items()}
+    metrics = {key: metric.read() for key, metric in make_generation(length, play, tokenizer).metrics.items()}
     assert metrics["reward"] == metrics["rewards/length/mean"] == 1.5
     assert metrics["reward_std"] == pytest.approx((5 / 3) ** 0.5)
     assert metrics["frac_reward_zero_std"] == 0.0
@@ -62,14 +62,16 @@ def test_metrics_of_a_round(play, tokenizer):
 
 
 def test_tokens_count_every_rows_prompt(play, tokenizer):
-    assert make_round(length, play, tokenizer).num_tokens == (1 + 3) + (1 + 2) + (2 + 3) + (2 + 1)
+    assert make_generation(length, play, tokenizer).num_tokens == (1 + 3) + (1 + 2) + (2 + 3) + (2 + 1)
 
 
 def test_weights_multiply_the_rewards(play, tokenizer):
     def constant_answer(answer: list[int], **kwargs: Any) -> list[float]:
         return [float(value) for value in answer]
 
-    found = make_round([length, constant_answer], play, tokenizer, scale_rewards="none", reward_weights=(2.0, 10.0))
+    found = make_generation(
+        [length, constant_answer], play, tokenizer, scale_rewards="none", reward_weights=(2.0, 10.0)
+    )
     assert found.advantages == [1.0, -1.0, 3.0, -3.0]
     assert found.mean_reward == 2 * 1.5 + 10 * 1.5
 
@@ -78,13 +80,13 @@ def test_rows_that_nothing_scores_move_nothing(play, tokenizer):
     def long_ones(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [None if len(text) == 1 else float(len(text)) for text in completions]
 
-    found = make_round(long_ones, play, tokenizer)
+    found = make_generation(long_ones, play, tokenizer)
     assert found.advantages[:2] == [0.0, 0.0], "one scored row in its group: no baseline"
     assert found.advantages[2] == pytest.approx(1.5 / (1.5 * 2**0.5 + 1e-4))
     assert found.mean_reward == pytest.approx(5 / 3)
     metrics = {key: metric.read() for key, metric in found.metrics.items()}
     assert metrics["frac_reward_zero_std"] == 0.5
-    nothing = make_round(lambda completions, **kwargs: [None] * 4, play, tokenizer)
+    nothing = make_generation(lambda completions, **kwargs: [None] * 4, play, tokenizer)
     assert nothing.advantages == [0.0] * 4
     assert math.isnan(nothing.mean_reward)
     assert nothing.metrics["reward"].read() is None
@@ -95,12 +97,12 @@ def test_a_failing_reward_is_raised_with_its_name_and_step(play, tokenizer):
         raise KeyError("oops")
 
     with pytest.raises(RewardError, match=r"broken[\s\S]*5[\s\S]*oops"):
-        make_round(broken, play, tokenizer)
+        make_generation(broken, play, tokenizer)
 
 
 def test_records_come_in_row_order_if_asked_for(play, tokenizer):
-    assert make_round(length, play, tokenizer).records == []
-    found = make_round(length, play, tokenizer, request(rows=[2, 0, 3, 1]), keep_records=True)
+    assert make_generation(length, play, tokenizer).records == []
+    found = make_generation(length, play, tokenizer, request(rows=[2, 0, 3, 1]), keep_records=True)
     assert [rollout.index for rollout in found.rollouts] == [2, 0, 3, 1]
     assert [record["prompt"] for record in found.records] == ["x", "x", "yy", "yy"]
     assert [record["completion"] for record in found.records] == ["a", "", "ab", "cab"]
@@ -111,7 +113,7 @@ def test_records_come_in_row_order_if_asked_for(play, tokenizer):
 
 
 def test_micro_batches_take_rows_by_number(play, tokenizer):
-    found = make_round(length, play, tokenizer)
+    found = make_generation(length, play, tokenizer)
     batch = found.micro_batch([3, 1], mask_truncated=False)
     assert batch.row_index is not None
     assert batch.row_index.tolist() == [3, 1]
@@ -129,21 +131,21 @@ def test_a_rank_without_rows_takes_part(play, tokenizer):
         calls.append(len(completions))
         return [0.0] * len(completions)
 
-    found = make_round(note, play, tokenizer, request(rows=[]))
+    found = make_generation(note, play, tokenizer, request(rows=[]))
     assert (found.rollouts, found.advantages, found.num_tokens, calls) == ([], [], 0, [])
 
 
 def test_timings_tell_sampling_from_scoring(play, tokenizer):
     ids = tokenizer("ab")["input_ids"]
     timings = Timings()
-    rollouts = RolloutMaker(PromptMaker(tokenizer), play([Sample(ids, "eos")] * 4), SamplingOptions(8), seed=0)
-    maker = RoundMaker(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
+    rollouts = SingleTurnRollouts(PromptMaker(tokenizer), play([Sample(ids, "eos")] * 4), SamplingOptions(8), seed=0)
+    maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
     maker(request(), trainer_state=None)
     assert list(timings.take()) == ["sampling", "rewards"]
 
 
 def test_half_of_a_round_may_fail(caplog):
-    asked, evaluation = RoundRequest({}, [], 4, 2, "train", 0, 5), RoundRequest({}, [], 1, 1, "eval", 0, 5)
+    asked, evaluation = GenerationRequest({}, [], 4, 2, "train", 0, 5), GenerationRequest({}, [], 1, 1, "eval", 0, 5)
     check_failures({}, asked)
     check_failures({3: "late", 1: "no such level"}, asked, quiet=True)
     assert caplog.text == ""

@@ -11,15 +11,15 @@ import torch
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.errors import RolloutError
-from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.base import GenerationRequest
 from groupgrad.rollout.custom import CustomRollouts
 
 ROWS = {0: {"prompt": "ab", "n": 1}, 1: {"prompt": "c", "n": 2}}
 TRAINER = SimpleNamespace(name="the trainer")
 
 
-def request(rows: Any = range(4), size: int = 2) -> RoundRequest:
-    return RoundRequest(ROWS, rows, 4, size, "train", 0, 7)
+def request(rows: Any = range(4), size: int = 2) -> GenerationRequest:
+    return GenerationRequest(ROWS, rows, 4, size, "train", 0, 7)
 
 
 def answer(prompts: list[Any], **changes: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def answer(prompts: list[Any], **changes: Any) -> dict[str, Any]:
     return {**given, **changes}
 
 
-def run(function: Any, tokenizer: Any, asked: RoundRequest | None = None) -> Any:
+def run(function: Any, tokenizer: Any, asked: GenerationRequest | None = None) -> Any:
     return CustomRollouts(function, TRAINER, PromptMaker(tokenizer), [1])(asked or request())
 
 

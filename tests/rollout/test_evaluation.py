@@ -14,13 +14,13 @@ from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout import evaluation
-from groupgrad.rollout.collector import RoundMaker, ScoringOptions
+from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.single_turn import RolloutMaker
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.telemetry.timings import Timings
 
 BATCH = EvalBatch(3, [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "1+1="}])
@@ -32,10 +32,10 @@ def length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 def evaluator(model: Any, tokenizer: Any, **options: Any) -> Evaluator:
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
-    rollouts = RolloutMaker(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
-    maker = RoundMaker(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
+    rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
+    maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
     reference = Reference(model, adapter_is_fresh=False, follows=False) if options.get("beta") else None
-    frozen = FrozenScorer(model, reference, ForwardOptions(), "cpu")
+    frozen = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
     return Evaluator(model, maker, frozen, PolicyOptions(**options), ForwardOptions(), 2, False, 0.0, "cpu")
 
 
@@ -99,7 +99,7 @@ class Reporting:
 def test_what_sampling_knows_is_not_computed_again(model, tokenizer, monkeypatch, options):
     evaluate = evaluator(model, tokenizer, **options)
     plain = run(evaluate)[1]
-    evaluate.round_maker.rollouts.engine = Reporting(evaluate.round_maker.rollouts.engine)
+    evaluate.collector.rollouts.engine = Reporting(evaluate.collector.rollouts.engine)
     monkeypatch.setattr(evaluation, "score_without_gradient", lambda *args, **_: pytest.fail("the policy was run"))
     scored, metrics = run(evaluate)
     numbers = [1.25 + 0.5 * (i % 2) for rollout in scored.rollouts for i in range(len(rollout.completion_ids))]

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from groupgrad.errors import WeightsLost
-from groupgrad.rollout.base import RoundRequest
-from groupgrad.rollout.prefetch import Supply
+from groupgrad.rollout.base import GenerationRequest
+from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.telemetry.timings import Timings
 
 ROWS: dict[int, dict[str, Any]] = {0: {"prompt": "x"}}
 
 
-def request(number: int, step: int, phase: str = "train") -> RoundRequest:
-    return RoundRequest(ROWS, [0], num_rows=1, num_generations=1, phase=phase, number=number, step=step)
+def request(number: int, step: int, phase: str = "train") -> GenerationRequest:
+    return GenerationRequest(ROWS, [0], num_rows=1, num_generations=1, phase=phase, number=number, step=step)
 
 
 class Story:
@@ -35,7 +35,7 @@ class Story:
         self.waits_for, self.fails = waits_for or {}, fails or {}
         self.lock = threading.Lock()
 
-    def __call__(self, request: RoundRequest) -> list[Any]:
+    def __call__(self, request: GenerationRequest) -> list[Any]:
         with self.lock:
             self.lines.append(
                 f"sample {request.phase} {request.number} with {self.version}{' held' if self.is_held else ''}"
@@ -91,11 +91,11 @@ _SET = threading.Event()
 _SET.set()
 
 
-def supply(story: Story, ahead: int = 0) -> Supply:
-    return Supply(story, Timings(), story, ahead=ahead)
+def prefetcher(story: Story, ahead: int = 0) -> RolloutPrefetcher:
+    return RolloutPrefetcher(story, Timings(), story, ahead=ahead)
 
 
-def settle(made: Supply) -> None:
+def settle(made: RolloutPrefetcher) -> None:
     """Until the rounds begun are there."""
     for job in made._jobs.values():
         job.exception(timeout=10)
@@ -103,21 +103,21 @@ def settle(made: Supply) -> None:
 
 def test_weights_are_refreshed_before_a_round_and_rest_after_it():
     story = Story()
-    assert supply(story)(request(0, 3)) == [(0, 3, 3)]
+    assert prefetcher(story)(request(0, 3)) == [(0, 3, 3)]
     assert story.lines == ["refresh 3", "sample train 0 with 3", "rest"]
 
 
 def test_without_weights_of_its_own_a_source_is_only_asked():
     story = Story()
-    assert Supply(story, Timings())(request(0, 3)) == [(0, -1, 3)]
+    assert RolloutPrefetcher(story, Timings())(request(0, 3)) == [(0, -1, 3)]
     assert story.lines == ["sample train 0 with -1"]
     with pytest.raises(ValueError, match="ahead=1 needs an engine with weights of its own"):
-        Supply(story, Timings(), ahead=1)
+        RolloutPrefetcher(story, Timings(), ahead=1)
 
 
 def test_a_round_ahead_comes_from_weights_one_round_old():
     story = Story()
-    made = supply(story, ahead=1)
+    made = prefetcher(story, ahead=1)
     found = []
     for step in range(4):
         found += made(request(step, step), [request(step + 1, step)] if step < 3 else [])
@@ -134,7 +134,7 @@ def test_a_round_ahead_comes_from_weights_one_round_old():
 
 def test_rounds_ahead_are_never_older_than_agreed():
     story = Story()
-    made = supply(story, ahead=2)
+    made = prefetcher(story, ahead=2)
     ages = []
     for step in range(9):
         found: Any = made(request(step, step), [request(step + 1, step), request(step + 2, step)])
@@ -146,7 +146,7 @@ def test_rounds_ahead_are_never_older_than_agreed():
 def test_weights_are_not_sent_while_rows_are_sampled():
     gate = threading.Event()
     story = Story(waits_for={2: gate})
-    made = supply(story, ahead=2)
+    made = prefetcher(story, ahead=2)
     made(request(0, 0), [request(1, 0), request(2, 0)])
     made._jobs[1].exception(timeout=10)
     assert made(request(1, 1), [request(2, 1), request(3, 1)]) == [(1, 0, 0)]
@@ -162,7 +162,7 @@ def test_weights_are_not_sent_while_rows_are_sampled():
 def test_evaluation_waits_for_rounds_ahead_and_sees_the_present_weights():
     gate = threading.Event()
     story = Story(waits_for={1: gate})
-    made = supply(story, ahead=1)
+    made = prefetcher(story, ahead=1)
     made(request(0, 0), [request(1, 0)])
     threading.Timer(0.1, gate.set).start()
     assert made(request(0, 1, "eval")) == [(0, 1, 1)]
@@ -172,7 +172,7 @@ def test_evaluation_waits_for_rounds_ahead_and_sees_the_present_weights():
 
 def test_a_round_whose_weights_were_lost_is_sampled_anew(caplog):
     story = Story(fails={1: WeightsLost("the server was started again")})
-    made = supply(story, ahead=1)
+    made = prefetcher(story, ahead=1)
     made(request(0, 0), [request(1, 0)])
     settle(made)
     assert made(request(1, 1), [request(2, 1)]) == [(1, 1, 1)]
@@ -184,20 +184,20 @@ def test_a_round_whose_weights_were_lost_is_sampled_anew(caplog):
 def test_a_round_that_is_trained_next_is_sampled_anew_too_but_not_for_ever(caplog):
     lost = WeightsLost("the server was started again")
     story = Story(fails={0: lost})
-    assert supply(story)(request(0, 4)) == [(0, 4, 4)]
+    assert prefetcher(story)(request(0, 4)) == [(0, 4, 4)]
     once = ["refresh 4", "sample train 0 with 4"]
     assert story.lines == [*once, "forget", *once, "rest"]
     assert "round 0 is sampled anew: the server was started again" in caplog.text
     always = Story()
     always.fails = Always(lost)
     with pytest.raises(WeightsLost, match="started again"):
-        supply(always)(request(0, 4))
+        prefetcher(always)(request(0, 4))
     assert always.lines == [*once, "forget", *once, "forget", *once]
 
 
 def test_any_other_failure_ahead_is_raised_when_its_round_is_asked_for():
     story = Story(fails={1: ValueError("a row does not fit")})
-    made = supply(story, ahead=1)
+    made = prefetcher(story, ahead=1)
     made(request(0, 0), [request(1, 0)])
     with pytest.raises(ValueError, match="a row does not fit"):
         made(request(1, 1))
@@ -205,7 +205,7 @@ def test_any_other_failure_ahead_is_raised_when_its_round_is_asked_for():
 
 def test_closing_gives_up_what_is_sampled_ahead():
     story = Story(waits_for={1: threading.Event()})
-    made = supply(story, ahead=1)
+    made = prefetcher(story, ahead=1)
     made(request(0, 0), [request(1, 0)])
     started = time.monotonic()
     made.close()
@@ -217,7 +217,7 @@ def test_closing_gives_up_what_is_sampled_ahead():
 def test_waiting_counts_as_sampling_and_sending_as_weights():
     timings = Timings()
     story = Story()
-    made = Supply(story, timings, story, ahead=1)
+    made = RolloutPrefetcher(story, timings, story, ahead=1)
     made(request(0, 0), [request(1, 0)])
     assert set(timings.take()) == {"weights", "sampling"}
     made.close()
@@ -232,5 +232,5 @@ def test_a_round_is_sampled_in_the_context_given():
         yield
         story.lines.append("out")
 
-    Supply(story, Timings(), around=around)(request(0, 3))
+    RolloutPrefetcher(story, Timings(), around=around)(request(0, 3))
     assert story.lines == ["in", "sample train 0 with -1", "out"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Sample, SamplingOptions
-from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
-from groupgrad.rollout.single_turn import RolloutMaker
+from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.types import Prompt
 
 
@@ -56,8 +56,8 @@ def run(
     engine: Any, tokenizer: Any, rows: Any, prompts: Any, *, max_context: int | None = None, budget: int = 4
 ) -> Any:
     made: Any = Made(prompts, tokenizer, max_context)
-    maker = RolloutMaker(made, engine, SamplingOptions(budget), seed=7)
-    return maker(RoundRequest({group: {} for group in prompts}, rows, 12, 2, "train", 3, 11))
+    maker = SingleTurnRollouts(made, engine, SamplingOptions(budget), seed=7)
+    return maker(GenerationRequest({group: {} for group in prompts}, rows, 12, 2, "train", 3, 11))
 
 
 def test_rows_become_requests_and_samples_become_rollouts(play, tokenizer):

@@ -211,10 +211,10 @@ class Normed(nn.Module):
 
 def statistics(buffers: bool) -> list[list[float]]:
     """Running means and a table after each rank's step on numbers of its own."""
-    from groupgrad.modeling.systems.gradient_sync import Joining
+    from groupgrad.modeling.systems.gradient_sync import GradientSync
 
     model: Any = Normed()
-    joining = Joining(model, buffers=buffers)
+    joining = GradientSync(model, buffers=buffers)
     joining.begin()
     for last in (False, True):
         with joining.micro_batch(is_last=last):

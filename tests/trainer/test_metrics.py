@@ -58,7 +58,7 @@ def watch(monkeypatch, tokenizer, make_policy):
 
     plain = trainer_module.score_tokens
 
-    def note(model, batch, options, *foreseen):
+    def note(model, batch, options, *precomputed):
         """Note the pass, computed anew for each row by itself."""
         logprobs, entropies, refs = [], [], []
         with torch.no_grad():
@@ -82,7 +82,7 @@ def watch(monkeypatch, tokenizer, make_policy):
                 "advantages": batch.advantages.double(),
             }
         )
-        return plain(model, batch, options, *foreseen)
+        return plain(model, batch, options, *precomputed)
 
     monkeypatch.setattr(trainer_module, "score_tokens", note)
     return lambda: (seen, [length, odd])

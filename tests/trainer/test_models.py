@@ -26,8 +26,8 @@ def passes(monkeypatch):
     seen: list[tuple[Any, Any]] = []
     plain = trainer_module.score_tokens
 
-    def note(model, batch, options, *foreseen):
-        scores = plain(model, batch, options, *foreseen)
+    def note(model, batch, options, *precomputed):
+        scores = plain(model, batch, options, *precomputed)
         seen.append((batch, scores.logprobs.detach().clone()))
         return scores
 

@@ -355,8 +355,8 @@ def test_reward_weights_and_scaling(make_trainer):
             max_steps=1,
         )
         rounds: list[Any] = []
-        note = trainer._note_round
-        trainer._note_round = lambda scored, note=note, rounds=rounds: (rounds.append(scored), note(scored))[1]
+        note = trainer._log_experience
+        trainer._log_experience = lambda scored, note=note, rounds=rounds: (rounds.append(scored), note(scored))[1]
         trainer.train()
         assert rounds[0].advantages == pytest.approx(advantages * 2, abs=2e-5)
         assert trainer.state.log_history[0]["reward"] == 2.0

@@ -10,7 +10,7 @@ import torch
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
-from groupgrad.trainer.precomputed_gradient import foresee
+from groupgrad.trainer.precomputed_gradient import precompute_gradient
 
 
 def make_batch(model: torch.nn.Module) -> Batch:
@@ -37,30 +37,30 @@ def make_batch(model: torch.nn.Module) -> Batch:
 def test_it_is_the_gradient_that_comes(make_model, loss_type):
     model = make_model(initializer_range=0.1)
     batch, options = make_batch(model), PolicyOptions(loss_type=loss_type, epsilon_high=5.0)
-    foreseen = foresee(batch, options)
-    assert foreseen is not None
+    precomputed = precompute_gradient(batch, options)
+    assert precomputed is not None
     gradients = []
-    for hint in (None, foreseen):
+    for hint in (None, precomputed):
         model.zero_grad()
         scores = score_tokens(model, batch, ForwardOptions(), hint)
         scores.logprobs.retain_grad()
         policy_loss(scores, batch, options).loss.backward()
-        torch.testing.assert_close(scores.logprobs.grad, foreseen.gradient, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(scores.logprobs.grad, precomputed.gradient, rtol=1e-4, atol=1e-7)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 1e-5
 
 
 def test_only_an_on_policy_step_of_known_log_probs_is_foreseen(make_model):
     batch = make_batch(make_model())
-    assert foresee(replace(batch, old_logprobs=batch.sampling_logprobs), PolicyOptions()) is None
-    assert foresee(replace(batch, sampling_logprobs=None), PolicyOptions()) is None
+    assert precompute_gradient(replace(batch, old_logprobs=batch.sampling_logprobs), PolicyOptions()) is None
+    assert precompute_gradient(replace(batch, sampling_logprobs=None), PolicyOptions()) is None
 
 
 def test_a_wrong_forecast_changes_nothing(make_model):
     model = make_model(initializer_range=0.1)
     batch, gradients = make_batch(model), []
     other = replace(batch, sampling_logprobs=batch.sampling_logprobs - 0.3, advantages=-batch.advantages.square())
-    wrong = foresee(other, PolicyOptions())
+    wrong = precompute_gradient(other, PolicyOptions())
     for hint in (None, wrong):
         model.zero_grad()
         policy_loss(score_tokens(model, batch, ForwardOptions(), hint), batch, PolicyOptions()).loss.backward()
@@ -73,8 +73,8 @@ def test_a_log_prob_that_is_not_known_is_no_harm(make_model):
     batch = make_batch(model)
     holes = batch.sampling_logprobs.clone()
     holes[[0, 6]] = float("nan")
-    foreseen = foresee(replace(batch, sampling_logprobs=holes), PolicyOptions())
-    scores = score_tokens(model, batch, ForwardOptions(), foreseen)
+    precomputed = precompute_gradient(replace(batch, sampling_logprobs=holes), PolicyOptions())
+    scores = score_tokens(model, batch, ForwardOptions(), precomputed)
     policy_loss(scores, batch, PolicyOptions()).loss.backward()
     assert bool(scores.logprobs.isfinite().all())
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters())

@@ -75,9 +75,9 @@ def passes(monkeypatch) -> list[tuple[int, bool]]:
     seen: list[tuple[int, bool]] = []
     plain = trainer_module.score_tokens
 
-    def note(model, batch, options, *foreseen):
+    def note(model, batch, options, *precomputed):
         seen.append((batch.num_tokens, torch.is_grad_enabled()))
-        return plain(model, batch, options, *foreseen)
+        return plain(model, batch, options, *precomputed)
 
     monkeypatch.setattr(trainer_module, "score_tokens", note)
     return seen
@@ -97,7 +97,7 @@ def train(make_trainer, make_policy, tools, monkeypatch):
             prepare(trainer)
         with monkeypatch.context() as patch:
             if not share:
-                patch.setattr(trainer_module, "share_out", lambda batches, *args, **terms: list(batches))
+                patch.setattr(trainer_module, "assign_micro_batches", lambda batches, *args, **terms: list(batches))
             trainer.train()
         return trainer, tools.weights(policy)
 
@@ -163,7 +163,7 @@ def test_later_steps_of_a_round_measure_dead_rows_without_gradient(train, passes
 
 def test_old_logprobs_are_those_of_sampling(train, monkeypatch):
     asked: list[bool] = []
-    frozen = trainer_module.assembly.FrozenScorer
+    frozen = trainer_module.assembly.OldAndRefScorer
     plain = frozen.__call__
     monkeypatch.setattr(
         frozen, "__call__", lambda self, batch, *, old: asked.append(old) or plain(self, batch, old=old)
@@ -243,7 +243,7 @@ def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where,
     hooks: list[Any] = []
     plain, failures = trainer_module.score_tokens, []
 
-    def short(model, batch, options, *foreseen):
+    def short(model, batch, options, *precomputed):
         def fail(*_):
             failures.append(batch.num_tokens)
             while hooks:
@@ -253,7 +253,7 @@ def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where,
         too_large = torch.is_grad_enabled() and batch.num_tokens > 12
         if too_large and where == "forward":
             fail()
-        scores = plain(model, batch, options, *foreseen)
+        scores = plain(model, batch, options, *precomputed)
         if too_large:
             # The upper layers have their gradients by then.
             hooks.append(model.model.layers[0].mlp.down_proj.weight.register_hook(fail))

@@ -19,18 +19,18 @@ from peft import LoraConfig
 from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.engines.vllm import setup as serving
-from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.objectives import MismatchOptions
-from groupgrad.rollout.single_turn import RolloutMaker
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.trainer import base as run
+from groupgrad.trainer import vllm_setup as vllm_policy
 
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
 
 
 class Copy:
-    """What a `VLLMColocateEngine` is to a `ServedPolicy`."""
+    """What a `VLLMColocateEngine` is to a `VLLMPolicy`."""
 
     def __init__(self, model: Any, tokenizer: Any, *, in_a_thread: bool = False):
         self.model = copy.deepcopy(model)
@@ -82,10 +82,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
     """vLLM is a `Copy`; those that were started."""
     started: list[Copy] = []
 
-    def start(config: Any, model: Any, parts: Any, agency: Any) -> ServedPolicy:
+    def start(config: Any, model: Any, parts: Any, rollout_setup: Any) -> VLLMPolicy:
         started.append(Copy(model, parts.tokenizer, in_a_thread=config.rollout_ahead > 0))
-        sends_adapter = serving._sends_adapter(config, model, None, "")
-        return ServedPolicy(started[-1], model, sends_adapter=sends_adapter)
+        sends_adapter = vllm_policy._sends_adapter(config, model, None, "")
+        return VLLMPolicy(started[-1], model, sends_adapter=sends_adapter)
 
     monkeypatch.setattr(run, "serve_policy", start)
     monkeypatch.setattr(run, "longest_context", lambda served: 64)
@@ -187,13 +187,13 @@ def test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
     make_trainer, served, ahead, monkeypatch
 ):
     seen: list[int] = []
-    sample = RolloutMaker.__call__
+    sample = SingleTurnRollouts.__call__
 
-    def noted(self: RolloutMaker, request: Any) -> Any:
+    def noted(self: SingleTurnRollouts, request: Any) -> Any:
         seen.append(request.number)
         return sample(self, request)
 
-    monkeypatch.setattr(RolloutMaker, "__call__", noted)
+    monkeypatch.setattr(SingleTurnRollouts, "__call__", noted)
     settings = {**VLLM, **STEPS, "max_steps": 5, "vllm_mode": "server", "vllm_max_model_length": None}
     trainer = make_trainer(**settings, rollout_ahead=ahead)
     trainer.train()

@@ -20,10 +20,10 @@ import torch
 
 from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.vllm import setup as serving
-from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.modeling.weights import weights_to_the_end
 from groupgrad.trainer import base as groupgrad_run
+from groupgrad.trainer import vllm_setup as vllm_policy
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Copy:
-    """What a `VLLMColocateEngine` is to a `ServedPolicy`: a copy of the first weights, which only a push changes."""
+    """What a `VLLMColocateEngine` is to a `VLLMPolicy`: a copy of the first weights, which only a push changes."""
 
     def __init__(self, model: Any, tokenizer: Any, fails_at: int | None):
         self.model, self.fails_at, self.max_model_len = model, fails_at, 64
@@ -85,12 +85,12 @@ class _WithoutEntropies:
 def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
     """Let trainers that ask for vLLM be given a `Copy`."""
 
-    def start(config: Any, model: Any, parts: Any, agency: Any) -> ServedPolicy:
+    def start(config: Any, model: Any, parts: Any, rollout_setup: Any) -> VLLMPolicy:
         own = copy.deepcopy(ranks.FIRST)
         own.generation_config.pad_token_id = own.config.pad_token_id
-        sends_adapter = serving._sends_adapter(config, model, 0, "this engine")
+        sends_adapter = vllm_policy._sends_adapter(config, model, 0, "this engine")
         assert not sends_adapter
-        return ServedPolicy(Copy(own, parts.tokenizer, fails_at), model)
+        return VLLMPolicy(Copy(own, parts.tokenizer, fails_at), model)
 
     groupgrad_run.serve_policy = start
     groupgrad_run.longest_context = lambda served: 64

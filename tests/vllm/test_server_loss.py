@@ -13,7 +13,7 @@ from real_vllm import OPTIONS, Served, mean_difference, requests, until, vary
 
 from groupgrad.engines.base import Sample
 from groupgrad.engines.vllm.client import VLLMServerEngine
-from groupgrad.engines.vllm.http import Address, ServerRefused, ServerSilent, call
+from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, call
 from groupgrad.engines.vllm.weight_transport import HttpTransport
 from groupgrad.engines.vllm.wire import Bucket
 
@@ -78,7 +78,7 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
         with pytest.raises(TimeoutError, match=r"sampled no token for 4 s; rows .*0 \(prompt of 4 tokens\), 1 "):
             stuck.sample(LONG, OPTIONS)
         with pytest.raises(
-            (ServerSilent, ServerRefused), match=r"pushing version 2 .*(did not answer|8 rows still sample)"
+            (ServerTimeout, ServerRefused), match=r"pushing version 2 .*(did not answer|8 rows still sample)"
         ):
             stuck.push(policy, 2)
     finally:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from groupgrad.batch import Batch, StepTotals
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.types import Media
 
 logger = logging.getLogger(__name__)
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 _MEDIA = ("media", "row_media")
 
 
-class RoundBuffer:
+class GenerationBuffer:
     """Keeps this rank's micro-batches of the current rounds (more than one only while a step spans several)."""
 
-    def __init__(self, plan: RoundPlan | None = None) -> None:
+    def __init__(self, plan: GenerationPlan | None = None) -> None:
         self.plan = plan
         """How the rounds held are cut; None leaves it unchecked whether a checkpoint's rounds fit."""
         self._rounds: dict[int, list[Batch]] = {}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, frozen=True)
-class RoundPlan:
-    """The arithmetic of a generation round; all sizes are positive and `num_generations` divides `rows_per_round`."""
+class GenerationPlan:
+    """Sizes of a generation batch; all are positive, and `num_generations` divides `generation_batch_size`."""
 
     micro_batch_rows: int
     """b, rows of one forward and backward pass on one rank."""
@@ -29,29 +29,29 @@ class RoundPlan:
     """G, completions a prompt."""
 
     @property
-    def rows_per_round(self) -> int:
+    def generation_batch_size(self) -> int:
         """N, rows of one round over all ranks."""
         return self.micro_batch_rows * self.world_size * self.steps_per_generation
 
     @property
-    def prompts_per_round(self) -> int:
+    def prompts_per_generation(self) -> int:
         """U, distinct prompts of one round over all ranks."""
-        return self.rows_per_round // self.num_generations
+        return self.generation_batch_size // self.num_generations
 
     @property
-    def micro_steps_per_round(self) -> int:
+    def micro_batches_per_generation(self) -> int:
         """Micro-batches that each rank trains on before the next round is sampled."""
         return self.steps_per_generation * self.num_iterations
 
-    def rounds_after(self, micro_steps: int) -> int:
+    def generations_after(self, micro_steps: int) -> int:
         """Rounds that begin after the present one within the next `micro_steps` micro-batches, its own counted."""
-        return max(0, -(-micro_steps // self.micro_steps_per_round) - 1)
+        return max(0, -(-micro_steps // self.micro_batches_per_generation) - 1)
 
     @property
     def is_on_policy(self) -> bool:
         """True if every round is used up within one optimizer step, so that the policy that trains is the one that
         sampled and the old log-probs are the present ones."""
-        return self.accumulation % self.micro_steps_per_round == 0
+        return self.accumulation % self.micro_batches_per_generation == 0
 
     @property
     def _window(self) -> int:

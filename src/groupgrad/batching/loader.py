@@ -17,7 +17,7 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.data.columns import read_row
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ SHUFFLE_BUFFER_ROWS = 10_000
 
 
 @dataclass(slots=True, frozen=True)
-class Tick:
+class MicroBatchKey:
     """One micro-batch's turn."""
 
     round: int
@@ -41,21 +41,23 @@ class Tick:
     """On a round's first tick: the same rows of the rounds that follow, as many as are sampled ahead."""
 
 
-class RoundSampler:
+class GenerationSampler:
     """Yields the ticks of one epoch as keys into the data set.
 
     With `drop_last` the prompts that do not fill a round are left out of the epoch; otherwise the last round is filled
     up from the front of the epoch's order, so that every prompt has its turn in every epoch.
     """
 
-    def __init__(self, num_rows: int, plan: RoundPlan, *, shuffle: bool, seed: int, drop_last: bool, ahead: int = 0):
+    def __init__(
+        self, num_rows: int, plan: GenerationPlan, *, shuffle: bool, seed: int, drop_last: bool, ahead: int = 0
+    ):
         self.num_rows, self.plan, self.shuffle, self.seed, self.drop_last = num_rows, plan, shuffle, seed, drop_last
         self.ahead, self.epoch = ahead, 0
 
     @property
     def rounds_per_epoch(self) -> int:
         """Generation rounds of one epoch."""
-        whole, rest = divmod(self.num_rows, self.plan.prompts_per_round)
+        whole, rest = divmod(self.num_rows, self.plan.prompts_per_generation)
         return whole + (1 if rest and not self.drop_last else 0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -70,31 +72,31 @@ class RoundSampler:
             indices = torch.randperm(self.num_rows, generator=generator).tolist()
         else:
             indices = list(range(self.num_rows))
-        wanted = self.rounds_per_epoch * self.plan.prompts_per_round
+        wanted = self.rounds_per_epoch * self.plan.prompts_per_generation
         while len(indices) < wanted:
             indices += indices[: wanted - len(indices)]
         return indices[:wanted]
 
     def __len__(self) -> int:
-        return self.rounds_per_epoch * self.plan.micro_steps_per_round
+        return self.rounds_per_epoch * self.plan.micro_batches_per_generation
 
-    def __iter__(self) -> Iterator[list[Key]]:
-        order, size = self.order(), self.plan.prompts_per_round
+    def __iter__(self) -> Iterator[list[SamplerKey]]:
+        order, size = self.order(), self.plan.prompts_per_generation
         # Rounds that are sampled ahead may be those of the epochs that follow.
         for later in range(1, 1 + -(-self.ahead // max(1, self.rounds_per_epoch))):
             order += self.order(self.epoch + later)
         rounds = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
         for number in range(self.rounds_per_epoch):
-            for position in range(self.plan.micro_steps_per_round):
+            for position in range(self.plan.micro_batches_per_generation):
                 ahead = tuple(rounds[number + 1 : number + 1 + self.ahead]) if position == 0 else ()
                 yield [(self.epoch * self.rounds_per_epoch + number, position, rounds[number], ahead)]
 
 
-Key = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
+SamplerKey = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
 """Of a tick: its round, its place there, the round's data-set indices, and those of the rounds sampled ahead."""
 
 
-class RoundRows(torch.utils.data.Dataset):
+class GenerationRows(torch.utils.data.Dataset):
     """Turns a sampler key into a tick, reading only what this rank needs."""
 
     def __init__(self, dataset: Any, groups: list[int]):
@@ -103,38 +105,38 @@ class RoundRows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: Key) -> Tick:
-        number, position, indices, later = key
-        tick = Tick(number, position, None, indices)
+    def __getitem__(self, sampled: SamplerKey) -> MicroBatchKey:
+        number, position, indices, later = sampled
+        key = MicroBatchKey(number, position, None, indices)
         if position:
-            return tick
+            return key
         ahead = tuple({group: read_row(self.dataset, chosen[group]) for group in self.groups} for chosen in later)
-        return replace(tick, rows=rows_of(tick, self.dataset, self.groups), ahead=ahead)
+        return replace(key, rows=rows_of(key, self.dataset, self.groups), ahead=ahead)
 
 
-def rows_of(tick: Tick, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
+def rows_of(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
     """The rows of these groups of the tick's round, by group: those that it brings, or read anew.
 
     A tick within a round brings none; they are asked for only when the round's rollouts are missing, after a resume
     from a checkpoint that holds weights alone. A stream cannot be read again (ValueError).
     """
-    if tick.rows is not None:
-        return tick.rows
-    if tick.indices is None:
+    if key.rows is not None:
+        return key.rows
+    if key.indices is None:
         raise ValueError(
             "the checkpoint lies within a generation round but holds none of its rollouts, and a stream cannot be read "
             "again; resume from a checkpoint that was saved with save_only_model=False"
         )
-    if tick.position:
+    if key.position:
         logger.warning(
             "the checkpoint lies within generation round %d but holds none of its rollouts; they are sampled again, "
             "from the weights as they are now",
-            tick.round,
+            key.round,
         )
-    return {group: read_row(dataset, tick.indices[group]) for group in groups}
+    return {group: read_row(dataset, key.indices[group]) for group in groups}
 
 
-class RoundLoader(DataLoader):
+class GenerationLoader(DataLoader):
     """A data loader of ticks that tells its sampler the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -142,10 +144,10 @@ class RoundLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
-class StreamTicks(torch.utils.data.IterableDataset):
+class StreamKeys(torch.utils.data.IterableDataset):
     """Endless ticks from an iterable data set; each pass over it is shuffled anew and rests carry over to the next."""
 
-    def __init__(self, dataset: IterableDataset, plan: RoundPlan, groups: list[int], options: LoaderOptions):
+    def __init__(self, dataset: IterableDataset, plan: GenerationPlan, groups: list[int], options: LoaderOptions):
         self.dataset = dataset
         if options.shuffle:
             self.dataset = dataset.shuffle(seed=options.seed, buffer_size=SHUFFLE_BUFFER_ROWS)
@@ -163,16 +165,16 @@ class StreamTicks(torch.utils.data.IterableDataset):
                 raise ValueError("the streaming train_dataset yielded no row; check its source and filters")
             turn += 1
 
-    def __iter__(self) -> Iterator[Tick]:
+    def __iter__(self) -> Iterator[MicroBatchKey]:
         rows, number = self._rows(), 0
         rounds: deque[dict[int, dict[str, Any]]] = deque()
         while True:
             while len(rounds) <= self.ahead:
-                prompts = [next(rows) for _ in range(self.plan.prompts_per_round)]
+                prompts = [next(rows) for _ in range(self.plan.prompts_per_generation)]
                 rounds.append({group: prompts[group] for group in self.groups})
-            yield Tick(number, 0, rounds.popleft(), ahead=tuple(rounds))
-            for position in range(1, self.plan.micro_steps_per_round):
-                yield Tick(number, position, None)
+            yield MicroBatchKey(number, 0, rounds.popleft(), ahead=tuple(rounds))
+            for position in range(1, self.plan.micro_batches_per_generation):
+                yield MicroBatchKey(number, position, None)
             number += 1
 
 
@@ -191,7 +193,7 @@ class LoaderOptions:
     """Rounds whose rows each round's first tick brings too, for those that are sampled ahead."""
 
 
-def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderOptions) -> DataLoader:
+def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: LoaderOptions) -> DataLoader:
     """A loader of ticks for `rank`, over a map-style or an iterable data set. Every rank reads the same stream."""
     groups = plan.rank_groups(rank)
     if isinstance(dataset, IterableDataset):
@@ -201,8 +203,8 @@ def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderO
                 "same rows; it is read in the main process",
                 options.num_workers,
             )
-        return DataLoader(StreamTicks(dataset, plan, groups, options), batch_size=None)
-    sampler = RoundSampler(
+        return DataLoader(StreamKeys(dataset, plan, groups, options), batch_size=None)
+    sampler = GenerationSampler(
         len(dataset),
         plan,
         shuffle=options.shuffle,
@@ -210,8 +212,8 @@ def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderO
         drop_last=options.drop_last,
         ahead=options.ahead,
     )
-    return RoundLoader(
-        RoundRows(dataset, groups),
+    return GenerationLoader(
+        GenerationRows(dataset, groups),
         batch_sampler=sampler,  # pyright: ignore[reportArgumentType]
         collate_fn=_only,
         num_workers=options.num_workers,
@@ -221,7 +223,7 @@ def make_round_loader(dataset: Any, plan: RoundPlan, rank: int, options: LoaderO
     )
 
 
-def _only(items: list[Tick]) -> Tick:
+def _only(items: list[MicroBatchKey]) -> MicroBatchKey:
     return items[0]
 
 

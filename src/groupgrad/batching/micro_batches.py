@@ -10,13 +10,13 @@ import torch
 
 from groupgrad.batch import FORWARD, FORWARD_AND_BACKWARD, Batch
 from groupgrad.batching.packing import pack, row_costs
-from groupgrad.objectives import LOSSES, Freshness, PolicyOptions, passes_needed
+from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, required_passes
 
 
-def share_out(
+def assign_micro_batches(
     batches: Sequence[Batch],
     options: PolicyOptions,
-    freshness: Freshness,
+    freshness: OnPolicyInfo,
     *,
     entropy_coef: float,
     aux_loss: bool,
@@ -37,7 +37,7 @@ def share_out(
     noted = [
         replace(
             batch,
-            passes=passes_needed(batch, options, freshness, entropy_coef=entropy_coef, aux_loss=aux_loss),
+            passes=required_passes(batch, options, freshness, entropy_coef=entropy_coef, aux_loss=aux_loss),
         )
         for batch in batches
     ]

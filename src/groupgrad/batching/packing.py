@@ -37,7 +37,7 @@ def row_costs(batch: Batch) -> list[RowCost]:
     return [RowCost(w * length, w * prompts[g], g) for w, length, g in zip(weights, completions, groups)]
 
 
-def load(costs: Iterable[RowCost]) -> int:
+def total_cost(costs: Iterable[RowCost]) -> int:
     """The cost of a micro-batch of these rows."""
     prompts: dict[int, int] = {}
     own = 0
@@ -65,14 +65,14 @@ def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[i
     return best
 
 
-def parted(costs: Sequence[RowCost], parts: int) -> list[list[int]]:
+def split(costs: Sequence[RowCost], parts: int) -> list[list[int]]:
     """All rows in `parts` non-empty parts (from 1 to the number of rows), the largest load as small as was found."""
     candidates = _candidates(costs, parts)
     return min(candidates, key=lambda bins: (max(_loads(costs, bins)), sum(_loads(costs, bins))))
 
 
 def _loads(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> list[int]:
-    return [load(costs[row] for row in rows) for rows in bins]
+    return [total_cost(costs[row] for row in rows) for rows in bins]
 
 
 def _candidates(costs: Sequence[RowCost], num_bins: int) -> list[list[list[int]]]:
@@ -87,10 +87,10 @@ def _pieces(costs: Sequence[RowCost], num_bins: int, fineness: int) -> list[list
     groups: dict[int, list[int]] = {}
     for row, cost in enumerate(costs):
         groups.setdefault(cost.group, []).append(row)
-    whole = sum(load(costs[row] for row in rows) for rows in groups.values())
+    whole = sum(total_cost(costs[row] for row in rows) for rows in groups.values())
     pieces: list[list[int]] = []
     for rows in groups.values():
-        size = load(costs[row] for row in rows)
+        size = total_cost(costs[row] for row in rows)
         if size * num_bins <= whole or not fineness:
             pieces.append(rows)
         else:
@@ -104,7 +104,7 @@ def _longest_first(costs: Sequence[RowCost], pieces: list[list[int]], num_bins: 
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     prompts: list[dict[int, int]] = [{} for _ in range(num_bins)]
-    for rows in sorted(pieces, key=lambda rows: (-load(costs[row] for row in rows), rows)):
+    for rows in sorted(pieces, key=lambda rows: (-total_cost(costs[row] for row in rows), rows)):
         own = sum(costs[row].own for row in rows)
         group, prompt = costs[rows[0]].group, max(costs[row].prompt for row in rows)
         after = [loads[b] + own + max(0, prompt - prompts[b].get(group, 0)) for b in range(num_bins)]

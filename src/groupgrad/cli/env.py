@@ -75,10 +75,10 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
 def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
     """A prompt with an image of the model's own processor, if it sees, and what is to be said about images."""
     from groupgrad.modeling import load
-    from groupgrad.modeling.vlm import sees
+    from groupgrad.modeling.vlm import is_multimodal
     from groupgrad.multimodal.vlm_prompts import example_prompt
 
-    if not sees(model):
+    if not is_multimodal(model):
         return None, ""
     try:
         example = example_prompt(load.load_tokenizer(model, name, revision=None, trust_remote_code=trust_remote_code))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from groupgrad import __version__
+from groupgrad._version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("groupgrad.cli.train", "train a model with GRPO on a data set"),

@@ -19,8 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.concurrency.event_loop import LoopThread
-from groupgrad.rewards.functions import function_name, is_async
 
 logger = logging.getLogger(__name__)
 

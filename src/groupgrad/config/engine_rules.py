@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from groupgrad.config import sampling
 from groupgrad.config.field_rules import is_number, parse_bytes
 from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
-from groupgrad.trainer import options
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -52,7 +52,7 @@ def _vllm_rows(c: GRPOConfig) -> str | None:
     if not c.use_vllm or not isinstance(c.generation_kwargs, (dict, type(None))):
         return None
     try:
-        options.vllm_fields(c)
+        sampling.vllm_fields(c)
     except (TypeError, ValueError) as error:
         # What is wrong with a single value is said by its own rule.
         return str(error) if "groupgrad sets for each row" in str(error) else None
@@ -62,9 +62,9 @@ def _vllm_rows(c: GRPOConfig) -> str | None:
 def uncorrected(c: GRPOConfig) -> str | None:
     """A remark: vLLM tells log-probs before cuts, penalties and temperature, or after them; a regex cuts before
     both."""
-    if not c.use_vllm or not c.vllm_importance_sampling_correction or options.tells_comparable_logprobs(c):
+    if not c.use_vllm or not c.vllm_importance_sampling_correction or sampling.tells_comparable_logprobs(c):
         return None
-    fields = options.vllm_fields(c)
+    fields = sampling.vllm_fields(c)
     shaped, remedy = shaping(fields), ""
     regex = c.vllm_structured_outputs_regex
     told = {STRUCTURE: f"vllm_structured_outputs_regex={regex!r}"} if regex is not None else {}

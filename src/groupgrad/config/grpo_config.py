@@ -253,7 +253,7 @@ class GRPOConfig(legacy.LegacyArguments):
             raise ConfigError(problems + ([str(failure)] if failure else [])) from failure
         if failure is not None:
             raise failure
-        for text in rules.remarks(self):
+        for text in rules.warnings_for(self):
             warnings.warn(text, UserWarning, stacklevel=3)
 
     def _parse_dicts(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from groupgrad.config.engine_rules import ENGINE_RULES, uncorrected
 from groupgrad.config.field_rules import CHOICES, DTYPES, RANGES, choice_problem, is_count, is_number, range_problem
 from groupgrad.config.launcher import env_on, uses_deepspeed, zero_3_problem, zero_stage
-from groupgrad.config.unused_settings import idle_settings
+from groupgrad.config.unused_settings import unused_settings
 
 if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
@@ -433,11 +433,11 @@ def problems(config: GRPOConfig) -> list[str]:
     return [text for text in found if text]
 
 
-def remarks(config: GRPOConfig) -> list[str]:
+def warnings_for(config: GRPOConfig) -> list[str]:
     """What is worth a warning in a config that can work: choices that are filled in or unusual, settings that do
     nothing."""
     found = [remark(config) for remark in REMARKS]
-    idle = idle_settings(config)
+    idle = unused_settings(config)
     if idle:
         found.append(f"these settings have no effect here: {'; '.join(idle)}")
     return [text for text in found if text]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, frozen=True)
-class Idle:
+class UnusedSetting:
     """Settings that mean nothing beside the others."""
 
     fields: tuple[str, ...]
@@ -22,56 +22,64 @@ class Idle:
     why: str
 
 
-IDLE: tuple[Idle, ...] = (
-    Idle(("sapo_temperature_neg", "sapo_temperature_pos"), lambda c: c.loss_type != "sapo", "loss_type is not 'sapo'"),
-    Idle(
+IDLE: tuple[UnusedSetting, ...] = (
+    UnusedSetting(
+        ("sapo_temperature_neg", "sapo_temperature_pos"), lambda c: c.loss_type != "sapo", "loss_type is not 'sapo'"
+    ),
+    UnusedSetting(
         ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         lambda c: c.loss_type != "vespo",
         "loss_type is not 'vespo'",
     ),
-    Idle(("delta",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type does not clip the ratio"),
-    Idle(("epsilon",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type has no lower clip"),
-    Idle(("epsilon_high",), lambda c: c.loss_type in ("sapo", "vespo"), "this loss_type has no upper clip"),
-    Idle(("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda c: not c.sync_ref_model, "sync_ref_model is False"),
-    Idle(("use_bias_correction_kl",), lambda c: c.beta == 0, "beta is 0"),
-    Idle(
+    UnusedSetting(
+        ("delta",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type does not clip the ratio"
+    ),
+    UnusedSetting(
+        ("epsilon",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type has no lower clip"
+    ),
+    UnusedSetting(("epsilon_high",), lambda c: c.loss_type in ("sapo", "vespo"), "this loss_type has no upper clip"),
+    UnusedSetting(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda c: not c.sync_ref_model, "sync_ref_model is False"
+    ),
+    UnusedSetting(("use_bias_correction_kl",), lambda c: c.beta == 0, "beta is 0"),
+    UnusedSetting(
         ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
         lambda c: not c.use_adaptive_entropy,
         "use_adaptive_entropy is False",
     ),
-    Idle(
+    UnusedSetting(
         ("scale_rewards",),
         lambda c: c.multi_objective_aggregation == "normalize_then_sum",
         "normalize_then_sum scales each reward in its group and the sum over the batch",
     ),
-    Idle(
+    UnusedSetting(
         ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
         lambda c: not c.log_completions,
         "log_completions is False",
     ),
-    Idle(
+    UnusedSetting(
         ("transformers_continuous_batching_config",),
         lambda c: not c.use_transformers_continuous_batching,
         "use_transformers_continuous_batching is False",
     ),
-    Idle(
+    UnusedSetting(
         ("engine_kv_memory", "engine_pack_weights"),
         lambda c: c.rollout_engine == "transformers",
         "rollout_engine is 'transformers', and they are the native engine's",
     ),
-    Idle(
+    UnusedSetting(
         ("reward_model_offload",),
         lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
         "reward models run on the CPU, in host memory",
     ),
-    Idle(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
-    Idle(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
-    Idle(
+    UnusedSetting(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
+    UnusedSetting(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
+    UnusedSetting(
         ("ds3_gather_for_generation",),
         lambda c: zero_stage(c) == 3 and c.use_vllm,
         "vLLM samples, which is given the weights part by part",
     ),
-    Idle(
+    UnusedSetting(
         (
             "vllm_mode",
             "vllm_model_impl",
@@ -94,7 +102,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: not c.use_vllm,
         "use_vllm is False",
     ),
-    Idle(
+    UnusedSetting(
         (
             "vllm_enable_sleep_mode",
             "vllm_gpu_memory_utilization",
@@ -105,7 +113,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.use_vllm and c.vllm_mode == "server",
         "vllm_mode is 'server', whose settings are those of `groupgrad vllm-serve`",
     ),
-    Idle(
+    UnusedSetting(
         (
             "vllm_server_base_url",
             "vllm_server_host",
@@ -116,12 +124,12 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.use_vllm and c.vllm_mode == "colocate",
         "vllm_mode is 'colocate', so there is no server",
     ),
-    Idle(
+    UnusedSetting(
         ("vllm_server_host", "vllm_server_port"),
         lambda c: c.use_vllm and c.vllm_mode == "server" and c.vllm_server_base_url is not None,
         "vllm_server_base_url says where the server is",
     ),
-    Idle(
+    UnusedSetting(
         (
             "vllm_importance_sampling_mode",
             "vllm_importance_sampling_clip_max",
@@ -130,13 +138,13 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.use_vllm and not c.vllm_importance_sampling_correction,
         "vllm_importance_sampling_correction is False",
     ),
-    Idle(
+    UnusedSetting(
         ("rollout_engine", "engine_kv_memory", "engine_pack_weights", "cache_implementation"),
         lambda c: c.use_vllm,
         "use_vllm is True",
     ),
     # --- fields of TrainingArguments ---
-    Idle(
+    UnusedSetting(
         (
             "prediction_loss_only",
             "eval_accumulation_steps",
@@ -148,35 +156,35 @@ IDLE: tuple[Idle, ...] = (
         lambda c: True,
         "evaluation samples and scores completions; there are no predictions to collect",
     ),
-    Idle(("label_names",), lambda c: True, "GRPO has no labels"),
-    Idle(("length_column_name",), lambda c: True, "nothing is grouped by length"),
-    Idle(("average_tokens_across_devices",), lambda c: True, "the loss always counts over all processes"),
-    Idle(("dataloader_in_order",), lambda c: True, "generation rounds are always read in order"),
-    Idle(
+    UnusedSetting(("label_names",), lambda c: True, "GRPO has no labels"),
+    UnusedSetting(("length_column_name",), lambda c: True, "nothing is grouped by length"),
+    UnusedSetting(("average_tokens_across_devices",), lambda c: True, "the loss always counts over all processes"),
+    UnusedSetting(("dataloader_in_order",), lambda c: True, "generation rounds are always read in order"),
+    UnusedSetting(
         ("ddp_find_unused_parameters", "ddp_static_graph"),
         lambda c: True,
         "processes join their gradients when those of a step are complete, whichever parameters have one",
     ),
-    Idle(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), uses_deepspeed, "DeepSpeed joins the gradients"),
-    Idle(
+    UnusedSetting(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), uses_deepspeed, "DeepSpeed joins the gradients"),
+    UnusedSetting(
         ("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
         lambda c: c.dataloader_num_workers == 0,
         "dataloader_num_workers is 0",
     ),
-    Idle(("liger_kernel_config",), lambda c: not c.use_liger_kernel, "use_liger_kernel is False"),
-    Idle(("fsdp_config",), lambda c: not c.fsdp, "fsdp is not in use"),
-    Idle(
+    UnusedSetting(("liger_kernel_config",), lambda c: not c.use_liger_kernel, "use_liger_kernel is False"),
+    UnusedSetting(("fsdp_config",), lambda c: not c.fsdp, "fsdp is not in use"),
+    UnusedSetting(
         ("optim_target_modules",),
         lambda c: not _name(c.optim).startswith(("galore", "apollo")),
         "only the GaLore and APOLLO optimizers have target modules",
     ),
-    Idle(
+    UnusedSetting(
         ("optim_args",),
         lambda c: _name(c.optim) in ("adamw_torch", "adamw_torch_fused", "adafactor"),
         "this optimizer takes no further options",
     ),
-    Idle(("run_name",), lambda c: not c.report_to, "report_to names no tracker"),
-    Idle(
+    UnusedSetting(("run_name",), lambda c: not c.report_to, "report_to names no tracker"),
+    UnusedSetting(
         ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         lambda c: "trackio" not in (c.report_to or ()),
         "report_to does not name trackio",
@@ -185,7 +193,7 @@ IDLE: tuple[Idle, ...] = (
 """In the order in which a warning lists them. A field that the installed transformers lacks is passed over."""
 
 
-def idle_settings(config: GRPOConfig) -> list[str]:
+def unused_settings(config: GRPOConfig) -> list[str]:
     """One text for each group of settings that were changed although they do nothing: their values, and why."""
     found = []
     for row in IDLE:
@@ -195,7 +203,7 @@ def idle_settings(config: GRPOConfig) -> list[str]:
     return found
 
 
-def idle_reward_settings(config: GRPOConfig, *, models: bool, by_name: bool) -> str | None:
+def unused_reward_settings(config: GRPOConfig, *, models: bool, by_name: bool) -> str | None:
     """Which settings of reward models were changed although there are no such `models`, or none loaded `by_name`."""
     names = _REWARD_MODEL_FIELDS[:1] if models else _REWARD_MODEL_FIELDS
     changed = [name for name in names if _is_changed(config, name)]

@@ -21,7 +21,7 @@ from groupgrad.errors import ConfigError
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
 from groupgrad.modeling.self_check import batch_of, measured_difference, random_ids, tolerance
-from groupgrad.modeling.vlm import sees
+from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.types import Media, Prompt
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def _disagreement(
     stream = torch.Generator().manual_seed(1)
     prompts, rows = [random_ids(model, length, stream).tolist() for length in (6, 11)], (0, 0, 1, 0, 1)
     media: tuple[Media | None, ...] = (None, None)
-    if example is not None and sees(model):
+    if example is not None and is_multimodal(model):
         prompts, rows, media = [*prompts, example.ids], (*rows, 2, 2), (*media, example.media)
     requests = [Request(prompts[p], seed=i, max_new_tokens=3 + i % 3, media=media[p]) for i, p in enumerate(rows)]
     try:

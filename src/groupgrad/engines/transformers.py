@@ -26,7 +26,7 @@ from transformers import (
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
-from groupgrad.modeling.vlm import View, row_view, sight
+from groupgrad.modeling.vlm import ModelInputs, prompt_images, row_view
 
 # With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
 _OWN_SAMPLER = frozenset(
@@ -281,10 +281,10 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _view(model: nn.Module, ids: torch.Tensor, requests: list[Request]) -> View:
+def _view(model: nn.Module, ids: torch.Tensor, requests: list[Request]) -> ModelInputs:
     """What the model is given to see the requests' images; positions it finds itself."""
     sights = [
-        None if request.media is None else sight(model, torch.tensor(request.prompt_ids), request.media)
+        None if request.media is None else prompt_images(model, torch.tensor(request.prompt_ids), request.media)
         for request in requests
     ]
     return row_view(model, ids, sights, [ids.shape[1] - len(request.prompt_ids) for request in requests])

@@ -27,7 +27,7 @@ class EnvironmentFault(ValueError):
 
 
 @dataclass(slots=True)
-class Kind:
+class EnvSpec:
     """What one factory makes."""
 
     name: str
@@ -96,7 +96,7 @@ def first_instance(factory: Any, name: str | None) -> Any:
     return instance
 
 
-def inspect_kind(instance: Any, factory: Callable[[], Any], name: str | None) -> Kind:
+def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None) -> EnvSpec:
     """What is to be known of a factory, by its first instance.
 
     ValueError or TypeError for a class without `reset`, and for public methods that cannot be tools.
@@ -110,7 +110,7 @@ def inspect_kind(instance: Any, factory: Callable[[], Any], name: str | None) ->
         )
     tools = [_make_method_tool(instance, method) for method in public_methods(made)]
     has_reward = callable(getattr(instance, "get_reward", None))
-    return Kind(name or made.__name__, factory, made, tools, _columns(reset), has_reward, chosen=name is not None)
+    return EnvSpec(name or made.__name__, factory, made, tools, _columns(reset), has_reward, chosen=name is not None)
 
 
 def public_methods(made: type) -> list[str]:

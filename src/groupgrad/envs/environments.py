@@ -18,10 +18,19 @@ from typing import Any
 import numpy as np
 
 from groupgrad.chat.tool_messages import is_image
+from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.workers import Outcome, Workers
-from groupgrad.envs.env_spec import KIND_COLUMN, EnvironmentFault, Kind, copied, first_instance, inspect_kind, named
+from groupgrad.envs.env_spec import (
+    KIND_COLUMN,
+    EnvironmentFault,
+    EnvSpec,
+    copied,
+    first_instance,
+    inspect_factory,
+    named,
+)
 from groupgrad.envs.tools import Tool, ToolBox, check_names, error_text
-from groupgrad.rewards.functions import distinct_names, is_async
+from groupgrad.rewards.functions import distinct_names
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +69,7 @@ class Environments:
     for a class without `reset`, and for public methods that cannot be tools or are named like one of `tools`.
     Public methods of the class, inherited ones too, are tools, but for `reset`, `get_reward`, `close` and those whose
     name begins with `_`. Every instance's `close` is called once, by `close`, when it is discarded, or at the
-    interpreter's end. `draw` and `give_back` are for one thread.
+    interpreter's end. `acquire` and `release` are for one thread.
     """
 
     def __init__(
@@ -78,12 +87,12 @@ class Environments:
         self._closers = Workers(16)
         self._closing: dict[Future[Outcome], str] = {}
         """What closes instances, with the name for the log."""
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, EnvSpec] = {}
         try:
             for name, factory in named(factories).items():
                 instance = first_instance(factory, name)
                 self._add(instance, name or type(instance).__name__)
-                kind = inspect_kind(instance, factory, name)
+                kind = inspect_factory(instance, factory, name)
                 kind.free.append(instance)
                 check_names([*self._tools, *kind.tools], f"the environment '{kind.made.__name__}'")
                 self._kinds[kind.name] = kind
@@ -106,7 +115,7 @@ class Environments:
         """What a rollout's tools look like to the model, by the factories' names."""
         return {name: [tool.schema for tool in (*self._tools, *kind.tools)] for name, kind in self._kinds.items()}
 
-    def draw(self, row: Mapping[str, Any]) -> Seat:
+    def acquire(self, row: Mapping[str, Any]) -> EnvHandle:
         """A place in an environment for one rollout of a row, to be given back; takes no time.
 
         ValueError if the row's column `environment` names none.
@@ -114,16 +123,16 @@ class Environments:
         kind = self._kinds[self._name_of(row)]
         with self._lock:
             instance = kind.free.pop() if kind.free else None
-        return Seat(self, kind, instance, self._tools)
+        return EnvHandle(self, kind, instance, self._tools)
 
-    def give_back(self, seat: Seat) -> None:
+    def release(self, handle: EnvHandle) -> None:
         """Take an instance into the pool again, or discard and close it if a call may still be inside it."""
-        instance = seat.leave()
+        instance = handle.leave()
         with self._lock:
             if id(instance) not in self._alive:  # none was made, or all have been closed meanwhile
                 return
-            if not seat.is_spoiled and not seat.is_busy:
-                seat.kind_of.free.append(instance)
+            if not handle.is_spoiled and not handle.is_busy:
+                handle.kind_of.free.append(instance)
                 return
             del self._alive[id(instance)]
         self._start_closing(instance)
@@ -131,7 +140,7 @@ class Environments:
     def close(self) -> None:
         """Close every instance, those in use too, and wait for it, `close_timeout_s` seconds at most.
 
-        What goes wrong is logged. May be called any number of times; a later `draw` makes new instances.
+        What goes wrong is logged. May be called any number of times; a later `acquire` makes new instances.
         """
         with self._lock:
             atexit.unregister(self.close)
@@ -155,13 +164,13 @@ class Environments:
                 self._closing.pop(future, None)
         self._closers.close()
 
-    def create(self, kind: Kind) -> Any:
+    def create(self, kind: EnvSpec) -> Any:
         """A new instance; EnvironmentFault if the factory fails or makes something else than at first."""
         instance = kind.create()
         self._add(instance, kind.name)
         return instance
 
-    def put_aside(self, kind: Kind, instance: Any) -> None:
+    def put_aside(self, kind: EnvSpec, instance: Any) -> None:
         """Take in an instance that was finished when its rollout no longer waited for it."""
         with self._lock:
             if id(instance) in self._alive:
@@ -213,10 +222,10 @@ class Environments:
                 logger.warning("%s failed: %s", name, error_text(outcome, self._close_timeout_s))
 
 
-class Seat:
+class EnvHandle:
     """One rollout's place in an environment. `reset` comes first, then calls of the toolbox, then `get_reward`."""
 
-    def __init__(self, environments: Environments, kind: Kind, instance: Any, tools: Sequence[Tool]):
+    def __init__(self, environments: Environments, kind: EnvSpec, instance: Any, tools: Sequence[Tool]):
         self.instance: Any = instance
         """The environment itself, for reward functions; None until a first `reset` has made one."""
         self.name: str = kind.name

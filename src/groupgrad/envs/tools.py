@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from groupgrad.chat.tool_messages import NotJson, Rendered, cut, render
+from groupgrad.concurrency.callables import function_name
 from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.envs.schemas import argument_problem, describe
-from groupgrad.rewards.functions import function_name
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class ToolReply:
 
 
 class Holder(Protocol):
-    """What the methods of an environment are asked of (`environments.Seat`)."""
+    """What the methods of an environment are asked of (`environments.EnvHandle`)."""
 
     def method(self, name: str) -> Callable[..., Any]:
         """The method that a tool's name stands for."""

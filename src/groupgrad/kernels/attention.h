@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "products.h"
+#include "gemm.h"
 
 constexpr long MAX_QUERIES = REGISTERS == 32 ? 8 : 4;  // rows that are summed at once
 constexpr long MAX_KEYS = 192;                         // outputs that are computed between two stores

@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "chances.h"
+#include "softmax.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 
 #include "attention.h"
 #include "memory.h"
-#include "parts.h"
+#include "layers.h"
 
 extern "C" {
 

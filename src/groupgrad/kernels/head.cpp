@@ -1,7 +1,7 @@
 // Scores of tokens and their gradients, from a tile of the head's output: some tokens by some of the vocabulary, with the
 // sums that choosing a token makes.
 
-#include "chances.h"
+#include "softmax.h"
 
 extern "C" {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "soon.h"
+#include "prefetch.h"
 
 namespace {
 

@@ -25,7 +25,7 @@ from groupgrad import compat
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import is_adapted, load_adapter
 from groupgrad.modeling.quantized import check_computes, is_quantized, keep_trainable
-from groupgrad.modeling.vlm import sees
+from groupgrad.modeling.vlm import is_multimodal
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, tru
     Where there is no processor to be had for a model that takes images, the tokenizer, and a warning that says why.
     """
     kwargs = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
-    loaders = (AutoProcessor, AutoTokenizer) if sees(model) else (AutoTokenizer, AutoProcessor)
+    loaders = (AutoProcessor, AutoTokenizer) if is_multimodal(model) else (AutoTokenizer, AutoProcessor)
     problem: Exception | None = None
     for loader in loaders:
         try:

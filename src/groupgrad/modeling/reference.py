@@ -16,7 +16,7 @@ from torch import nn
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.systems.zero3 import Shards, is_sharded
-from groupgrad.modeling.vlm import sees
+from groupgrad.modeling.vlm import is_multimodal
 
 _BASE_STAYS = frozenset({"gaussian", "eva"})
 """Named ways to begin a LoRA adapter that leave the base model's weights as they are; others subtract it from them."""
@@ -133,7 +133,7 @@ class Reference:
 def check_spread(policy: nn.Module, reference: Reference | None) -> None:
     """UnavailableError for what does not go with parameters that are spread over ranks."""
     name = f"{type(policy).__name__} under DeepSpeed ZeRO-3"
-    if sees(policy):
+    if is_multimodal(policy):
         raise UnavailableError(f"{name}: models that take images are not trained so; use ZeRO stage 1 or 2")
     if reference is not None and reference.keeps_parameters:
         raise UnavailableError(

@@ -23,8 +23,8 @@ from groupgrad.modeling.scoring.forward import (
     score_tokens,
     unwrap,
 )
-from groupgrad.modeling.scoring.logit_transform import head_recipe
-from groupgrad.modeling.vlm import placeholder_ids, sees
+from groupgrad.modeling.scoring.logit_transform import logit_transform
+from groupgrad.modeling.vlm import is_multimodal, placeholder_ids
 from groupgrad.types import Media, Prompt
 
 # Rounding alone makes about 1e-5 (float32) and some 0.05 (half precision) between two orders of the same additions; a
@@ -83,7 +83,7 @@ def check_layout(
     """
     reason = plannable(model)
     batch, reasons, difference = random_batch(model, example), [] if reason is None else [reason], None
-    tiled = head_recipe(unwrap(model)) is not None
+    tiled = logit_transform(unwrap(model)) is not None
     if not tiled:
         reasons.append("it is not known what the model makes of its output head")
     elif not _calls_its_head(model, batch, options, precision):
@@ -150,7 +150,7 @@ def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
     *completions, prompts = random_ids(model, num_tokens, stream).split([*lengths, sum(prompt_lengths)])
     groups = [prompt.tolist() for prompt in prompts.split(prompt_lengths)]
     rows, media = [row.tolist() for row in completions], None
-    if example is not None and example.media is not None and sees(model):
+    if example is not None and example.media is not None and is_multimodal(model):
         for ids in random_ids(model, sum(_ROWS_WITH_IMAGES), stream).split(list(_ROWS_WITH_IMAGES)):
             rows.append([*ids.tolist(), *_sampled_placeholder(model), int(ids[0])])
             owners.append(len(groups))

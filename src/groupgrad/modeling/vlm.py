@@ -28,7 +28,7 @@ _TWO_WAY_FAMILIES = ("gemma3",)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Sight:
+class PromptImages:
     """How a model sees the images of one prompt."""
 
     media: Media
@@ -52,7 +52,7 @@ class Sight:
 
 
 @dataclass(slots=True, frozen=True)
-class Laid:
+class ImageSegment:
     """Consecutive tokens of a row, or of a prompt, in the input of a model."""
 
     start: int
@@ -60,12 +60,12 @@ class Laid:
     length: int
     first: int
     """Its place in the row, the prompt counted."""
-    sight: Sight | None
+    prompt_images: PromptImages | None
     """Of the row's prompt; None if it has no image."""
 
 
 @dataclass(slots=True)
-class View:
+class ModelInputs:
     """What a model is given to see the images of an input."""
 
     ids: torch.Tensor
@@ -143,7 +143,7 @@ def _two_way(
     return mixed.view(query.shape[0], -1, value.shape[2]).transpose(0, 1)
 
 
-def sees(model: nn.Module) -> bool:
+def is_multimodal(model: nn.Module) -> bool:
     """True if the model takes images beside its token ids."""
     return "pixel_values" in arguments(model) and bool(placeholder_ids(model))
 
@@ -156,7 +156,7 @@ def placeholder_ids(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted({int(value) for value in found if value is not None}))
 
 
-def sight(model: nn.Module, ids: torch.Tensor, media: Media) -> Sight:
+def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptImages:
     """How `model` sees a prompt of the token ids `ids` (P_i,)."""
     ids = ids.cpu()
     places = image_places(model, ids, media)
@@ -169,7 +169,7 @@ def sight(model: nn.Module, ids: torch.Tensor, media: Media) -> Sight:
             given["mm_token_type_ids"] = places.int()[None]
         rope = owner.get_rope_index(ids[None], **given)[0][:, 0].cpu()
         shift = int(rope.max()) + 1 - len(ids)
-    return Sight(media, len(ids), places, rope, shift, _spans(model, media))
+    return PromptImages(media, len(ids), places, rope, shift, _spans(model, media))
 
 
 def image_places(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Tensor:
@@ -199,35 +199,37 @@ def _spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def flat_view(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, laid: Sequence[Laid]) -> View:
+def flat_view(
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, laid: Sequence[ImageSegment]
+) -> ModelInputs:
     """What `model` is given for the flat tokens `ids` (T,) at the places `positions` (T,) of their rows.
 
     `laid` has at least those tokens whose rows have images.
     """
-    if not any(part.sight for part in laid):
-        return View(ids, ids, None, {}, None)
+    if not any(part.prompt_images for part in laid):
+        return ModelInputs(ids, ids, None, {}, None)
     view = _view(model, ids, laid)
-    if any(part.sight is not None and part.sight.rope is not None for part in laid):
+    if any(part.prompt_images is not None and part.prompt_images.rope is not None for part in laid):
         rope = positions.cpu().repeat(3, 1)
         for part in laid:
-            if part.sight is not None:
-                rope[:, part.start : part.start + part.length] = part.sight.rope_at(part.first, part.length)
+            if part.prompt_images is not None:
+                rope[:, part.start : part.start + part.length] = part.prompt_images.rope_at(part.first, part.length)
         view.rope = rope.to(ids.device)
     for part in laid:
-        if part.sight is not None and not part.first:
-            view.spans += [(part.start, part.start + a, part.start + b) for a, b in part.sight.spans]
+        if part.prompt_images is not None and not part.first:
+            view.spans += [(part.start, part.start + a, part.start + b) for a, b in part.prompt_images.spans]
     return view
 
 
 def row_view(
-    model: nn.Module, ids: torch.Tensor, sights: Sequence[Sight | None], starts: Sequence[int] | None = None
-) -> View:
+    model: nn.Module, ids: torch.Tensor, sights: Sequence[PromptImages | None], starts: Sequence[int] | None = None
+) -> ModelInputs:
     """What `model` is given for rows of token ids (B, T): from place `starts[i]` (0) on a prompt and more behind it."""
     if not any(sights):
-        return View(ids, ids, None, {}, None)
+        return ModelInputs(ids, ids, None, {}, None)
     num_rows, width = ids.shape
     starts = starts or [0] * num_rows
-    laid = [Laid(i * width + starts[i], width - starts[i], 0, seen) for i, seen in enumerate(sights)]
+    laid = [ImageSegment(i * width + starts[i], width - starts[i], 0, seen) for i, seen in enumerate(sights)]
     view = _view(model, ids, laid)
     present = [seen for seen in sights if seen is not None]
     if any(seen.rope is not None for seen in present):
@@ -247,16 +249,16 @@ def row_view(
     return view
 
 
-def _view(model: nn.Module, ids: torch.Tensor, laid: Sequence[Laid]) -> View:
+def _view(model: nn.Module, ids: torch.Tensor, laid: Sequence[ImageSegment]) -> ModelInputs:
     """Ids and images; each prompt's images in the order in which the prompts begin."""
-    images = [part.sight.media for part in laid if part.sight is not None and not part.first]
+    images = [part.prompt_images.media for part in laid if part.prompt_images is not None and not part.first]
     if not images:
         # Without images the model does not look at its input ids.
-        return View(ids, ids, None, {}, None)
+        return ModelInputs(ids, ids, None, {}, None)
     flat = torch.zeros(ids.numel(), dtype=torch.bool)
     for part in laid:
-        if part.sight is not None and part.first < part.sight.num_tokens:
-            shown = part.sight.places[part.first : part.first + part.length]
+        if part.prompt_images is not None and part.first < part.prompt_images.num_tokens:
+            shown = part.prompt_images.places[part.first : part.first + part.length]
             flat[part.start : part.start + len(shown)] = shown
     special = torch.tensor(placeholder_ids(model), device=ids.device)
     hidden = torch.isin(ids, special) & ~flat.view(ids.shape).to(ids.device)
@@ -266,9 +268,9 @@ def _view(model: nn.Module, ids: torch.Tensor, laid: Sequence[Laid]) -> View:
         if name in arguments(model)
     }
     if not bool(hidden.any()):
-        return View(ids, ids, None, inputs, None)
+        return ModelInputs(ids, ids, None, inputs, None)
     plain = next(i for i in range(len(special) + 1) if i not in special.tolist())
-    return View(torch.where(hidden, plain, ids), ids, hidden, inputs, None)
+    return ModelInputs(torch.where(hidden, plain, ids), ids, hidden, inputs, None)
 
 
 def joined(media: Sequence[Media]) -> dict[str, torch.Tensor]:

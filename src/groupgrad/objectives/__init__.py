@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from groupgrad.objectives.advantages import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
-from groupgrad.objectives.liveness import Freshness, fresh_rows, known_rows, live_rows, passes_needed
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
 from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import LOSSES, PolicyLoss, policy_loss
+from groupgrad.objectives.required_passes import OnPolicyInfo, fresh_rows, known_rows, live_rows, required_passes
 
 __all__ = [
     "FRAC_DROPPED_ROWS",
@@ -15,10 +15,10 @@ __all__ = [
     "LOSSES",
     "Advantages",
     "Aggregation",
-    "Freshness",
     "LossType",
     "MismatchMode",
     "MismatchOptions",
+    "OnPolicyInfo",
     "PolicyLoss",
     "PolicyOptions",
     "RatioLevel",
@@ -32,7 +32,7 @@ __all__ = [
     "logp_mismatch",
     "mismatch_metrics",
     "next_entropy_coef",
-    "passes_needed",
     "policy_loss",
+    "required_passes",
     "reward_metrics",
 ]

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
 from groupgrad.rewards.inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, shown
 
@@ -92,25 +93,6 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
         requires=tuple(p.name for p in named if p.default is p.empty and p.name not in bound),
         bound=frozenset(bound),
     )
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """A callable's name for metrics: its `__name__`, that of the function inside a partial, or its class's."""
-    function = innermost(function)
-    return str(getattr(function, "__name__", None) or type(function).__name__)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """True for a coroutine function, an object whose `__call__` is one, and a partial of either."""
-    function = innermost(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The callable inside any layers of `functools.partial`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 def distinct_names(names: list[str]) -> list[str]:

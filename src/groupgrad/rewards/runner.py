@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
+from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of, merge, merge_all
@@ -20,7 +21,6 @@ from groupgrad.rewards.functions import (
     RewardFunction,
     distinct_names,
     failure,
-    innermost,
     inspect_function,
     read_rewards,
 )

@@ -18,12 +18,12 @@ from groupgrad.chat import Call, ChatFormat, PlainFormat
 from groupgrad.concurrency.workers import Workers
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
-from groupgrad.envs.environments import Environments, Seat, add_observation
+from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ReplyEncoder, opened_replies
-from groupgrad.rollout.base import RoundRequest, row_seed, turn_seed
-from groupgrad.rollout.driver import Driver, Replies, Turn, Turned, Waited
+from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
+from groupgrad.rollout.driver import Driver, Replies, ToolWait, Turn, TurnResult
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
 
@@ -67,7 +67,7 @@ class AgentRollouts:
         self.sampling, self.options, self.seed = sampling, options, seed
         self._tools, self._environments = tuple(tools), environments
         self._workers = Workers(options.tools.num_threads)
-        self._seats: dict[tuple[str, int], list[Seat]] = {}
+        self._seats: dict[tuple[str, int], list[EnvHandle]] = {}
         """By phase and number of the round that they are of."""
         self._warned: set[str] = set()
 
@@ -76,14 +76,14 @@ class AgentRollouts:
         """Whether the engine's numbers are training's."""
         return bool(getattr(self.engine, "exact", False))
 
-    def __call__(self, request: RoundRequest) -> list[Rollout]:
+    def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number; all of them run at once."""
         # Until now reward functions had the environments. Those of training rounds that may not have been scored yet
         # are still theirs; a round with the number of this one is sampled anew.
         for phase, number in list(self._seats):
             scored = request.phase == "train" and number < request.number - self.options.ahead
             if phase != "train" or scored or (phase, number) == (request.phase, request.number):
-                self._give_back(phase, number)
+                self._release(phase, number)
         prompts: dict[Any, tuple[Prompt, Any]] = {}
         agents = [self._agent(request, row, prompts) for row in request.rows]
         with open_session(self.engine, self.sampling) as session:
@@ -99,7 +99,7 @@ class AgentRollouts:
     def close(self) -> None:
         """Close every environment, and end the threads of tools. May be called any number of times."""
         for phase, number in list(self._seats):
-            self._give_back(phase, number)
+            self._release(phase, number)
         if self._environments is not None:
             self._environments.close()
         self._workers.close()
@@ -110,20 +110,20 @@ class AgentRollouts:
             self._warned.add(what)
             logger.warning("%s; said once: %s", what, problem)
 
-    def _give_back(self, phase: str, number: int) -> None:
+    def _release(self, phase: str, number: int) -> None:
         assert self._environments is not None
-        for seat in reversed(self._seats.pop((phase, number))):
-            self._environments.give_back(seat)
+        for handle in reversed(self._seats.pop((phase, number))):
+            self._environments.release(handle)
 
-    def _agent(self, request: RoundRequest, row: int, prompts: dict[Any, tuple[Prompt, Any]]) -> _Agent:
+    def _agent(self, request: GenerationRequest, row: int, prompts: dict[Any, tuple[Prompt, Any]]) -> _Agent:
         group = row // request.num_generations
-        data, seat = request.rows_by_group[group], None
+        data, handle = request.rows_by_group[group], None
         if self._environments is not None:
-            seat = self._environments.draw(data)
-            self._seats.setdefault((request.phase, request.number), []).append(seat)
+            handle = self._environments.acquire(data)
+            self._seats.setdefault((request.phase, request.number), []).append(handle)
         seed = row_seed(self.seed, request.phase, request.number, row)
         place = _Place(group, row, seed, request.step, prompts)
-        return _Agent(self, self._workers, data, seat, seat.toolbox if seat else ToolBox(self._tools), place)
+        return _Agent(self, self._workers, data, handle, handle.toolbox if handle else ToolBox(self._tools), place)
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,12 +160,12 @@ class _Agent:
         maker: AgentRollouts,
         workers: Workers,
         data: dict[str, Any],
-        seat: Seat | None,
+        handle: EnvHandle | None,
         toolbox: ToolBox,
         place: _Place,
     ):
         self._maker, self._workers, self._toolbox = maker, workers, toolbox
-        self._data, self._seat, self._place = data, seat, place
+        self._data, self._seat, self._place = data, handle, place
         self._timeout_s = maker.options.tools.timeout_s
         self._ids: list[int] = []
         self._sampled: list[bool] = []
@@ -204,8 +204,8 @@ class _Agent:
                 raise _Failed(outcome.problem)
             placed = add_observation(placed, outcome.observation)
         images = [_image_key(image) for image in maker.pictures(placed)]
-        seat = "" if self._seat is None else self._seat.name
-        key = (self._place.group, seat, str(maker.readable(placed)), *images)
+        handle = "" if self._seat is None else self._seat.name
+        key = (self._place.group, handle, str(maker.readable(placed)), *images)
         if key not in self._place.prompts:
             self._place.prompts[key] = (self._make_prompt(placed), placed)
         return self._place.prompts[key][0]
@@ -295,7 +295,7 @@ class _Agent:
             return longest - len(prompt.ids) - len(self._ids), "context"
         return left, "length"
 
-    async def _turn(self, prompt: Prompt, room: int, ticket: int | None, *, is_last: bool) -> Turned:
+    async def _turn(self, prompt: Prompt, room: int, ticket: int | None, *, is_last: bool) -> TurnResult:
         seed = turn_seed(self._place.seed, self._num_turns)
         may_go_on = bool(self._toolbox.schemas) and not is_last
         media = self._media or prompt.media
@@ -326,7 +326,7 @@ class _Agent:
     async def _wait_for(self, future: Future[Any]) -> Any:
         return self._note(await Replies([future])).results[0]
 
-    def _note(self, waited: Waited) -> Waited:
+    def _note(self, waited: ToolWait) -> ToolWait:
         self._wait_s += waited.seconds
         self._hidden_s += waited.hidden_s
         return waited

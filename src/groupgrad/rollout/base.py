@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.types import Rollout
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
-class RoundRequest:
+class GenerationRequest:
     """What a round is made of."""
 
     rows_by_group: Mapping[int, dict[str, Any]]
@@ -32,14 +32,14 @@ class RoundRequest:
     step: int
 
 
-def training_round(
-    plan: RoundPlan, rank: int, number: int, rows_by_group: Mapping[int, dict[str, Any]], step: int
-) -> RoundRequest:
+def training_request(
+    plan: GenerationPlan, rank: int, number: int, rows_by_group: Mapping[int, dict[str, Any]], step: int
+) -> GenerationRequest:
     """What `rank` samples of a training round, at this optimizer step."""
-    return RoundRequest(
+    return GenerationRequest(
         rows_by_group=rows_by_group,
         rows=plan.rank_rows(rank),
-        num_rows=plan.rows_per_round,
+        num_rows=plan.generation_batch_size,
         num_generations=plan.num_generations,
         phase="train",
         number=number,
@@ -55,7 +55,7 @@ class RolloutSource(Protocol):
         """True if its log-probs and entropies are those that training would compute (`Engine.exact`)."""
         ...
 
-    def __call__(self, request: RoundRequest) -> list[Rollout]: ...
+    def __call__(self, request: GenerationRequest) -> list[Rollout]: ...
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """What it has to say of these rollouts beyond lengths and rewards."""
@@ -72,7 +72,7 @@ def problems_of(rollouts: Sequence[Rollout]) -> dict[int, str]:
     return {rollout.index: rollout.trace.problem if rollout.trace else "" for rollout in failed}
 
 
-def check_failures(problems: Mapping[int, str], request: RoundRequest, *, quiet: bool = False) -> None:
+def check_failures(problems: Mapping[int, str], request: GenerationRequest, *, quiet: bool = False) -> None:
     """Warn of the failed rollouts of a round, of all ranks, unless `quiet`; RolloutError if more than half of a
     training round's failed. An evaluation's batch may be a single row, which must not end the run."""
     if not problems:

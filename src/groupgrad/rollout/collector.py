@@ -15,8 +15,8 @@ from groupgrad.batching.collate import collate
 from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives import Advantages, compute_advantages, reward_metrics
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import RolloutSource, RoundRequest, check_failures, problems_of
-from groupgrad.rollout.prefetch import Supply, Weights
+from groupgrad.rollout.base import GenerationRequest, RolloutSource, check_failures, problems_of
+from groupgrad.rollout.prefetch import RolloutPrefetcher, Weights
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.telemetry.render import without_images
 from groupgrad.telemetry.timings import Timings
@@ -37,7 +37,7 @@ class ScoringOptions:
 
 
 @dataclass(slots=True)
-class ScoredRound:
+class Experience:
     """A finished round, this rank's part."""
 
     rollouts: list[Rollout]
@@ -59,7 +59,7 @@ class ScoredRound:
         )
 
 
-class RoundMaker:
+class ExperienceCollector:
     """Makes scored rounds. Collective: every rank takes part in every round, also without rows of its own."""
 
     def __init__(
@@ -75,11 +75,11 @@ class RoundMaker:
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self.options, self.timings = options, timings
-        self._supply = Supply(rollouts, timings, weights, ahead=ahead, around=around)
+        self._supply = RolloutPrefetcher(rollouts, timings, weights, ahead=ahead, around=around)
 
     def __call__(
-        self, request: RoundRequest, *, trainer_state: Any, upcoming: Sequence[RoundRequest] = ()
-    ) -> ScoredRound:
+        self, request: GenerationRequest, *, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
+    ) -> Experience:
         """Collective. Sample and score one round. A failure on any rank is raised on all of them, and a RolloutError if
         more than half of the round's rollouts failed, over all ranks. The rounds `upcoming` may be begun already."""
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
@@ -93,7 +93,7 @@ class RoundMaker:
         """Let go of what makes rollouts. May be called any number of times."""
         self._supply.close()
 
-    def _finish(self, request: RoundRequest, rollouts: list[Rollout], table: RewardTable) -> ScoredRound:
+    def _finish(self, request: GenerationRequest, rollouts: list[Rollout], table: RewardTable) -> Experience:
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
         check_failures(problems, request, quiet=not dist.is_main())
         result = compute_advantages(
@@ -119,7 +119,7 @@ class RoundMaker:
         if self._supply.ahead and rollouts:
             lag = request.step - min(rollout.policy_version for rollout in rollouts)
             metrics["sampling/policy_lag"] = maximum(float(lag))
-        return ScoredRound(rollouts, advantages, metrics, tokens, _mean_reward(result), records)
+        return Experience(rollouts, advantages, metrics, tokens, _mean_reward(result), records)
 
 
 def _gather_rewards(

@@ -14,7 +14,7 @@ from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.vlm_prompts import VisionError, with_other_ids
 from groupgrad.rewards.inputs import fresh, shown
-from groupgrad.rollout.base import RoundRequest
+from groupgrad.rollout.base import GenerationRequest
 from groupgrad.rollout.statistics import ending_metrics
 from groupgrad.types import FinishReason, Prompt, Rollout, Trace
 
@@ -61,7 +61,7 @@ class CustomRollouts:
         self._num_embeddings = int(getattr(embeddings, "num_embeddings", 0) or 0)
         self._makes_groups = False
 
-    def __call__(self, request: RoundRequest) -> list[Rollout]:
+    def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number. RolloutError for an answer that cannot be used."""
         if not request.rows:
             return []

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
-class Turned:
+class TurnResult:
     """A turn of the model."""
 
     sample: Sample
@@ -30,16 +30,16 @@ class Turned:
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """Awaited, asks the model for a turn; gives `Turned`."""
+    """Awaited, asks the model for a turn; gives `TurnResult`."""
 
     request: Request
 
-    def __await__(self) -> Generator[Turn, Turned, Turned]:
+    def __await__(self) -> Generator[Turn, TurnResult, TurnResult]:
         return (yield self)
 
 
 @dataclass(slots=True, frozen=True)
-class Waited:
+class ToolWait:
     """What was waited for, and for how long."""
 
     results: list[Any]
@@ -51,11 +51,11 @@ class Waited:
 
 @dataclass(slots=True, frozen=True)
 class Replies:
-    """Awaited, waits for all of some futures, which must not fail; gives `Waited`."""
+    """Awaited, waits for all of some futures, which must not fail; gives `ToolWait`."""
 
     futures: Sequence[Future[Any]]
 
-    def __await__(self) -> Generator[Replies, Waited, Waited]:
+    def __await__(self) -> Generator[Replies, ToolWait, ToolWait]:
         return (yield self)
 
 
@@ -112,7 +112,7 @@ class Driver:
                     go_on(number, self._end(waits.pop(number)))
                 if owners:
                     for ticket, sample in self._advance():
-                        go_on(owners.pop(ticket), Turned(sample, ticket))
+                        go_on(owners.pop(ticket), TurnResult(sample, ticket))
         finally:
             for rollout in rollouts:
                 rollout.close()
@@ -147,7 +147,7 @@ class Driver:
             numbers.append(self._done.get())
         return sorted(numbers)
 
-    def _end(self, wait: _Wait) -> Waited:
+    def _end(self, wait: _Wait) -> ToolWait:
         seconds = time.perf_counter() - wait.since
         hidden_s = min(seconds, self._busy_s - wait.busy_before)
-        return Waited([future.result() for future in wait.replies.futures], seconds, hidden_s)
+        return ToolWait([future.result() for future in wait.replies.futures], seconds, hidden_s)

@@ -14,11 +14,11 @@ from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.systems.zero3 import is_sharded
-from groupgrad.objectives import Freshness, PolicyOptions, known_rows, policy_loss
-from groupgrad.rollout.base import RoundRequest
-from groupgrad.rollout.collector import RoundMaker, ScoredRound
+from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, policy_loss
+from groupgrad.rollout.base import GenerationRequest
+from groupgrad.rollout.collector import Experience, ExperienceCollector
 
 # Losses whose denominator counts tokens; the others count rows.
 _TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})
@@ -32,8 +32,8 @@ class Evaluator:
     """
 
     model: nn.Module
-    round_maker: RoundMaker
-    frozen: FrozenScorer
+    collector: ExperienceCollector
+    frozen: OldAndRefScorer
     policy_options: PolicyOptions
     forward_options: ForwardOptions
     num_generations: int
@@ -43,11 +43,11 @@ class Evaluator:
 
     def __call__(
         self, batch: EvalBatch, *, phase: str, step: int, trainer_state: Any
-    ) -> tuple[ScoredRound, dict[str, Metric]]:
+    ) -> tuple[Experience, dict[str, Metric]]:
         """Collective. One batch's rollouts and this rank's part of its metrics."""
         rows = batch.rank_rows(dist.rank(), dist.world_size(), self.num_generations)
-        scored = self.round_maker(
-            RoundRequest(
+        scored = self.collector(
+            GenerationRequest(
                 rows_by_group={row // self.num_generations: batch.rows[row // self.num_generations] for row in rows},
                 rows=rows,
                 num_rows=len(batch.rows) * self.num_generations,
@@ -71,12 +71,12 @@ class Evaluator:
 
     def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
         """What sampling said of the tokens, if that is what a forward pass would say of them again."""
-        is_exact = self.round_maker.rollouts.is_exact and not self.forward_options.aux_loss
+        is_exact = self.collector.rollouts.is_exact and not self.forward_options.aux_loss
         if is_sharded(self.model):
             return None  # ranks must agree on whether there is a pass
         if batch.sampling_logprobs is None or batch.sampling_entropy is None:
             return None
-        if not bool(known_rows(batch, Freshness(step, is_exact)).all()):
+        if not bool(known_rows(batch, OnPolicyInfo(step, is_exact)).all()):
             return None
         return TokenScores(batch.sampling_logprobs.nan_to_num(), batch.sampling_entropy.nan_to_num())
 

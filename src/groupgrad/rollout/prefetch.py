@@ -11,7 +11,7 @@ from typing import Protocol
 
 from groupgrad import dist
 from groupgrad.errors import WeightsLost
-from groupgrad.rollout.base import RolloutSource, RoundRequest
+from groupgrad.rollout.base import GenerationRequest, RolloutSource
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Rollout
 
@@ -48,7 +48,7 @@ class Weights(Protocol):
         ...
 
 
-class Supply:
+class RolloutPrefetcher:
     """Rollouts for one round after the other.
 
     With `ahead=k` up to k rounds that follow are sampled in a thread of their own while a round is trained, from
@@ -75,7 +75,7 @@ class Supply:
         self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[list[Rollout]]] = {}
 
-    def __call__(self, request: RoundRequest, upcoming: Sequence[RoundRequest] = ()) -> list[Rollout]:
+    def __call__(self, request: GenerationRequest, upcoming: Sequence[GenerationRequest] = ()) -> list[Rollout]:
         """Collective. This rank's rollouts of the round, in the order of its row numbers; the rounds `upcoming` are
         begun where sampling ahead allows. A failure on any rank is raised on all."""
         if not self.ahead:
@@ -106,7 +106,7 @@ class Supply:
             self._threads = None
         self.source.close()
 
-    def _now(self, request: RoundRequest) -> list[Rollout]:
+    def _now(self, request: GenerationRequest) -> list[Rollout]:
         attempt, is_missing, rollouts = 0, True, []
         while is_missing:
             attempt += 1
@@ -115,7 +115,7 @@ class Supply:
             self._weights.rest()
         return rollouts
 
-    def _tried(self, request: RoundRequest, *, is_last: bool) -> tuple[list[Rollout], bool]:
+    def _tried(self, request: GenerationRequest, *, is_last: bool) -> tuple[list[Rollout], bool]:
         """Collective. The rollouts of a round; whether any rank has none, since the weights were lost."""
         rollouts: list[Rollout] | None = None
         self._refresh(request.step)
@@ -138,7 +138,7 @@ class Supply:
             with self._timings.phase("weights"):
                 self._weights.refresh(version)
 
-    def _begun(self, request: RoundRequest) -> tuple[list[Rollout], bool]:
+    def _begun(self, request: GenerationRequest) -> tuple[list[Rollout], bool]:
         """Collective. The rollouts of a round that was begun, waited for; whether any rank has none."""
         rollouts: list[Rollout] | None = None
         job = self._jobs.pop(request.number, None)
@@ -162,7 +162,7 @@ class Supply:
                 job.exception()
         dist.all_gather_objects(None)
 
-    def _begin(self, requests: Sequence[RoundRequest]) -> None:
+    def _begin(self, requests: Sequence[GenerationRequest]) -> None:
         if self._threads is None:
             # One: agents and their environments take one round at a time.
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts-ahead")
@@ -170,11 +170,11 @@ class Supply:
             if request.number not in self._jobs:
                 self._jobs[request.number] = self._threads.submit(self._sample_held, request)
 
-    def _sample_held(self, request: RoundRequest) -> list[Rollout]:
+    def _sample_held(self, request: GenerationRequest) -> list[Rollout]:
         assert self._weights is not None
         with self._weights.held():
             return self.source(request)
 
 
-def _warn_of(request: RoundRequest, error: WeightsLost) -> None:
+def _warn_of(request: GenerationRequest, error: WeightsLost) -> None:
     logger.warning("round %d is sampled anew: %s", request.number, error)

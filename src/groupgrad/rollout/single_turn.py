@@ -8,11 +8,11 @@ from typing import Any
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.metrics import Metric
-from groupgrad.rollout.base import RoundRequest, row_seed
+from groupgrad.rollout.base import GenerationRequest, row_seed
 from groupgrad.types import Prompt, Rollout
 
 
-class RolloutMaker:
+class SingleTurnRollouts:
     """Samples completions for prompts and reads them back as text or messages."""
 
     def __init__(
@@ -30,7 +30,7 @@ class RolloutMaker:
         """Whether the engine's numbers are training's."""
         return bool(getattr(self.engine, "exact", False))
 
-    def __call__(self, request: RoundRequest) -> list[Rollout]:
+    def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number."""
         prompts = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
         chosen = [prompts[row // request.num_generations] for row in request.rows]

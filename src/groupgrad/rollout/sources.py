@@ -11,21 +11,19 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from groupgrad.chat import ChatFormat, PlainFormat
-from groupgrad.config import GRPOConfig
+from groupgrad.concurrency.callables import is_async
 from groupgrad.data.prompts import PromptMaker, drop_empty_fields
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.envs.environments import KIND_COLUMN, Environments
 from groupgrad.envs.tools import Tool, make_tools
-from groupgrad.rewards.functions import is_async
-from groupgrad.rollout.agent import AgentRollouts
+from groupgrad.rollout.agent import AgentOptions, AgentRollouts
 from groupgrad.rollout.base import RolloutSource
 from groupgrad.rollout.custom import CustomRollouts
-from groupgrad.rollout.single_turn import RolloutMaker
-from groupgrad.trainer import options
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 
 
 @dataclass(slots=True, frozen=True)
-class Agency:
+class RolloutSetup:
     """Who makes the rollouts: a user's function, an agent with tools and environments, or else the model alone."""
 
     function: Callable[..., Any] | None = None
@@ -57,13 +55,20 @@ class Agency:
             raise
 
     def source(
-        self, config: GRPOConfig, engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, trainer: Any
+        self,
+        engine: Engine,
+        prompt_maker: PromptMaker,
+        sampling: SamplingOptions,
+        options: AgentOptions,
+        *,
+        seed: int,
+        trainer: Any,
     ) -> RolloutSource:
-        """What a round asks for its rollouts."""
+        """The source that a generation batch asks for its rollouts; `trainer` is passed to a rollout function."""
         if self.function is not None:
             return CustomRollouts(self.function, trainer, prompt_maker, sampling.eos_ids)
         if self.chat is None:
-            return RolloutMaker(prompt_maker, engine, sampling, seed=config.seed)
+            return SingleTurnRollouts(prompt_maker, engine, sampling, seed=seed)
         end_ids = dict.fromkeys((*sampling.eos_ids, *self.chat.end_ids))
         return AgentRollouts(
             prompt_maker,
@@ -72,8 +77,8 @@ class Agency:
             self.chat,
             tools=self.tools,
             environments=self.environments,
-            options=options.agent_options(config),
-            seed=config.seed,
+            options=options,
+            seed=seed,
         )
 
     def check_dataset(self, dataset: Any, argument: str, max_context: int | None) -> None:
@@ -92,7 +97,7 @@ class Agency:
         if self.environments is not None and first is not None:
             kinds = [first] if isinstance(dataset, IterableDataset) else _kinds(dataset)
             for row in kinds:
-                self.environments.give_back(self.environments.draw(row))
+                self.environments.release(self.environments.acquire(row))
         if prompt is not None and max_context is not None:
             prompts = [prompt] if isinstance(dataset, IterableDataset) else dataset["prompt"]
             longest = max(prompts, key=lambda messages: sum(len(str(message)) for message in messages))
@@ -118,30 +123,31 @@ class AgentArguments:
     environment_factory: Any = None
     rollout_func: Any = None
     response_parser: Any = None
+    max_tool_calling_iterations: int | None = None
 
 
-def build_agency(config: GRPOConfig, prompt_maker: PromptMaker, asked: AgentArguments) -> Agency:
+def build_rollout_setup(prompt_maker: PromptMaker, asked: AgentArguments) -> RolloutSetup:
     """The agency that the arguments ask for. ValueError or TypeError, before anything is sampled, for tools without
     hints or docstring, factories that fail, templates that cannot write tools down, and arguments that exclude each
     other."""
     tools, factory = asked.tools, asked.environment_factory
     if asked.rollout_func is not None:
-        _warn_of_useless(config, asked, "a rollout_func makes whole rollouts itself")
-        return Agency(_check_function(asked.rollout_func, tools=tools, environment_factory=factory))
+        _warn_of_useless(asked, "a rollout_func makes whole rollouts itself")
+        return RolloutSetup(_check_function(asked.rollout_func, tools=tools, environment_factory=factory))
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise TypeError(f"tools is a {type(tools).__name__}; give a list of functions")
     if not tools and factory is None:
-        _warn_of_useless(config, asked, "there are no tools to call")
-        return Agency()
+        _warn_of_useless(asked, "there are no tools to call")
+        return RolloutSetup()
     made = make_tools(tools or [])
     environments = None if factory is None else Environments(factory, made)
     schemas = [tool.schema for tool in made]
     if environments is not None:
         schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
     if not schemas:
-        _warn_of_useless(config, asked, "the environments have no methods that are tools")
-        return Agency(environments=environments, chat=PlainFormat(prompt_maker))
-    with Agency(environments=environments).closed_on_errors():
+        _warn_of_useless(asked, "the environments have no methods that are tools")
+        return RolloutSetup(environments=environments, chat=PlainFormat(prompt_maker))
+    with RolloutSetup(environments=environments).closed_on_errors():
         chat = ChatFormat.of(
             prompt_maker.tokenizer,
             schemas=schemas,
@@ -149,14 +155,14 @@ def build_agency(config: GRPOConfig, prompt_maker: PromptMaker, asked: AgentArgu
             response_parser=asked.response_parser,
             readable=prompt_maker.readable,
         )
-    return Agency(tools=made, environments=environments, chat=chat)
+    return RolloutSetup(tools=made, environments=environments, chat=chat)
 
 
-def _warn_of_useless(config: GRPOConfig, asked: AgentArguments, reason: str) -> None:
+def _warn_of_useless(asked: AgentArguments, reason: str) -> None:
     """Warn of what is given about calls of tools where there are none."""
     for name, value in (
         ("response_parser", asked.response_parser),
-        ("max_tool_calling_iterations", config.max_tool_calling_iterations),
+        ("max_tool_calling_iterations", asked.max_tool_calling_iterations),
     ):
         if value is not None:
             warnings.warn(f"{name} has no effect: {reason}")

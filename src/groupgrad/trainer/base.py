@@ -19,31 +19,31 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from groupgrad import dist
 from groupgrad.batching.eval_loader import EvalLoader
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
-from groupgrad.engines.vllm.setup import longest_context, serve_policy
-from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import kernels_in_force
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.renamed_weights import load_renamed
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.forward import unwrap
-from groupgrad.modeling.systems.gradient_sync import Joining
+from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
-from groupgrad.rollout.sources import Agency
+from groupgrad.rollout.sources import RolloutSetup
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build as assembly
-from groupgrad.trainer.build import Setup
+from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.vllm_setup import longest_context, serve_policy
 
 
 class TrainingRun(Trainer):
@@ -59,14 +59,14 @@ class TrainingRun(Trainer):
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     reference: Reference | None
-    serving: ServedPolicy | None = None
+    vllm_policy: VLLMPolicy | None = None
     """vLLM with the policy's weights, if it samples."""
     engine: Engine
     prompt_maker: PromptMaker
-    setup: Setup
-    plan: RoundPlan
-    agency: Agency
-    _joining: Joining | None = None
+    setup: TrainerComponents
+    plan: GenerationPlan
+    rollout_setup: RolloutSetup
+    _joining: GradientSync | None = None
     """How the ranks train together; None alone, and where DeepSpeed sees to it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
     """Completions that rollout functions have asked for in this optimizer step."""
@@ -85,7 +85,7 @@ class TrainingRun(Trainer):
             with self.progress, kernels_in_force(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
-            self.setup.round_maker.close()
+            self.setup.collector.close()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`: the metrics, by `eval_` names."""
@@ -121,8 +121,8 @@ class TrainingRun(Trainer):
         """
         sampling = self.setup.sampling
         # Rounds that are sampled ahead must not meet other weights: then these are the last that were sent.
-        if self.serving is not None and not (self.is_in_train and self.args.rollout_ahead):
-            self.serving.refresh(self.state.global_step)
+        if self.vllm_policy is not None and not (self.is_in_train and self.args.rollout_ahead):
+            self.vllm_policy.refresh(self.state.global_step)
         if max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=max_new_tokens)
         first = self._sampled_for_functions.get(self.state.global_step, 0)
@@ -131,24 +131,24 @@ class TrainingRun(Trainer):
         seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
         return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
 
-    def _serve(self, parts: assembly.Parts) -> ServedPolicy:
+    def _serve(self, parts: assembly.PolicyBundle) -> VLLMPolicy:
         """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
-        served = serve_policy(self.args, self.model, parts, self.agency)
+        served = serve_policy(self.args, self.model, parts, self.rollout_setup)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
         if assembly.narrow_context(self.prompt_maker, longest_context(served)):
             datasets = self.train_dataset, self.eval_dataset
-            assembly.check_datasets(*datasets, self.plan, self.prompt_maker, self.agency, self.args)
+            assembly.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_setup, self.args)
         return served
 
     def _forget_served(self) -> None:
         """Outside of training nothing tells that the weights have changed."""
-        if self.serving is not None and not self.is_in_train:
-            self.serving.forget()
+        if self.vllm_policy is not None and not self.is_in_train:
+            self.vllm_policy.forget()
 
     def _close_unless_training(self) -> None:
         if not self.is_in_train:
-            self.setup.round_maker.close()
+            self.setup.collector.close()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward; afterwards no layer is computed again, and the model is called as it was found."""
@@ -166,7 +166,7 @@ class TrainingRun(Trainer):
             buffers = args.ddp_broadcast_buffers is not False
             # What is prepared for evaluation is placed, compiled and given its precision, but not wrapped.
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
-            self._joining = Joining(self.model, bucket_bytes=size, buffers=buffers)
+            self._joining = GradientSync(self.model, bucket_bytes=size, buffers=buffers)
             self._joining.begin()
         return super()._wrap_model(model, training, dataloader)
 

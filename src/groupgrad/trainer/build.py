@@ -16,14 +16,15 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, set_seed
 
 from groupgrad import compat
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
-from groupgrad.config.unused_settings import idle_reward_settings
+from groupgrad.config.sampling import mapping, sampling_options
+from groupgrad.config.unused_settings import unused_reward_settings
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
-from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.envs.environments import KIND_COLUMN
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling import load
@@ -33,18 +34,18 @@ from groupgrad.modeling.decoder_check import check_causal
 from groupgrad.modeling.liger import check_liger, put_kernels_in
 from groupgrad.modeling.reference import Reference, check_spread
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_layout
 from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
-from groupgrad.modeling.systems.zero3 import runnable, whole
-from groupgrad.modeling.vlm import sees
+from groupgrad.modeling.systems.zero3 import gather_all, gather_per_module
+from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.multimodal.vlm_prompts import VisionPromptMaker, example_prompt, is_processor, speaking_tokenizer
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.collector import RoundMaker
+from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.sources import Agency
+from groupgrad.rollout.sources import RolloutSetup
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import options
@@ -57,7 +58,7 @@ _COLUMNS_KEPT = ("prompt", "image", "images", KIND_COLUMN)
 
 
 @dataclass(slots=True)
-class Parts:
+class PolicyBundle:
     """A policy with what belongs to it."""
 
     model: Any
@@ -142,9 +143,9 @@ def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any)
         raise type(error)(f"{name} cannot be used: {error}; or set optim='adamw_torch'") from error
 
 
-def build_parts(
+def build_policy(
     model: Any, config: GRPOConfig, processing_class: Any, quantization_config: Any, peft_config: Any
-) -> Parts:
+) -> PolicyBundle:
     """The policy on its way into training, its tokenizer, and the frozen reference if a KL term is used."""
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
@@ -179,7 +180,7 @@ def build_parts(
         for part in [model, reference.module if reference is not None else None]:
             if part is not None:
                 load.cast_head_to_float32(part)
-    return Parts(
+    return PolicyBundle(
         model=model,
         processing_class=processing_class,
         tokenizer=speaking_tokenizer(processing_class, tokenizer),
@@ -191,26 +192,31 @@ def build_parts(
 
 
 def check_datasets(
-    train: Any, evaluation: Any, plan: RoundPlan, prompt_maker: PromptMaker, agency: Agency, config: GRPOConfig
+    train: Any,
+    evaluation: Any,
+    plan: GenerationPlan,
+    prompt_maker: PromptMaker,
+    rollout_setup: RolloutSetup,
+    config: GRPOConfig,
 ) -> None:
     """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
     if train is None:
         raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
-    check_rows(train, "train_dataset", prompt_maker, agency)
+    check_rows(train, "train_dataset", prompt_maker, rollout_setup)
     if isinstance(train, IterableDataset):
         if config.max_steps <= 0:
             raise ValueError(
                 f"train_dataset is a stream without a length and max_steps is {config.max_steps}; set max_steps to the "
                 "number of optimizer steps to train"
             )
-    elif len(train) < plan.prompts_per_round:
+    elif len(train) < plan.prompts_per_generation:
         raise ValueError(
-            f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_round} distinct "
-            f"prompts ({plan.rows_per_round} completions / num_generations={plan.num_generations}); add rows, or lower "
-            "generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
+            f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_generation} "
+            f"distinct prompts ({plan.generation_batch_size} completions / num_generations={plan.num_generations}); "
+            "add rows, or lower generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
         )
     for name, dataset in named_datasets(evaluation).items():
-        check_rows(dataset, name, prompt_maker, agency)
+        check_rows(dataset, name, prompt_maker, rollout_setup)
     strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
     if evaluation is None and strategy != "no":
         raise ValueError(
@@ -220,10 +226,10 @@ def check_datasets(
         raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
 
 
-def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, agency: Agency) -> None:
+def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_setup: RolloutSetup) -> None:
     """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
-    check_dataset(dataset, name, prompt_maker, may_lack_prompts=agency.environments is not None)
-    agency.check_dataset(dataset, name, prompt_maker.max_context)
+    check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_setup.environments is not None)
+    rollout_setup.check_dataset(dataset, name, prompt_maker.max_context)
 
 
 def named_datasets(evaluation: Any) -> dict[str, Any]:
@@ -252,13 +258,13 @@ def keep_prompt_columns(dataset: Any) -> Any:
     return dataset.remove_columns([name for name in names if name not in _COLUMNS_KEPT])
 
 
-def plan_for(config: GRPOConfig) -> RoundPlan:
+def plan_for(config: GRPOConfig) -> GenerationPlan:
     """The round's arithmetic, checked. ValueError if groups do not fit (the config's own rules say the same)."""
-    plan = options.round_plan(config)
-    if plan.rows_per_round % plan.num_generations:
+    plan = options.generation_plan(config)
+    if plan.generation_batch_size % plan.num_generations:
         raise ValueError(
-            f"a generation batch of {plan.rows_per_round} completions cannot be cut into groups of num_generations="
-            f"{plan.num_generations}"
+            f"a generation batch of {plan.generation_batch_size} completions cannot be cut into groups of "
+            f"num_generations={plan.num_generations}"
         )
     return plan
 
@@ -276,20 +282,20 @@ def entropy_controller(config: GRPOConfig) -> EntropyController:
 
 
 @dataclass(slots=True, frozen=True)
-class Setup:
+class TrainerComponents:
     """What one step and one evaluation work with, made from the configuration."""
 
-    plan: RoundPlan
+    plan: GenerationPlan
     policy_options: PolicyOptions
     forward_options: ForwardOptions
     sampling: SamplingOptions
-    frozen_scorer: FrozenScorer
-    round_maker: RoundMaker
+    frozen_scorer: OldAndRefScorer
+    collector: ExperienceCollector
     evaluator: Evaluator
 
 
 @dataclass(slots=True, frozen=True)
-class Paths:
+class ExecutionPlan:
     """How the model at hand is sampled from and scored."""
 
     engine: EngineChoice
@@ -298,16 +304,16 @@ class Paths:
     """The prompt with an image that a model that sees was tried on."""
 
 
-def choose_paths(
-    config: GRPOConfig, model: nn.Module, parts: Parts, precision: Any, served: Engine | None = None
-) -> Paths:
+def plan_execution(
+    config: GRPOConfig, model: nn.Module, parts: PolicyBundle, precision: Any, served: Engine | None = None
+) -> ExecutionPlan:
     """The engine and the layout that the model can run in, tried on random tokens; the engine is `served` if given.
     ConfigError if what is asked for cannot be had. `precision` makes the context that training's mixed precision
     computes in."""
     pad_id, example = int(parts.tokenizer.pad_token_id), _example(parts)
     scoring = options.forward_options(config, pad_id=pad_id, aux_loss=False)
     asked = config.router_aux_loss_coef
-    with runnable(model):
+    with gather_per_module(model):
         check_causal(model, precision)
         parts.aux_loss_coef = balance_weight(model, scoring, parts.aux_loss_coef, asked, precision)
         layout = check_layout(model, replace(scoring, aux_loss=parts.aux_loss_coef != 0.0), precision, example)
@@ -315,18 +321,20 @@ def choose_paths(
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
     if served is not None:
-        return Paths(EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example)
-    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+        return ExecutionPlan(
+            EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example
+        )
+    sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
     further: dict[str, Any] = {"tokenizer": parts.tokenizer, "precision": precision, "example": example}
-    with whole(model):
+    with gather_all(model):
         engine = choose_engine(model, options.engine_options(config), sampling, **further)
-    return Paths(engine, layout, example)
+    return ExecutionPlan(engine, layout, example)
 
 
-def _example(parts: Parts) -> Prompt | None:
+def _example(parts: PolicyBundle) -> Prompt | None:
     """A prompt with an image, for a model that sees; None if its processor fails, which rows with images will tell."""
     try:
-        return example_prompt(parts.processing_class) if sees(parts.model) else None
+        return example_prompt(parts.processing_class) if is_multimodal(parts.model) else None
     except ValueError:
         return None
 
@@ -339,14 +347,14 @@ def checkpointing_by_need(
     # Ranks that share a model compute it in the same way, so none decides by its own memory.
     if config.gradient_checkpointing is not None or not can or zero_stage(config) == 3:
         return None
-    chosen = options.mapping(config.gradient_checkpointing_kwargs)
+    chosen = mapping(config.gradient_checkpointing_kwargs)
     return CheckpointingByNeed(model, forward_options, chosen, precision, example)
 
 
-def build_prompt_maker(config: GRPOConfig, parts: Parts) -> PromptMaker:
+def build_prompt_maker(config: GRPOConfig, parts: PolicyBundle) -> PromptMaker:
     """What turns rows into prompts; with images where the model takes them and there is a processor for them."""
-    kwargs, name = options.mapping(config.chat_template_kwargs), type(unwrap(parts.model)).__name__
-    if not sees(parts.model):
+    kwargs, name = mapping(config.chat_template_kwargs), type(unwrap(parts.model)).__name__
+    if not is_multimodal(parts.model):
         no_images = f"{name} reads text alone; train a model that takes images, or remove the images from the data set"
         return PromptMaker(parts.tokenizer, kwargs, parts.max_context, no_images=no_images)
     if is_processor(parts.processing_class):
@@ -376,18 +384,22 @@ def build_completion_log(config: GRPOConfig) -> CompletionLog:
     )
 
 
-def build_rewards(config: GRPOConfig, reward_funcs: Any, processing_classes: Any, agency: Agency) -> RewardRunner:
+def build_rewards(
+    config: GRPOConfig, reward_funcs: Any, processing_classes: Any, rollout_setup: RolloutSetup
+) -> RewardRunner:
     """What scores completions. ValueError if there is not one weight a reward function."""
     rewards = RewardRunner(
         reward_funcs,
         processing_classes,
         models=options.reward_model_options(config),
-        own_names=agency.reward_names,
+        own_names=rollout_setup.reward_names,
     )
     by_name = any(model.is_by_name for model in rewards.models)
-    if idle := idle_reward_settings(config, models=bool(rewards.models), by_name=by_name):
+    if idle := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
         warnings.warn(idle)
-    options.scoring_options(config, len(rewards.names) - len(agency.reward_names), len(agency.reward_names))
+    options.scoring_options(
+        config, len(rewards.names) - len(rollout_setup.reward_names), len(rollout_setup.reward_names)
+    )
     return rewards
 
 
@@ -400,33 +412,37 @@ def check_reward_models(rewards: RewardRunner, train_dataset: Any) -> None:
             model.check_conversations()
 
 
-def build_setup(
+def build_components(
     config: GRPOConfig,
-    parts: Parts,
+    parts: PolicyBundle,
     prompt_maker: PromptMaker,
-    paths: Paths,
+    paths: ExecutionPlan,
     rewards: RewardRunner,
     timings: Timings,
-    agency: Agency,
+    rollout_setup: RolloutSetup,
     trainer: Any = None,
-) -> Setup:
+) -> TrainerComponents:
     """Cut the configuration into each floor's options and hand them to the floors. `trainer` is what a user's rollout
     function is called with."""
     pad_id = int(parts.tokenizer.pad_token_id)
     policy_options = options.policy_options(config)
     forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
     forward_options = paths.layout.options(forward_options)
-    frozen_scorer = FrozenScorer(parts.model, parts.reference, forward_options, config.device)
-    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
-    rollouts = agency.source(config, paths.engine.engine, prompt_maker, sampling, trainer)
-    num_own = len(agency.reward_names)
+    frozen_scorer = OldAndRefScorer(parts.model, parts.reference, forward_options, config.device)
+    sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+    rollouts = rollout_setup.source(
+        paths.engine.engine, prompt_maker, sampling, options.agent_options(config), seed=config.seed, trainer=trainer
+    )
+    num_own = len(rollout_setup.reward_names)
     scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
-    served = paths.engine.engine if isinstance(paths.engine.engine, ServedPolicy) else None
-    around = nullcontext if served is not None else partial(whole, parts.model)
-    round_maker = RoundMaker(rollouts, rewards, scoring, timings, served, ahead=config.rollout_ahead, around=around)
+    served = paths.engine.engine if isinstance(paths.engine.engine, VLLMPolicy) else None
+    around = nullcontext if served is not None else partial(gather_all, parts.model)
+    collector = ExperienceCollector(
+        rollouts, rewards, scoring, timings, served, ahead=config.rollout_ahead, around=around
+    )
     evaluator = Evaluator(
         model=parts.model,
-        round_maker=round_maker,
+        collector=collector,
         frozen=frozen_scorer,
         policy_options=policy_options,
         forward_options=forward_options,
@@ -435,7 +451,9 @@ def build_setup(
         aux_loss_coef=parts.aux_loss_coef,
         device=config.device,
     )
-    return Setup(plan_for(config), policy_options, forward_options, sampling, frozen_scorer, round_maker, evaluator)
+    return TrainerComponents(
+        plan_for(config), policy_options, forward_options, sampling, frozen_scorer, collector, evaluator
+    )
 
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:
@@ -444,7 +462,7 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
             raise ValueError(f"model is {model!r}, but there is no such directory; give an existing one or a model id")
         return load.load_policy(
             model,
-            options.mapping(config.model_init_kwargs),
+            mapping(config.model_init_kwargs),
             trust_remote_code=config.trust_remote_code,
             quantization_config=quantization_config,
             spread=config.world_size == 1 and not uses_deepspeed(config),
@@ -477,7 +495,7 @@ def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any
         processing_class = load.load_tokenizer(
             model,
             name,
-            revision=options.mapping(config.model_init_kwargs).get("revision"),
+            revision=mapping(config.model_init_kwargs).get("revision"),
             trust_remote_code=config.trust_remote_code,
         )
     return processing_class, load.inner_tokenizer(processing_class)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from groupgrad.batching.generation_plan import RoundPlan
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import LoaderOptions
-from groupgrad.engines.base import SamplingOptions
+from groupgrad.config.sampling import mapping, tells_comparable_logprobs, temperature
 from groupgrad.engines.selection import EngineOptions
-from groupgrad.engines.vllm.vllm_params import logprobs_mode, sampling_fields
 from groupgrad.envs.tools import ToolOptions
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.objectives import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
     from groupgrad.config.grpo_config import GRPOConfig
 
 
-def round_plan(config: GRPOConfig) -> RoundPlan:
+def generation_plan(config: GRPOConfig) -> GenerationPlan:
     """The arithmetic of a generation round."""
-    return RoundPlan(
+    return GenerationPlan(
         micro_batch_rows=config.per_device_train_batch_size,
         world_size=config.world_size,
         accumulation=config.gradient_accumulation_steps,
@@ -44,45 +43,6 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
         multiprocessing_context=getattr(config, "dataloader_multiprocessing_context", None),
         ahead=config.rollout_ahead,
     )
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """A dict-valued field as a dict of its own; None is the empty one. (JSON texts were parsed with the config.)"""
-    return dict(value or {})
-
-
-def temperature(config: GRPOConfig) -> float:
-    """The sampling temperature in force, which also divides the logits when scoring."""
-    return float(mapping(config.generation_kwargs).get("temperature", config.temperature))
-
-
-def sampling_options(config: GRPOConfig, *, eos_ids: list[int], pad_id: int) -> SamplingOptions:
-    """How completions are drawn. `generation_kwargs` wins over the named fields."""
-    extra: dict[str, Any] = mapping(config.generation_kwargs)
-    budget = extra.pop("max_new_tokens", config.max_completion_length)
-    return SamplingOptions(
-        max_new_tokens=int(budget),
-        temperature=float(extra.pop("temperature", config.temperature)),
-        top_p=float(extra.pop("top_p", config.top_p)),
-        top_k=int(extra.pop("top_k", config.top_k) or 0),
-        min_p=extra.pop("min_p", config.min_p),
-        repetition_penalty=float(extra.pop("repetition_penalty", config.repetition_penalty)),
-        eos_ids=tuple(eos_ids),
-        pad_id=pad_id,
-        cache_implementation=config.cache_implementation,
-        extra=extra,
-    )
-
-
-def vllm_fields(config: GRPOConfig) -> dict[str, Any]:
-    """What vLLM is told of how completions are drawn, but for what ends them. ValueError for what is not to be told."""
-    sampling = sampling_options(config, eos_ids=[], pad_id=0)
-    return sampling_fields(sampling, regex=config.vllm_structured_outputs_regex)
-
-
-def tells_comparable_logprobs(config: GRPOConfig) -> bool:
-    """Whether vLLM can tell log-probs of the distribution that is trained, given how completions are drawn."""
-    return logprobs_mode(vllm_fields(config)) is not None
 
 
 def agent_options(config: GRPOConfig) -> AgentOptions:

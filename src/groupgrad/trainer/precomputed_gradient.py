@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 from groupgrad.batch import Batch, TokenScores
-from groupgrad.modeling.scoring.head import Foreseen
+from groupgrad.modeling.scoring.head import PrecomputedGradient
 from groupgrad.objectives import PolicyOptions, policy_loss
 
 
-def foresee(batch: Batch, options: PolicyOptions, *, exact: bool = True) -> Foreseen | None:
+def precompute_gradient(batch: Batch, options: PolicyOptions, *, exact: bool = True) -> PrecomputedGradient | None:
     """What the loss will ask of the log-probs; None off-policy, or where the sampler gave no log-probs that are
     `exact`, those of the modules that train.
 
@@ -27,4 +27,4 @@ def foresee(batch: Batch, options: PolicyOptions, *, exact: bool = True) -> Fore
     with torch.enable_grad():
         loss = policy_loss(TokenScores(logprobs, torch.zeros_like(known)), batch, options).loss
         (gradient,) = torch.autograd.grad(loss, logprobs)
-    return Foreseen(known, gradient)
+    return PrecomputedGradient(known, gradient)

@@ -10,13 +10,13 @@ from torch import nn
 
 from groupgrad.batch import NO_PASS, Batch, TokenScores
 from groupgrad.metrics import Metric
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.objectives import (
     FRAC_DROPPED_ROWS,
     FRAC_DROPPED_TOKENS,
-    Freshness,
     MismatchOptions,
+    OnPolicyInfo,
     fresh_rows,
     known_rows,
     logp_mismatch,
@@ -36,7 +36,7 @@ class Source(Protocol):
         ...
 
 
-class SampledNumbers:
+class SamplerLogprobs:
     """Log-probs and entropies from sampling, or from a pass of the policy where those do not do.
 
     What a user's function reports is never taken for the policy's, whatever the engine beside it.
@@ -46,7 +46,7 @@ class SampledNumbers:
         self,
         source: Source,
         model: nn.Module,
-        scorer: FrozenScorer,
+        scorer: OldAndRefScorer,
         accelerator: Any,
         correction: MismatchOptions | None = None,
     ):
@@ -55,7 +55,7 @@ class SampledNumbers:
         types = computing_types(model, accelerator.mixed_precision)
         self._watch = MismatchWatch(tolerance(types, accelerator.device))
         self._step = 0
-        self.freshness = Freshness(step=0, exact=False)
+        self.freshness = OnPolicyInfo(step=0, exact=False)
         """How far they hold for the training passes of the present step; dropout sets these apart."""
 
     @property
@@ -66,7 +66,7 @@ class SampledNumbers:
     def begin_step(self, step: int) -> None:
         """The optimizer step that the next ones are asked for."""
         self._step = step
-        self.freshness = Freshness(step, self._is_exact and not has_dropout(self._model))
+        self.freshness = OnPolicyInfo(step, self._is_exact and not has_dropout(self._model))
 
     def with_frozen_scores(self, batch: Batch, *, off_policy: bool) -> Batch:
         """The batch with the log-probs that stay while its round is trained on: the reference's and, `off_policy`, the
@@ -77,7 +77,7 @@ class SampledNumbers:
 
     def entropy(self, batch: Batch) -> torch.Tensor:
         """(L,) entropies (nats) of the policy in evaluation mode as it is in this step."""
-        freshness = Freshness(self._step, self._is_exact)
+        freshness = OnPolicyInfo(self._step, self._is_exact)
         if batch.sampling_entropy is not None and bool(known_rows(batch, freshness).all()):
             return batch.sampling_entropy
         return self._scorer.entropy(batch)

@@ -1,7 +1,8 @@
 """The trainer: one optimizer step, in reading order.
 
-`training_step` → `_make_step` → `_make_round` → `_forward_and_backward` → `compute_loss`; the rest joins these to the
-training loop of `transformers.Trainer`. Micro-batches are made in `batching/`; `trainer/base.py` keeps the run.
+`training_step` → `_make_step` → `_make_generation_batch` → `_forward_and_backward` → `compute_loss`; the rest joins
+these to the training loop of `transformers.Trainer`. Micro-batches are made in `batching/`; `trainer/base.py` keeps
+the run.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from groupgrad import dist
 from groupgrad.batch import Batch
-from groupgrad.batching.buffer import RoundBuffer
+from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader
-from groupgrad.batching.loader import Tick, make_round_loader, rows_of
-from groupgrad.batching.micro_batches import has_gradient, share_out
+from groupgrad.batching.loader import MicroBatchKey, make_train_loader, rows_of
+from groupgrad.batching.micro_batches import assign_micro_batches, has_gradient
 from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
 from groupgrad.metrics import Metric, average, latest
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
-from groupgrad.modeling.systems.deterministic_cpu import ordered_sums
+from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.oom_retry import Trained, memory_guard
 from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
 from groupgrad.objectives import policy_loss
-from groupgrad.rollout.base import training_round
-from groupgrad.rollout.collector import ScoredRound
-from groupgrad.rollout.sources import AgentArguments, build_agency
+from groupgrad.rollout.base import training_request
+from groupgrad.rollout.collector import Experience
+from groupgrad.rollout.sources import AgentArguments, build_rollout_setup
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
@@ -44,8 +45,8 @@ from groupgrad.trainer import options
 from groupgrad.trainer.base import TrainingRun
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
 from groupgrad.trainer.needed_scores import needed_scores
-from groupgrad.trainer.precomputed_gradient import foresee
-from groupgrad.trainer.sampler_logprobs import SampledNumbers
+from groupgrad.trainer.precomputed_gradient import precompute_gradient
+from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.types import Rollout
 
 _STEP_PHASES = ("sampling", "rewards", "scoring", "training")
@@ -53,10 +54,10 @@ _STEP_PHASES = ("sampling", "rewards", "scoring", "training")
 
 
 @dataclass(slots=True, frozen=True)
-class MicroStep:
+class MicroBatchStep:
     """One micro-batch's turn within an optimizer step: all the step's ticks, and which of them it is."""
 
-    ticks: tuple[Tick, ...]
+    keys: tuple[MicroBatchKey, ...]
     index: int
 
 
@@ -131,17 +132,21 @@ class GRPOTrainer(TrainingRun):
         config = assembly.resolve_config(args, model, num_generations)
         reward_funcs = assembly.resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = assembly.resolve_processing_class(processing_class, tokenizer)
-        parts = assembly.build_parts(model, config, processing_class, quantization_config, peft_config)
+        parts = assembly.build_policy(model, config, processing_class, quantization_config, peft_config)
         assembly.check_devices(config, parts.model)
         assembly.check_optimizer(config, optimizers, parts.model)
         train_dataset, eval_dataset = assembly.keep_columns(config, train_dataset, eval_dataset)
         self.plan = assembly.plan_for(config)
         self.prompt_maker = assembly.build_prompt_maker(config, parts)
-        asked = AgentArguments(tools, environment_factory, rollout_func, response_parser)
-        self.agency = build_agency(config, self.prompt_maker, asked)
-        with self.agency.closed_on_errors():
-            assembly.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.agency, config)
-            self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.agency)
+        asked = AgentArguments(
+            tools, environment_factory, rollout_func, response_parser, config.max_tool_calling_iterations
+        )
+        self.rollout_setup = build_rollout_setup(self.prompt_maker, asked)
+        with self.rollout_setup.closed_on_errors():
+            assembly.check_datasets(
+                train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_setup, config
+            )
+            self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_setup)
             assembly.check_reward_models(self.rewards, train_dataset)
             super().__init__(
                 model=parts.model,
@@ -155,7 +160,7 @@ class GRPOTrainer(TrainingRun):
             )
             self._connect(parts)
 
-    def _connect(self, parts: assembly.Parts) -> None:
+    def _connect(self, parts: assembly.PolicyBundle) -> None:
         """Make everything that lives as long as the trainer, and hang it into the training loop."""
         config = self.args
         self.loss_is_scaled_for_ga = True  # compute_loss returns shares that need no further division
@@ -172,25 +177,25 @@ class GRPOTrainer(TrainingRun):
         self.add_callback(self._loss_window)
         self.completion_log = assembly.build_completion_log(config)
         if config.use_vllm:
-            self.serving = self._serve(parts)
-        self.paths = assembly.choose_paths(config, self.model, parts, self.accelerator.autocast, self.serving)
+            self.vllm_policy = self._serve(parts)
+        self.paths = assembly.plan_execution(config, self.model, parts, self.accelerator.autocast, self.vllm_policy)
         self.engine = self.paths.engine.engine
         self._micro_batches: list[Batch] = []
         self._start_anew()
 
     def _start_anew(self) -> None:
         """Cut the configuration into the options of each floor, and drop what a training before this one left."""
-        self.setup = assembly.build_setup(
-            self.args, self._parts, self.prompt_maker, self.paths, self.rewards, self.timings, self.agency, self
+        self.setup = assembly.build_components(
+            self.args, self._parts, self.prompt_maker, self.paths, self.rewards, self.timings, self.rollout_setup, self
         )
         self.plan = self.setup.plan
-        self.buffer, self.metric_store = RoundBuffer(self.plan), MetricStore()
+        self.buffer, self.metric_store = GenerationBuffer(self.plan), MetricStore()
         self.entropy_controller = assembly.entropy_controller(self.args)
         self.checkpointing = assembly.checkpointing_by_need(
             self.args, self.model, self.setup.forward_options, self.accelerator.autocast, self.paths.example
         )
-        self.sampled = SampledNumbers(
-            self.setup.round_maker.rollouts,
+        self.sampled = SamplerLogprobs(
+            self.setup.collector.rollouts,
             self.model,
             self.setup.frozen_scorer,
             self.accelerator,
@@ -218,13 +223,13 @@ class GRPOTrainer(TrainingRun):
     # ------------------------------------------------------------------------------------------------ one step
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Tick], num_batches: int, device: torch.device
-    ) -> tuple[list[MicroStep], None]:
+        self, epoch_iterator: Iterator[MicroBatchKey], num_batches: int, device: torch.device
+    ) -> tuple[list[MicroBatchStep], None]:
         """The ticks of one optimizer step, each micro-batch with sight of all of them."""
-        ticks = tuple(islice(epoch_iterator, num_batches))
-        return [MicroStep(ticks, index) for index in range(len(ticks))], None
+        keys = tuple(islice(epoch_iterator, num_batches))
+        return [MicroBatchStep(keys, index) for index in range(len(keys))], None
 
-    def training_step(self, model: nn.Module, inputs: MicroStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
+    def training_step(self, model: nn.Module, inputs: MicroBatchStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
         """Forward and backward of one micro-batch; the first of a step samples what the step needs, the last one joins
         what the ranks found."""
         started = time.perf_counter()
@@ -232,10 +237,10 @@ class GRPOTrainer(TrainingRun):
             if inputs.index == 0:
                 model.train()
                 self.optimizer.train()  # pyright: ignore  # some train at other weights than they evaluate
-                self._micro_batches = self._make_step(inputs.ticks)
+                self._micro_batches = self._make_step(inputs.keys)
                 self.memory.begin_step()
             batch = self._micro_batches[inputs.index]
-            with self._joined(is_last=inputs.index == len(inputs.ticks) - 1), ordered_sums(model):
+            with self._joined(is_last=inputs.index == len(inputs.keys) - 1), deterministic_cpu(model):
                 trained = self.memory.train(batch, lambda part: self._forward_and_backward(model, part))
         self.metric_store.add(trained.metrics)
         self.entropy_controller.observe(trained.metrics["entropy"])
@@ -243,20 +248,20 @@ class GRPOTrainer(TrainingRun):
         self._step_seconds += time.perf_counter() - started
         return trained.loss
 
-    def _make_step(self, ticks: tuple[Tick, ...]) -> list[Batch]:
+    def _make_step(self, keys: tuple[MicroBatchKey, ...]) -> list[Batch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
         self.sampled.begin_step(self.state.global_step)
-        for place, tick in enumerate(ticks):
-            if tick.position == 0 or self.buffer.get(tick.round) is None:
-                self.buffer.put(tick.round, self._make_round(tick, place))
-        self.buffer.keep_only({tick.round for tick in ticks})
+        for place, key in enumerate(keys):
+            if key.position == 0 or self.buffer.get(key.round) is None:
+                self.buffer.put(key.round, self._make_generation_batch(key, place))
+        self.buffer.keep_only({key.round for key in keys})
         batches = []
-        for tick in ticks:
-            micro_batches = self.buffer.get(tick.round) or []
-            batches.append(micro_batches[tick.position % self.plan.steps_per_generation])
+        for key in keys:
+            micro_batches = self.buffer.get(key.round) or []
+            batches.append(micro_batches[key.position % self.plan.steps_per_generation])
         with self.timings.phase("scoring"):
             totals = step_totals(batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.sampled.entropy)
-        return share_out(
+        return assign_micro_batches(
             [replace(batch, totals=totals) for batch in batches],
             self.setup.policy_options,
             self.sampled.freshness,
@@ -266,15 +271,17 @@ class GRPOTrainer(TrainingRun):
             one_pass=is_sharded(self.model),
         )
 
-    def _make_round(self, tick: Tick, place: int) -> list[Batch]:
+    def _make_generation_batch(self, key: MicroBatchKey, place: int) -> list[Batch]:
         """Collective. Sample and score the round of the step's tick at `place`; its S micro-batches of this rank, kept
         on the CPU."""
         rank, step = dist.rank(), self.state.global_step
-        left = self.plan.rounds_after((self.state.max_steps - step) * self.args.gradient_accumulation_steps - place)
-        rows = (rows_of(tick, self.train_dataset, self.plan.rank_groups(rank)), *tick.ahead[:left])
-        request, *upcoming = (training_round(self.plan, rank, tick.round + i, r, step) for i, r in enumerate(rows))
-        scored = self.setup.round_maker(request, trainer_state=self.state, upcoming=upcoming)
-        self._note_round(scored)
+        left = self.plan.generations_after(
+            (self.state.max_steps - step) * self.args.gradient_accumulation_steps - place
+        )
+        rows = (rows_of(key, self.train_dataset, self.plan.rank_groups(rank)), *key.ahead[:left])
+        request, *upcoming = (training_request(self.plan, rank, key.round + i, r, step) for i, r in enumerate(rows))
+        scored = self.setup.collector(request, trainer_state=self.state, upcoming=upcoming)
+        self._log_experience(scored)
         slices = [self.plan.slice_rows(rank, s) for s in range(self.plan.steps_per_generation)]
         micro_batches = [
             scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions) for rows in slices
@@ -310,7 +317,7 @@ class GRPOTrainer(TrainingRun):
         # Rows without a gradient go past DeepSpeed's wrapper, since each rank has its own number of such passes.
         scores = needed_scores(
             inputs,
-            policy=lambda rows: score_tokens(model, rows, forward, foresee(rows, policy, exact=exact)),
+            policy=lambda rows: score_tokens(model, rows, forward, precompute_gradient(rows, policy, exact=exact)),
             measure=lambda rows: score_tokens(unwrap(model), rows, forward),
         )
         result = policy_loss(
@@ -328,7 +335,7 @@ class GRPOTrainer(TrainingRun):
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
         seconds, lengths = self.timings.take(), [rollout.num_sampled for rollout in self._step_rollouts]
         metrics: dict[str, Metric] = {"step_time": average(self._step_seconds)}
-        phases = _STEP_PHASES if self.serving is None else (*_STEP_PHASES, "weights")
+        phases = _STEP_PHASES if self.vllm_policy is None else (*_STEP_PHASES, "weights")
         metrics |= {f"time/{phase}": average(seconds.get(phase, 0.0)) for phase in phases}
         if lengths:
             speed = sum(lengths) * dist.world_size() / max(seconds.get("sampling", 0.0), 1e-9)
@@ -345,7 +352,7 @@ class GRPOTrainer(TrainingRun):
 
     def get_train_dataloader(self) -> DataLoader:
         """Ticks: one a micro-batch, the first of each round with the prompts that this rank needs."""
-        return make_round_loader(self.train_dataset, self.plan, dist.rank(), options.loader_options(self.args))
+        return make_train_loader(self.train_dataset, self.plan, dist.rank(), options.loader_options(self.args))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
         """Batches of whole groups, every prompt once."""
@@ -354,11 +361,11 @@ class GRPOTrainer(TrainingRun):
             dataset = self.eval_dataset[dataset]  # pyright: ignore
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        assembly.check_rows(dataset, "eval_dataset", self.prompt_maker, self.agency)
+        assembly.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_setup)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
 
-    def _note_round(self, scored: ScoredRound) -> None:
+    def _log_experience(self, scored: Experience) -> None:
         """Count, log and show a training round."""
         self.state.num_input_tokens_seen += scored.num_tokens
         self.metric_store.add({**scored.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
@@ -366,7 +373,7 @@ class GRPOTrainer(TrainingRun):
         self._step_rollouts += scored.rollouts
         self.progress.set_numbers(reward=scored.mean_reward)
 
-    def floating_point_ops(self, inputs: MicroStep) -> float:
+    def floating_point_ops(self, inputs: MicroBatchStep) -> float:
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
         batch = self._micro_batches[inputs.index]
         return 6.0 * num_parameters(self.model) * batch.num_forward_tokens

@@ -22,7 +22,7 @@ from groupgrad.kernels import library, status
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.scoring.head import Foreseen
+from groupgrad.modeling.scoring.head import PrecomputedGradient
 from groupgrad.types import Prompt, Rollout
 
 pytestmark = pytest.mark.skipif(library() is None, reason=status())
@@ -278,7 +278,7 @@ def parts_of(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
 
     def foreseen(batch: Batch, shift: float) -> TokenScores:
         assert batch.sampling_logprobs is not None
-        known = Foreseen(batch.sampling_logprobs + shift, torch.randn(batch.num_tokens))
+        known = PrecomputedGradient(batch.sampling_logprobs + shift, torch.randn(batch.num_tokens))
         return score_tokens(model, batch, ForwardOptions(), known)
 
     def frozen(batch: Batch) -> TokenScores:

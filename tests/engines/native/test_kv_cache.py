@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.kv_cache import LayerShape, Need, Store
-from groupgrad.engines.native.scheduler import Row, Schedule, _compact
+from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
+from groupgrad.engines.native.scheduler import Scheduler, Sequence, _compact
 
 OPTIONS = SamplingOptions(max_new_tokens=150, eos_ids=(1,), pad_id=0)
 BYTES = 2 * 1 * (8 + 8) * 4
 """Of a token in the models below: layers x heads x widths x float32."""
 
 
-def store(max_tokens: int) -> Store:
-    return Store({0: LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))}, max_tokens * 8)
+def store(max_tokens: int) -> KVCache:
+    return KVCache({0: LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))}, max_tokens * 8)
 
 
 def assert_same_texts(found: Any, expected: Any) -> None:
@@ -110,12 +110,12 @@ def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, m
     asked = [Request([g] * (1 + 3 * g), 0, max(budget, true)) for g, budget, true in rows]
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in asked)
     memory = store(longest + extra)
-    schedule = Schedule(memory, max_rows)
+    schedule = Scheduler(memory, max_rows)
     for ticket, request in enumerate(asked):
         schedule.add(ticket, request)
-    done: list[Row] = []
+    done: list[Sequence] = []
 
-    def go_on(active: list[Row]) -> None:
+    def go_on(active: list[Sequence]) -> None:
         for row in active:
             row.ids.append(0)
         ended = [row for row in active if len(row.ids) >= rows[row.ticket][2]]

@@ -15,7 +15,7 @@ from groupgrad.engines.native import NativeEngine, session
 from groupgrad.engines.native import engine as engine_module
 from groupgrad.engines.native import runner as graphs
 from groupgrad.engines.native.cpp_step import CompiledModel
-from groupgrad.engines.native.probe_cache import Knowledge
+from groupgrad.engines.native.probe_cache import ProbeCache
 from groupgrad.kernels import library, status
 from groupgrad.modeling.fused_modules import compiled_parts
 
@@ -154,7 +154,7 @@ def test_norms_that_a_training_pass_left_behind_are_computed_directly(model, run
 
 @pytest.mark.parametrize("change", ["scaling", "sliding_window", "autocast", "dtype"])
 def test_a_model_that_may_compute_something_else_is_looked_at_anew(change: str, model):
-    knowledge, seen = Knowledge(), []
+    knowledge, seen = ProbeCache(), []
     knowledge.of(model, seen.append)
     knowledge.of(model, seen.append)
     assert len(seen) == 1

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
-from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, misfits
-from groupgrad.engines.vllm.http import Address, ServerGone, ServerRefused, ServerSilent, call
+from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, incompatibilities
+from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
 from groupgrad.engines.vllm.media import decode
-from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
 from groupgrad.errors import WeightsLost
 from groupgrad.types import Media
@@ -212,7 +212,7 @@ def test_a_rank_that_cannot_push_says_that_the_weights_are_lost(scripted: Script
 
 
 def test_nobody_waits_for_a_server_when_training_ends(scripted: Scripted, model: Any) -> None:
-    policy = ServedPolicy(scripted.engine(timeout_s=60.0), model)
+    policy = VLLMPolicy(scripted.engine(timeout_s=60.0), model)
     policy.refresh(0)
     with policy.session(OPTIONS) as session:
         scripted.server.shutdown()
@@ -340,8 +340,8 @@ def test_an_adapter_for_a_server_without_adapters_is_refused(scripted: Scripted,
 )
 def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str, scripted: Scripted, model: Any) -> None:
     expected = Expected.of(model, 48)
-    assert misfits(expected, scripted.info) == []
-    (problem,) = misfits(expected, {**scripted.info, **changes})
+    assert incompatibilities(expected, scripted.info) == []
+    (problem,) = incompatibilities(expected, {**scripted.info, **changes})
     assert re.search(words, problem)
 
 
@@ -369,7 +369,7 @@ def test_an_address_whose_port_is_none_is_refused(url: str) -> None:
         Address.of(url)
 
 
-@pytest.mark.parametrize(("waits_s", "error"), [(0.0, ServerGone), (2.0, ServerSilent)])
+@pytest.mark.parametrize(("waits_s", "error"), [(0.0, ServerUnreachable), (2.0, ServerTimeout)])
 def test_a_refusal_that_breaks_off_is_a_server_that_went_away(waits_s: float, error: type[Exception]) -> None:
     """It tells of more bytes than come, and then ends or hangs."""
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from groupgrad.engines.vllm import weight_group as group_module
 from groupgrad.engines.vllm.weight_group import GroupBroken, WeightGroup, digest, open_store, pack_on, unpack_from
-from groupgrad.engines.vllm.wire import TensorNote
+from groupgrad.engines.vllm.wire import TensorSpec
 
 NOTES = [
-    TensorNote("a", "float32", (2, 3)),
-    TensorNote("b", "bfloat16", (5,)),
-    TensorNote("c", "int64", ()),
-    TensorNote("d", "float32", (0, 4)),
+    TensorSpec("a", "float32", (2, 3)),
+    TensorSpec("b", "bfloat16", (5,)),
+    TensorSpec("c", "int64", ()),
+    TensorSpec("d", "float32", (0, 4)),
 ]
 TENSORS = [torch.arange(6.0).view(2, 3), torch.linspace(-1, 1, 5), torch.tensor(7), torch.zeros(0, 4)]
 CPU = torch.device("cpu")

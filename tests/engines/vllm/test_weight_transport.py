@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupgrad.engines.vllm import weight_transport as transports
-from groupgrad.engines.vllm.http import LEFT, Address, ServerGone, ServerRefused
+from groupgrad.engines.vllm.http import LEFT, Address, ServerRefused, ServerUnreachable
 from groupgrad.engines.vllm.weight_group import DeviceBucket, GroupBroken
 from groupgrad.engines.vllm.weight_transport import (
     GlooTransport,
@@ -129,7 +129,9 @@ def joined(group: Group) -> GlooTransport:
     return transport
 
 
-@pytest.mark.parametrize("error", [ServerGone("it is not there"), ServerRefused(409, "another push is under way")])
+@pytest.mark.parametrize(
+    "error", [ServerUnreachable("it is not there"), ServerRefused(409, "another push is under way")]
+)
 def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from groupgrad.engines.vllm.wire import (
     SHARED_MEMORY,
-    TensorNote,
+    TensorSpec,
     notes_as_lists,
     notes_from_lists,
     pack,
@@ -24,10 +24,10 @@ from groupgrad.engines.vllm.wire import (
 )
 
 NOTES = [
-    TensorNote("a", "float32", (2, 3)),
-    TensorNote("b", "bfloat16", (5,)),
-    TensorNote("c", "int64", ()),
-    TensorNote("d", "float32", (0, 4)),
+    TensorSpec("a", "float32", (2, 3)),
+    TensorSpec("b", "bfloat16", (5,)),
+    TensorSpec("c", "int64", ()),
+    TensorSpec("d", "float32", (0, 4)),
 ]
 TENSORS = [torch.arange(6.0).view(2, 3), torch.linspace(-1, 1, 5), torch.tensor(7), torch.zeros(0, 4)]
 
@@ -81,7 +81,7 @@ def test_notes_survive_json() -> None:
 
 def test_a_dtype_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="'nonsense' is not the name of a torch dtype"):
-        TensorNote("a", "nonsense", (1,)).num_bytes  # noqa: B018
+        TensorSpec("a", "nonsense", (1,)).num_bytes  # noqa: B018
 
 
 def test_shared_memory_is_read_where_it_lies_and_gone_when_removed() -> None:

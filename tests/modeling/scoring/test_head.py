@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupgrad.batch import TokenScores
 from groupgrad.kernels.compile import SWITCH
-from groupgrad.modeling.scoring.head import Foreseen, HeadRecipe, Tiles, foreseen_scores, tiled_scores
+from groupgrad.modeling.scoring.head import (
+    LogitTransform,
+    PrecomputedGradient,
+    Tiles,
+    scores_with_gradient,
+    tiled_scores,
+)
 from groupgrad.modeling.scoring.head_tiles import slices
 
 
@@ -30,24 +36,24 @@ class Case:
     tokens: torch.Tensor
     of_logprobs: torch.Tensor
     of_entropy: torch.Tensor | None
-    recipe: HeadRecipe = field(default_factory=HeadRecipe)
+    transform: LogitTransform = field(default_factory=LogitTransform)
     temperature: float = 1.0
     tiles: Tiles | None = None
-    foreseen: Foreseen | None = None
+    precomputed: PrecomputedGradient | None = None
 
     def inputs(self) -> list[torch.Tensor]:
         """Those that gradients flow into."""
         return [x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad]
 
     def scores(self) -> TokenScores:
-        if self.foreseen is not None:
-            return foreseen_scores(
+        if self.precomputed is not None:
+            return scores_with_gradient(
                 self.hidden,
                 self.weight,
                 self.bias,
                 self.tokens,
-                self.foreseen,
-                recipe=self.recipe,
+                self.precomputed,
+                transform=self.transform,
                 temperature=self.temperature,
                 tiles=self.tiles,
             )
@@ -56,7 +62,7 @@ class Case:
             self.weight,
             self.bias,
             self.tokens,
-            recipe=self.recipe,
+            transform=self.transform,
             temperature=self.temperature,
             entropy_gradient=self.of_entropy is not None,
             tiles=self.tiles,
@@ -99,9 +105,9 @@ def reference(case: Case) -> tuple[TokenScores, tuple[torch.Tensor, ...]]:
     """Scores and gradients from whole logits in float64."""
     given_inputs = [x for x in (case.hidden, case.weight, case.bias) if x is not None]
     doubles = [x.detach().double().requires_grad_(x.requires_grad) for x in given_inputs]
-    logits = case.recipe.scale * nn.functional.linear(*doubles)
-    if case.recipe.softcap is not None:
-        logits = case.recipe.softcap * torch.tanh(logits / case.recipe.softcap)
+    logits = case.transform.scale * nn.functional.linear(*doubles)
+    if case.transform.softcap is not None:
+        logits = case.transform.softcap * torch.tanh(logits / case.transform.softcap)
     distribution = torch.log_softmax(logits / case.temperature, -1)
     scores = TokenScores(
         logprobs=distribution.gather(1, case.tokens[:, None]).squeeze(1),
@@ -131,14 +137,14 @@ def assert_as_reference(case: Case, *, scores: float = 2e-6, gradients: float = 
     vocab=st.integers(1, 50),
     width=st.integers(1, 9),
     tiles=st.builds(Tiles, st.integers(1, 25), st.integers(1, 60)),
-    recipe=st.builds(HeadRecipe, st.sampled_from([1.0, 0.25, 1.7]), st.sampled_from([None, 0.5, 3.0])),
+    transform=st.builds(LogitTransform, st.sampled_from([1.0, 0.25, 1.7]), st.sampled_from([None, 0.5, 3.0])),
     temperature=st.sampled_from([1.0, 0.6, 1.9]),
     switches=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     seed=st.integers(0, 99),
 )
-def test_equals_whole_logits(num_tokens, vocab, width, tiles, recipe, temperature, switches, seed):
+def test_equals_whole_logits(num_tokens, vocab, width, tiles, transform, temperature, switches, seed):
     bias, entropy, frozen_head = switches
-    options: dict[str, Any] = {"recipe": recipe, "temperature": temperature, "tiles": tiles}
+    options: dict[str, Any] = {"transform": transform, "temperature": temperature, "tiles": tiles}
     case = make_case(
         num_tokens, vocab, width, seed=seed, bias=bias, entropy=entropy, frozen_head=frozen_head, **options
     )
@@ -164,7 +170,7 @@ def test_two_tokens_by_hand():
     # Logits (0, ln 3) and (ln 3, 0): probabilities 1/4 and 3/4.
     hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     weight = torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]], requires_grad=True)
-    scores = tiled_scores(hidden, weight, None, torch.tensor([1, 1]), recipe=HeadRecipe(), tiles=Tiles(1, 1))
+    scores = tiled_scores(hidden, weight, None, torch.tensor([1, 1]), transform=LogitTransform(), tiles=Tiles(1, 1))
     torch.testing.assert_close(scores.logprobs, torch.tensor([math.log(3 / 4), math.log(1 / 4)]))
     torch.testing.assert_close(scores.entropy, torch.full((2,), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)))
     scores.logprobs.sum().backward()
@@ -189,7 +195,7 @@ def test_a_confident_token_keeps_its_gradient_in_half_precision():
     rows = torch.stack([torch.full((4,), 2.5), *torch.zeros(3, 4)]).to(torch.bfloat16)
     for trains in (True, False):
         weight = rows.clone().requires_grad_(trains)
-        scores = tiled_scores(hidden, weight, None, torch.tensor([0]), recipe=HeadRecipe())
+        scores = tiled_scores(hidden, weight, None, torch.tensor([0]), transform=LogitTransform())
         (gradient,) = torch.autograd.grad(scores.logprobs.sum(), hidden)
         outside = 3 / (3 + math.exp(10))
         torch.testing.assert_close(gradient.float(), torch.full((1, 4), 2.5 * outside), rtol=1e-2, atol=0)
@@ -225,7 +231,7 @@ def test_under_autocast_it_multiplies_as_a_linear_layer_does():
     with torch.autocast("cpu", torch.bfloat16):
         logits = nn.functional.linear(case.hidden, case.weight, case.bias).double()
         found, gradients = case.scores(), case.gradients()
-        case.recipe = HeadRecipe(own_dtype=True)
+        case.transform = LogitTransform(own_dtype=True)
         exact = case.scores()
     expected = torch.log_softmax(logits, -1).gather(1, case.tokens[:, None]).squeeze(1)
     torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
@@ -285,7 +291,7 @@ def test_gradients_accumulate_over_calls():
     whole = make_case(12, tiles=Tiles(4, 16))
     expected = whole.gradients()[1]
     for part in (slice(0, 5), slice(5, 12)):
-        scores = tiled_scores(whole.hidden[part], whole.weight, None, whole.tokens[part], recipe=HeadRecipe())
+        scores = tiled_scores(whole.hidden[part], whole.weight, None, whole.tokens[part], transform=LogitTransform())
         (scores.logprobs * whole.of_logprobs[part]).sum().backward()
     torch.testing.assert_close(whole.weight.grad, expected, rtol=1e-5, atol=1e-6)
 
@@ -311,7 +317,7 @@ def foresee(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
     """The case with its log-probs, nearly, and its gradient but for a factor known beforehand."""
     torch.manual_seed(seed)
     logprobs = reference(case)[0].logprobs.detach().float()
-    case.foreseen = Foreseen(logprobs + noise * torch.randn_like(logprobs), case.of_logprobs * 2.5)
+    case.precomputed = PrecomputedGradient(logprobs + noise * torch.randn_like(logprobs), case.of_logprobs * 2.5)
     return case
 
 
@@ -320,28 +326,28 @@ def foresee(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
     num_tokens=st.integers(1, 20),
     vocab=st.integers(2, 50),
     tiles=st.builds(Tiles, st.integers(1, 25), st.integers(1, 60)),
-    recipe=st.builds(HeadRecipe, st.sampled_from([1.0, 0.25]), st.sampled_from([None, 3.0])),
+    transform=st.builds(LogitTransform, st.sampled_from([1.0, 0.25]), st.sampled_from([None, 3.0])),
     temperature=st.sampled_from([1.0, 0.6]),
     bias=st.booleans(),
     spoiled=st.sets(st.tuples(st.integers(0, 19), st.sampled_from(["nan", "logprob", "gradient", "zero"]))),
     seed=st.integers(0, 99),
 )
-def test_what_was_foreseen_changes_no_number(num_tokens, vocab, tiles, recipe, temperature, bias, spoiled, seed):
-    case = make_case(num_tokens, vocab, seed=seed, bias=bias, recipe=recipe, temperature=temperature, tiles=tiles)
+def test_what_was_foreseen_changes_no_number(num_tokens, vocab, tiles, transform, temperature, bias, spoiled, seed):
+    case = make_case(num_tokens, vocab, seed=seed, bias=bias, transform=transform, temperature=temperature, tiles=tiles)
     # What all tokens are off by adds up where gradients nearly cancel.
     foresee(case, seed=seed, noise=3e-7)
-    assert case.foreseen is not None
+    assert case.precomputed is not None
     for token, how in spoiled:
         if token >= num_tokens:
             continue
         if how == "nan":
-            case.foreseen.logprobs[token] = math.nan
+            case.precomputed.logprobs[token] = math.nan
         elif how == "logprob":
-            case.foreseen.logprobs[token] += 0.1
+            case.precomputed.logprobs[token] += 0.1
         elif how == "gradient":
-            case.foreseen.gradient[token] += 1.0
+            case.precomputed.gradient[token] += 1.0
         else:
-            case.foreseen.gradient[token] = 0.0
+            case.precomputed.gradient[token] = 0.0
     if min(float(g.abs().max()) for g in reference(case)[1]) > 1e-2:
         assert_as_reference(case)
 
@@ -362,8 +368,8 @@ def test_foresight_is_exact_where_all_tokens_are_nearly_certain():
 @pytest.mark.parametrize("error", [-200.0, 200.0])
 def test_a_foreseen_log_prob_far_off_changes_no_number(error):
     case = foresee(make_case(bias=True, tiles=Tiles(5, 16)))
-    assert case.foreseen is not None
-    case.foreseen.logprobs[4] += error
+    assert case.precomputed is not None
+    case.precomputed.logprobs[4] += error
     assert_as_reference(case)
 
 
@@ -382,8 +388,8 @@ def test_with_foresight_tiles_are_computed_once(monkeypatch):
     assert sum(passes) == 2 * 12 * 36
     for spoiled, extra in ((0, 0), (3, 3 * 36)):
         foresee(case)
-        assert case.foreseen is not None
-        case.foreseen.logprobs[:spoiled] += 0.01
+        assert case.precomputed is not None
+        case.precomputed.logprobs[:spoiled] += 0.01
         passes.clear()
         case.gradients()
         assert sum(passes) == 12 * 36 + extra
@@ -419,7 +425,9 @@ def test_ids_outside_the_vocabulary_are_seen():
 
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"hidden is \(2, 3\), weight \(5, 4\)"):
-        tiled_scores(torch.zeros(2, 3), torch.zeros(5, 4), None, torch.zeros(2, dtype=torch.long), recipe=HeadRecipe())
+        tiled_scores(
+            torch.zeros(2, 3), torch.zeros(5, 4), None, torch.zeros(2, dtype=torch.long), transform=LogitTransform()
+        )
 
 
 class _Sizes(TorchDispatchMode):
@@ -445,7 +453,7 @@ def test_nothing_of_the_size_of_the_logits_is_ever_made(dtype, frozen_head):
     case = make_case(
         600, 500, 8, dtype=dtype, bias=True, entropy=not frozen_head, frozen_head=frozen_head, tiles=Tiles(64, 64)
     )
-    case.recipe = HeadRecipe(softcap=4.0)
+    case.transform = LogitTransform(softcap=4.0)
     with _Sizes() as sizes:
         case.gradients()
     assert 0 < sizes.largest <= 600 * 8
@@ -482,12 +490,12 @@ def test_without_kernels_the_logits_of_a_small_vocabulary_are_rounded_once(monke
     torch.manual_seed(0)
     hidden, weight, tokens = torch.randn(4000, 64), 0.6 * torch.randn(19, 64), torch.randint(19, (4000,))
     expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-    known = Foreseen(expected.float(), torch.ones(4000))
+    known = PrecomputedGradient(expected.float(), torch.ones(4000))
     weight.requires_grad_()
     for found in (
-        tiled_scores(hidden, weight, None, tokens, recipe=HeadRecipe()),
-        tiled_scores(hidden, weight, torch.zeros(19), tokens, recipe=HeadRecipe()),
-        foreseen_scores(hidden, weight, None, tokens, known, recipe=HeadRecipe()),
+        tiled_scores(hidden, weight, None, tokens, transform=LogitTransform()),
+        tiled_scores(hidden, weight, torch.zeros(19), tokens, transform=LogitTransform()),
+        scores_with_gradient(hidden, weight, None, tokens, known, transform=LogitTransform()),
     ):
         off = found.logprobs.detach().double() - expected
         assert off.square().mean().sqrt() < 8e-7 and off.abs().max() < 4.5e-6

@@ -10,7 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupgrad.batch import TokenScores
-from groupgrad.modeling.scoring.head import Foreseen, HeadRecipe, LowRank, Tiles, foreseen_scores, tiled_scores
+from groupgrad.modeling.scoring.head import (
+    LogitTransform,
+    LowRank,
+    PrecomputedGradient,
+    Tiles,
+    scores_with_gradient,
+    tiled_scores,
+)
 
 NUM_TOKENS, VOCAB, WIDTH, RANK = 13, 37, 8, 3
 Parts = dict[str, torch.Tensor]
@@ -31,20 +38,24 @@ OF_LOGPROBS = torch.linspace(-1.5, 1.0, NUM_TOKENS)
 OF_ENTROPY = torch.linspace(0.5, -0.5, NUM_TOKENS)
 
 
-def whole(parts: Parts, recipe: HeadRecipe) -> TokenScores:
-    logits = recipe.scale * (parts["hidden"] @ parts["weight"].T + parts["states"] @ parts["second"].T + parts["bias"])
-    if recipe.softcap is not None:
-        logits = recipe.softcap * torch.tanh(logits / recipe.softcap)
+def whole(parts: Parts, transform: LogitTransform) -> TokenScores:
+    logits = transform.scale * (
+        parts["hidden"] @ parts["weight"].T + parts["states"] @ parts["second"].T + parts["bias"]
+    )
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
     chances = torch.log_softmax(logits / 0.7, -1)
     return TokenScores(chances.gather(1, TOKENS[:, None])[:, 0], -(chances.exp() * chances).sum(-1))
 
 
-def tiled(parts: Parts, recipe: HeadRecipe, foreseen: Foreseen | None = None, entropy: bool = False) -> TokenScores:
-    arguments: dict[str, Any] = {"recipe": recipe, "temperature": 0.7, "tiles": Tiles(4, 10)}
+def tiled(
+    parts: Parts, transform: LogitTransform, precomputed: PrecomputedGradient | None = None, entropy: bool = False
+) -> TokenScores:
+    arguments: dict[str, Any] = {"transform": transform, "temperature": 0.7, "tiles": Tiles(4, 10)}
     arguments["low_rank"] = LowRank(parts["states"], parts["second"])
     given = parts["hidden"], parts["weight"], parts["bias"], TOKENS
-    if foreseen is not None:
-        return foreseen_scores(*given, foreseen, **arguments)
+    if precomputed is not None:
+        return scores_with_gradient(*given, precomputed, **arguments)
     return tiled_scores(*given, entropy_gradient=entropy, **arguments)
 
 
@@ -56,9 +67,9 @@ def gradients(scores: TokenScores, parts: Parts, entropy: bool) -> Parts:
     return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()))))
 
 
-def assert_same(found: TokenScores, parts: Parts, recipe: HeadRecipe, *, entropy: bool = False) -> None:
+def assert_same(found: TokenScores, parts: Parts, transform: LogitTransform, *, entropy: bool = False) -> None:
     doubles = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in parts.items()}
-    expected = whole(doubles, recipe)
+    expected = whole(doubles, transform)
     torch.testing.assert_close(found.logprobs.double(), expected.logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.entropy.double(), expected.entropy, rtol=0, atol=1e-5)
     right = gradients(expected, doubles, entropy)
@@ -70,23 +81,23 @@ def assert_same(found: TokenScores, parts: Parts, recipe: HeadRecipe, *, entropy
 TRAINED = ["hidden states second", "second", "hidden states", "hidden weight bias states second", "hidden weight bias"]
 
 
-@pytest.mark.parametrize("recipe", [HeadRecipe(), HeadRecipe(scale=0.5, softcap=3.0)])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(scale=0.5, softcap=3.0)])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("trained", TRAINED)
-def test_scores_and_gradients(trained: str, entropy: bool, recipe: HeadRecipe):
+def test_scores_and_gradients(trained: str, entropy: bool, transform: LogitTransform):
     parts = make_parts(trained)
-    assert_same(tiled(parts, recipe, entropy=entropy), parts, recipe, entropy=entropy)
+    assert_same(tiled(parts, transform, entropy=entropy), parts, transform, entropy=entropy)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.01, 50.0])
 @pytest.mark.parametrize("trained", ["hidden states second", "hidden weight bias states second"])
 def test_foreseen_gradients(trained: str, error: float):
     """Right, a little off, and of no use."""
-    parts, recipe = make_parts(trained), HeadRecipe()
+    parts, transform = make_parts(trained), LogitTransform()
     with torch.no_grad():
-        logprobs = whole(parts, recipe).logprobs + error * OF_ENTROPY
-    found = tiled(parts, recipe, Foreseen(logprobs, 2.5 * OF_LOGPROBS))
-    assert_same(found, parts, recipe)
+        logprobs = whole(parts, transform).logprobs + error * OF_ENTROPY
+    found = tiled(parts, transform, PrecomputedGradient(logprobs, 2.5 * OF_LOGPROBS))
+    assert_same(found, parts, transform)
 
 
 def test_half_weights_under_a_float32_adapter():
@@ -94,8 +105,8 @@ def test_half_weights_under_a_float32_adapter():
     parts = make_parts()
     parts["weight"] = parts["weight"].bfloat16()
     parts["hidden"] = parts["hidden"].detach().bfloat16().requires_grad_()
-    found = gradients(tiled(parts, HeadRecipe()), parts, entropy=False)
-    expected = gradients(whole({k: v.float() for k, v in parts.items()}, HeadRecipe()), parts, entropy=False)
+    found = gradients(tiled(parts, LogitTransform()), parts, entropy=False)
+    expected = gradients(whole({k: v.float() for k, v in parts.items()}, LogitTransform()), parts, entropy=False)
     for name, value in found.items():
         assert value.dtype == parts[name].dtype
         torch.testing.assert_close(value.float(), expected[name].float(), rtol=0.1, atol=0.05)
@@ -115,7 +126,7 @@ class Largest(TorchDispatchMode):
 def test_neither_logits_nor_a_merged_weight_ever_exist():
     parts = make_parts()
     with Largest() as largest:
-        gradients(tiled(parts, HeadRecipe()), parts, entropy=False)
+        gradients(tiled(parts, LogitTransform()), parts, entropy=False)
     assert largest.numel < VOCAB * WIDTH
     sizes = sorted([NUM_TOKENS * (WIDTH + RANK), VOCAB * WIDTH, NUM_TOKENS * VOCAB])
     assert all(a < b for a, b in pairwise(sizes))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from groupgrad.modeling.load import cast_head_to_float32
-from groupgrad.modeling.scoring.head import HeadRecipe, tiled_scores
-from groupgrad.modeling.scoring.logit_transform import head_layer, head_recipe
+from groupgrad.modeling.scoring.head import LogitTransform, tiled_scores
+from groupgrad.modeling.scoring.logit_transform import head_layer, logit_transform
 
 
 def head_input(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,12 +23,12 @@ def head_input(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return seen[0][0], logits
 
 
-def assert_gives_the_model_its_logits(model: Any, recipe: HeadRecipe) -> None:
+def assert_gives_the_model_its_logits(model: Any, transform: LogitTransform) -> None:
     ids = torch.tensor([5, 9, 13, 2, 40, 7, 7, 31])
     hidden, logits = head_input(model, ids)
     head = model.get_output_embeddings()
     for temperature in (1.0, 0.7):
-        found = tiled_scores(hidden, head.weight, head.bias, ids, recipe=recipe, temperature=temperature)
+        found = tiled_scores(hidden, head.weight, head.bias, ids, transform=transform, temperature=temperature)
         expected = torch.log_softmax(logits.double() / temperature, -1)
         assert float(expected.std()) > 0.05
         logprobs = expected.gather(1, ids[:, None]).squeeze(1)
@@ -37,50 +37,50 @@ def assert_gives_the_model_its_logits(model: Any, recipe: HeadRecipe) -> None:
 
 
 def test_every_architecture(any_model):
-    recipe = head_recipe(any_model)
-    assert recipe is not None
-    assert_gives_the_model_its_logits(any_model, recipe)
+    transform = logit_transform(any_model)
+    assert transform is not None
+    assert_gives_the_model_its_logits(any_model, transform)
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"),
+    ("name", "transform"),
     [
-        ("qwen3", HeadRecipe()),
-        ("gpt-j (head bias)", HeadRecipe()),
-        ("gemma2 (soft caps)", HeadRecipe(softcap=3.0)),
-        ("cohere (logit scale)", HeadRecipe(scale=0.25)),
-        ("granite (logit scale)", HeadRecipe(scale=0.25)),
+        ("qwen3", LogitTransform()),
+        ("gpt-j (head bias)", LogitTransform()),
+        ("gemma2 (soft caps)", LogitTransform(softcap=3.0)),
+        ("cohere (logit scale)", LogitTransform(scale=0.25)),
+        ("granite (logit scale)", LogitTransform(scale=0.25)),
     ],
 )
-def test_what_the_config_says(build, name, recipe):
-    assert head_recipe(build(name)) == recipe
+def test_what_the_config_says(build, name, transform):
+    assert logit_transform(build(name)) == transform
 
 
 def test_a_float32_head_says_so(build):
     model = build("qwen3")
     cast_head_to_float32(model)
-    assert head_recipe(model) == HeadRecipe(own_dtype=True)
+    assert logit_transform(model) == LogitTransform(own_dtype=True)
 
 
 def test_unknown_fields_about_logits_have_no_recipe(build):
     model = build("llama")
     model.config.logit_scale = 1.0
-    assert head_recipe(model) == HeadRecipe()
+    assert logit_transform(model) == LogitTransform()
     model.config.logit_scale = 2.0
-    assert head_recipe(model) is None
+    assert logit_transform(model) is None
 
 
 def test_a_head_that_is_no_plain_linear_layer_has_no_recipe(build):
     model = build("llama")
     model.lm_head = nn.Sequential(model.lm_head)
-    assert head_recipe(model) is None
-    assert head_recipe(nn.Linear(2, 2)) is None
+    assert logit_transform(model) is None
+    assert logit_transform(nn.Linear(2, 2)) is None
 
 
 ADAPTERS = {
-    "elsewhere": ({"target_modules": ["q_proj"]}, HeadRecipe()),
-    "on the head": ({"target_modules": ["q_proj", "lm_head"], "use_rslora": True}, HeadRecipe()),
-    "the head as a whole": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, HeadRecipe()),
+    "elsewhere": ({"target_modules": ["q_proj"]}, LogitTransform()),
+    "on the head": ({"target_modules": ["q_proj", "lm_head"], "use_rslora": True}, LogitTransform()),
+    "the head as a whole": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, LogitTransform()),
     "DoRA on the head": ({"target_modules": ["lm_head"], "use_dora": True}, None),
     "biases of the adapter": ({"target_modules": ["lm_head"], "lora_bias": True}, None),
 }
@@ -89,16 +89,16 @@ ADAPTERS = {
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters(build, case):
     peft = pytest.importorskip("peft")
-    settings, recipe = ADAPTERS[case]
+    settings, transform = ADAPTERS[case]
     model = peft.get_peft_model(build("qwen3"), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-    assert head_recipe(model) == recipe
+    assert logit_transform(model) == transform
 
 
 def test_an_adapter_merged_into_the_head_has_no_recipe(build):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("qwen3"), peft.LoraConfig(target_modules=["lm_head"]))
     model.merge_adapter()
-    assert head_recipe(model) is None
+    assert logit_transform(model) is None
 
 
 def test_the_layer_under_an_adapter_that_is_off(build):
@@ -123,7 +123,7 @@ def test_an_adapted_head_that_is_spread_over_ranks_has_no_recipe(build, settings
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings})
     model = peft.get_peft_model(build("qwen3"), config)
-    assert head_recipe(model) == HeadRecipe()
+    assert logit_transform(model) == LogitTransform()
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id = number
-    assert head_recipe(model) is None
+    assert logit_transform(model) is None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import deterministic
 
-from groupgrad.modeling.systems.deterministic_cpu import ordered_sums
+from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 
 
 def setting() -> tuple[bool, bool, bool]:
@@ -20,7 +20,7 @@ def setting() -> tuple[bool, bool, bool]:
 
 def test_the_setting_holds_inside_and_is_restored_also_on_errors():
     before = setting()
-    with pytest.raises(ZeroDivisionError), ordered_sums(nn.Linear(2, 2)):
+    with pytest.raises(ZeroDivisionError), deterministic_cpu(nn.Linear(2, 2)):
         assert setting() == (True, True, False)
         raise ZeroDivisionError
     assert setting() == before and not before[0]
@@ -30,7 +30,7 @@ def test_what_the_user_asked_for_stays():
     torch.use_deterministic_algorithms(True)
     try:
         before = setting()
-        with ordered_sums(nn.Linear(2, 2)):
+        with deterministic_cpu(nn.Linear(2, 2)):
             assert setting() == before
         assert setting() == before
     finally:
@@ -38,7 +38,7 @@ def test_what_the_user_asked_for_stays():
 
 
 def test_models_elsewhere_are_left_alone():
-    with ordered_sums(nn.Linear(2, 2, device="meta")):
+    with deterministic_cpu(nn.Linear(2, 2, device="meta")):
         assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -53,7 +53,7 @@ def test_gradients_of_one_place_are_summed_in_order():
         found = []
         for _ in range(50):
             states = torch.zeros(40, 64, requires_grad=True)
-            with ordered_sums(nn.Linear(2, 2)):
+            with deterministic_cpu(nn.Linear(2, 2)):
                 (grad,) = torch.autograd.grad(states[places], states, pull)
             found.append(grad)
     finally:

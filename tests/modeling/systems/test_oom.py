@@ -14,7 +14,7 @@ from groupgrad.batch import Batch, StepTotals
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring import forward
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.scoring.old_and_ref import FrozenScorer
+from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.systems import oom as shortage
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
@@ -111,7 +111,7 @@ def test_the_reference_too(cramped, make_model, batch):
     plain = make_model(initializer_range=0.1).eval()
     model, _ = cramped(12)
     scorers = [
-        FrozenScorer(m, Reference(m, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
+        OldAndRefScorer(m, Reference(m, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
         for m in (plain, model)
     ]
     expected, found = (scorer(batch, old=True) for scorer in scorers)
@@ -167,6 +167,6 @@ def test_an_error_that_is_still_to_be_raised_holds_nothing_of_what_failed():
     with pytest.raises(RuntimeError, match="one row alone") as caught:
         give_up()
     assert held[0]() is not None
-    shortage.let_go(caught.value)
+    shortage.release_frames(caught.value)
     assert held[0]() is None
     assert "raise MemoryError" in "".join(traceback.format_exception(caught.value))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from groupgrad.batch import Batch
-from groupgrad.batching.micro_batches import has_gradient, share_out
-from groupgrad.batching.packing import load, row_costs
+from groupgrad.batching.micro_batches import assign_micro_batches, has_gradient
+from groupgrad.batching.packing import row_costs, total_cost
 from groupgrad.batching.totals import step_totals
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.systems.oom_retry import MemoryGuard, Trained, between_groups, cut, obstacle_to_cutting
-from groupgrad.objectives import LOSSES, Freshness, PolicyOptions, policy_loss
+from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, policy_loss
 from groupgrad.trainer.needed_scores import needed_scores
 
 ERRORS = [
@@ -70,7 +70,7 @@ def make_machine(policy, sample):
         totals = step_totals(batches)
         batches = [replace(batch, totals=totals) for batch in batches]
         if skip:
-            batches = share_out(batches, options, Freshness(5, True), entropy_coef=0.0, aux_loss=False)
+            batches = assign_micro_batches(batches, options, OnPolicyInfo(5, True), entropy_coef=0.0, aux_loss=False)
         return Machine(policy, options, **terms), batches
 
     return make
@@ -212,11 +212,11 @@ def test_batches_are_cut_between_groups_for_comfort_alone(make_machine, loss_typ
 def test_parts_between_groups_are_of_like_cost_and_hold_each_prompt_once(make_machine):
     _, batches = make_machine(PolicyOptions(), skip=False)
     batch = Batch.concat(batches)
-    costs = load(row_costs(batch))
+    costs = total_cost(row_costs(batch))
     assert between_groups(batch, costs) == [batch]
     halves = between_groups(batch, costs - 1)
     assert len(halves) == 2
-    sizes = [load(row_costs(half)) for half in halves]
+    sizes = [total_cost(row_costs(half)) for half in halves]
     assert sum(sizes) == costs
     assert max(sizes) < 0.8 * costs
     assert sorted(torch.cat([half.row_index for half in halves]).tolist()) == sorted(batch.row_index.tolist())

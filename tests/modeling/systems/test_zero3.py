@@ -17,7 +17,7 @@ from torch import nn
 from groupgrad.modeling.reference import Reference, check_spread
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.modeling.self_check import check_layout, random_batch
-from groupgrad.modeling.systems.zero3 import Shards, is_sharded, num_parameters, runnable, whole
+from groupgrad.modeling.systems.zero3 import Shards, gather_all, gather_per_module, is_sharded, num_parameters
 from groupgrad.modeling.weights import served_weights
 
 
@@ -73,7 +73,7 @@ def test_passes_find_each_modules_parameters_and_let_them_go(model, batch):
 def test_the_layout_is_tried_on_parts(model):
     expected = check_layout(model, ForwardOptions())
     rank = OneRank(model)
-    with runnable(model):
+    with gather_per_module(model):
         assert check_layout(model, ForwardOptions()) == expected
     assert rank.now == 0 and expected.tiled_head
 
@@ -139,7 +139,7 @@ def test_weights_are_put_back_also_on_errors(model):
 
 
 def test_whole_models_are_left_as_they_are(model):
-    with whole(model), runnable(model):
+    with gather_all(model), gather_per_module(model):
         assert not any(module._forward_pre_hooks for module in model.modules())
 
 

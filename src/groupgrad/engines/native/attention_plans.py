@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from groupgrad.engines.native.kv_cache import LayerShape, Slab, Store
+from groupgrad.engines.native.kv_cache import KVCache, KVSlab, LayerShape
 from groupgrad.kernels.attend import OFFSET, Span, Stored, attend
 from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
@@ -41,7 +41,7 @@ class ProbePlan:
 class Place:
     """Where the keys and values of a sequence go, and what comes before it."""
 
-    slab: Slab
+    slab: KVSlab
     slot: int
     prefix_slot: int = 0
     prefix_length: int = 0
@@ -65,7 +65,7 @@ class PrefillPlan:
     Each attends to its prompt, to the tokens that its slot holds already, and causally to itself.
     """
 
-    def __init__(self, segments: Sequence[Segment], store: Store):
+    def __init__(self, segments: Sequence[Segment], store: KVCache):
         self._segments, self._prompts = segments, store.prompts
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -105,7 +105,7 @@ class PrefillPlan:
             place.prefix_length,
         )
 
-    def _before(self, place: Place) -> list[tuple[Slab, tuple[int, slice, slice]]]:
+    def _before(self, place: Place) -> list[tuple[KVSlab, tuple[int, slice, slice]]]:
         """Where the tokens before a sequence lie, in order."""
         parts = [(self._prompts, place.prefix_slot, place.prefix_length), (place.slab, place.slot, place.offset)]
         return [(slab, (slot, slice(None), slice(0, length))) for slab, slot, length in parts if length]
@@ -163,7 +163,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: 
 
 
 @dataclass(slots=True, frozen=True)
-class Standing:
+class DecodeBatch:
     """Where the n rows of a decode step stand, each a list of n."""
 
     groups: list[int]
@@ -217,7 +217,7 @@ class DecodePlan:
     rows.
     """
 
-    def __init__(self, store: Store, standing: Standing, shape: StepShape | None = None):
+    def __init__(self, store: KVCache, standing: DecodeBatch, shape: StepShape | None = None):
         self._store, self._standing, self._shape = store, standing, shape
         self._places: dict[tuple[int, torch.device], _Places] = {}
         self._masks: dict[tuple[int | None, int, torch.device], _Masks] = {}
@@ -246,7 +246,7 @@ class DecodePlan:
         # Masks of prompts outlive a step unless a window moves over them.
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks.own is None}
 
-    def change(self, standing: Standing) -> None:
+    def change(self, standing: DecodeBatch) -> None:
         """Other rows, of sizes that the shape covers; tensors are overwritten where they lie."""
         self._standing, self._num_steps = standing, 0
         for (name, _), tensor in self._row_tensors.items():

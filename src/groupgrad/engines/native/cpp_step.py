@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.engines.native.attention_plans import Standing
-from groupgrad.engines.native.kv_cache import Store
+from groupgrad.engines.native.attention_plans import DecodeBatch
+from groupgrad.engines.native.kv_cache import KVCache
 from groupgrad.engines.native.packed_linear import is_plain, lies_plainly
 from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
@@ -72,7 +72,7 @@ class _Choosing(ctypes.Structure):
 
 
 @dataclass(slots=True, frozen=True)
-class Free:
+class UnfilteredSampling:
     """How tokens are chosen where nothing is cut off: by a draw each, which the next step need not be asked for."""
 
     draws: torch.Tensor
@@ -135,11 +135,11 @@ class CompiledModel:
         self._versions = (-1, -1)
         self._logits = torch.empty(0, inner.lm_head.out_features)
 
-    def stand(self, store: Store, standing: Standing) -> CompiledStep:
+    def stand(self, store: KVCache, standing: DecodeBatch) -> CompiledStep:
         """The step for these rows."""
         return CompiledStep(self, store, standing)
 
-    def make_rows(self, store: Store, standing: Standing, kept: list[Any]) -> _Rows:
+    def make_rows(self, store: KVCache, standing: DecodeBatch, kept: list[Any]) -> _Rows:
         """The rows' side of a step; `kept` takes what its pointers point to."""
         chunk_rows = self._kernels.groupgrad_chunk_rows(self._model.heads // self._model.kv_heads)
         order = sorted(range(len(standing.groups)), key=standing.groups.__getitem__)
@@ -154,7 +154,7 @@ class CompiledModel:
         places = store.own.places, store.prompts.places
         return _Rows(len(order), *places, len(chunks) - 1, *map(ctypes.addressof, arrays))
 
-    def place(self, store: Store) -> None:
+    def place(self, store: KVCache) -> None:
         """Note where the store's tensors lie, and the angles of all positions it has room for."""
         versions = (store.own.version, store.prompts.version)
         if versions == self._versions:
@@ -187,7 +187,7 @@ class CompiledModel:
         return logits
 
     def sample(
-        self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor, free: Free, num_steps: int
+        self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor, free: UnfilteredSampling, num_steps: int
     ) -> torch.Tensor:
         """(steps, n) tokens of `num_steps` steps, or fewer if a row ends by the last of them."""
         chosen = torch.empty(num_steps, rows.count, dtype=torch.int64)
@@ -230,7 +230,7 @@ def _shortage(rows: _Rows) -> MemoryError:
 class CompiledStep:
     """Logits of one token each of n rows that stand where they were when it was made."""
 
-    def __init__(self, model: CompiledModel, store: Store, standing: Standing):
+    def __init__(self, model: CompiledModel, store: KVCache, standing: DecodeBatch):
         self._model, self._store, self._standing = model, store, standing
         self._kept: list[Any] = []
         self._rows: _Rows | None = None
@@ -240,7 +240,9 @@ class CompiledStep:
         """(n, V) logits that follow `tokens` (n,) at `positions` (n,), which are stored; overwritten by the next."""
         return self._model.run(self._placed_rows(), tokens.contiguous(), positions.contiguous())
 
-    def sample(self, tokens: torch.Tensor, positions: torch.Tensor, free: Free, num_steps: int) -> torch.Tensor:
+    def sample(
+        self, tokens: torch.Tensor, positions: torch.Tensor, free: UnfilteredSampling, num_steps: int
+    ) -> torch.Tensor:
         """(steps, n) tokens that follow, of `num_steps` steps or fewer: the last step is one in which a row ends."""
         rows = self._placed_rows()
         return self._model.sample(rows, tokens.contiguous(), positions.contiguous(), free, num_steps)

@@ -23,7 +23,7 @@ from groupgrad.kernels import layers as parts
 from groupgrad.kernels import library
 from groupgrad.modeling.fused_modules import is_replaced, is_silu
 from groupgrad.modeling.scoring.attention import AttentionCall, AttentionPlan
-from groupgrad.modeling.vlm import sees
+from groupgrad.modeling.vlm import is_multimodal
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Pre-norm decoders of RMS norms, rotary embeddings on whole heads and gated layers, nothing else in between."""
@@ -127,7 +127,7 @@ def _speaker(inner: Any) -> Any:
     if type(inner).__name__ in FAMILIES:
         return inner
     # Some models that do not see put other layers around a decoder of the same name.
-    decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if sees(inner) else (None, None)
+    decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if is_multimodal(inner) else (None, None)
     is_known = type(decoder).__name__ in SPEAKERS and type(decoder).__module__.startswith("transformers.models.")
     return _Speaker(decoder, head) if is_known and type(head) is nn.Linear else None
 

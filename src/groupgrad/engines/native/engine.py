@@ -13,14 +13,14 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.direct_step import direct_model
-from groupgrad.engines.native.kv_cache import LayerShape, Store
+from groupgrad.engines.native.kv_cache import KVCache, LayerShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.packed_linear import fast_linears
-from groupgrad.engines.native.probe_cache import Knowledge
-from groupgrad.engines.native.runner import Steps, cuda_recorder
+from groupgrad.engines.native.probe_cache import ProbeCache
+from groupgrad.engines.native.runner import DecodeRunner, cuda_recorder
 from groupgrad.engines.native.sampler import Sampler
-from groupgrad.engines.native.sampling_params import Choosing, read_options
-from groupgrad.engines.native.scheduler import Schedule
+from groupgrad.engines.native.sampling_params import SamplingParams, read_options
+from groupgrad.engines.native.scheduler import Scheduler
 from groupgrad.engines.native.session import NativeSession, Statistics
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.fused_modules import compiled_parts, own_parts
@@ -63,7 +63,7 @@ class NativeEngine:
         self._model, self._tokenizer = model, tokenizer
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
         self._pack_weights = pack_weights
-        self._knowledge = Knowledge()
+        self._knowledge = ProbeCache()
         self.statistics = Statistics()
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -100,7 +100,7 @@ class NativeEngine:
                 session.close()
 
     @torch.no_grad()
-    def _make_session(self, model: nn.Module, choosing: Choosing, statistics: Statistics) -> NativeSession:
+    def _make_session(self, model: nn.Module, choosing: SamplingParams, statistics: Statistics) -> NativeSession:
         device = input_device(model)
         token = torch.zeros(1, dtype=torch.int64, device=device)
         known = self._knowledge.of(model, lambda plan: last_logits(model, token, token, plan, token))
@@ -110,8 +110,8 @@ class NativeEngine:
         return NativeSession(
             model,
             Sampler(choosing, device),
-            Schedule(store, self._max_rows),
-            Steps(model, store, device, record=record, direct=direct, agreement=known.agreement),
+            Scheduler(store, self._max_rows),
+            DecodeRunner(model, store, device, record=record, direct=direct, agreement=known.agreement),
             end_ids=frozenset(choosing.eos_ids),
             stops=StopStrings(choosing.stop_strings, self._tokenizer),
             # A bound that nobody set refuses nothing: one row at least may try.
@@ -119,12 +119,12 @@ class NativeEngine:
             statistics=statistics,
         )
 
-    def _make_store(self, plan: ProbePlan, is_recorded: bool) -> Store:
+    def _make_store(self, plan: ProbePlan, is_recorded: bool) -> KVCache:
         bound = self._kv_memory
         if bound is None:
             layers = list(plan.layers.values())
             bound = _tokens_that_fit(layers, self._model) * sum(layer.bytes_per_token for layer in layers)
-        return Store(plan.layers, bound, is_recorded=is_recorded)
+        return KVCache(plan.layers, bound, is_recorded=is_recorded)
 
 
 def input_device(model: nn.Module) -> torch.device:

@@ -29,7 +29,7 @@ class LayerShape:
         return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
-class Slab:
+class KVSlab:
     """Keys and values of up to `slots` sequences of up to `places` tokens, for every layer."""
 
     def __init__(self, layers: dict[int, LayerShape]):
@@ -70,7 +70,7 @@ class Slab:
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
+class OffloadedKV:
     """The first own tokens of a row that has left its slot."""
 
     num_tokens: int
@@ -79,7 +79,7 @@ class Parked:
     values: dict[int, torch.Tensor]
 
 
-class Store:
+class KVCache:
     """The slabs of prompts and of rows, what is parked, and the bound that all together stay under.
 
     `is_recorded`: slabs have few sizes, for decode steps that are recorded (see `graphs`).
@@ -90,7 +90,7 @@ class Store:
         self.max_bytes, self.max_tokens = max_bytes, max_bytes // self.bytes_per_token
         self.parked_tokens = 0
         self.devices = {layer.device for layer in layers.values()}
-        self.prompts, self.own = Slab(layers), Slab(layers)
+        self.prompts, self.own = KVSlab(layers), KVSlab(layers)
         # Rows that lie close together are read faster; but where steps are recorded, each size costs a recording.
         self._is_recorded = is_recorded
         self._spare = 1.0 if is_recorded else 0.125
@@ -100,7 +100,7 @@ class Store:
         """True if so many rows and prompts of such lengths can be stored, beside what is parked and `parked` more."""
         return rows * length + prompts * prompt_length + parked <= self.max_tokens - self.parked_tokens
 
-    def park(self, slot: int, num_tokens: int) -> Parked:
+    def park(self, slot: int, num_tokens: int) -> OffloadedKV:
         """A copy of the first own tokens in a slot."""
         own = self.own
         keys, values = (
@@ -108,15 +108,15 @@ class Store:
             for tensors in (own.keys, own.values)
         )
         self.parked_tokens += num_tokens
-        return Parked(num_tokens, keys, values)
+        return OffloadedKV(num_tokens, keys, values)
 
-    def restore(self, parked: Parked, slot: int) -> None:
+    def restore(self, parked: OffloadedKV, slot: int) -> None:
         """Put what was parked into a slot that has the places for it."""
         for tensors, stored in ((self.own.keys, parked.keys), (self.own.values, parked.values)):
             for number, tensor in stored.items():
                 tensors[number][slot, :, : parked.num_tokens] = tensor
 
-    def drop(self, parked: Parked) -> None:
+    def drop(self, parked: OffloadedKV) -> None:
         """Forget what was parked."""
         self.parked_tokens -= parked.num_tokens
         parked.keys, parked.values = {}, {}

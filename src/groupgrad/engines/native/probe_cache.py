@@ -18,7 +18,7 @@ _ASKED = ("scaling", "sliding_window")
 
 
 @dataclass(slots=True)
-class Known:
+class ProbeResults:
     """What one run of a model tells."""
 
     parts: tuple[Any, ...]
@@ -26,13 +26,13 @@ class Known:
     agreement: Agreement = field(default_factory=Agreement)
 
 
-class Knowledge:
+class ProbeCache:
     """Keeps what is known of a model from one round of sampling to the next."""
 
     def __init__(self) -> None:
-        self._known: Known | None = None
+        self._known: ProbeResults | None = None
 
-    def of(self, model: nn.Module, run: Callable[[ProbePlan], object]) -> Known:
+    def of(self, model: nn.Module, run: Callable[[ProbePlan], object]) -> ProbeResults:
         """What is known of `model`; `run` runs it under a plan if its parts are others than before.
 
         Other values in the same parameters are no other parts.
@@ -41,7 +41,7 @@ class Knowledge:
         if self._known is None or self._known.parts != parts:
             probe = ProbePlan()
             run(probe)
-            self._known = Known(parts, probe)
+            self._known = ProbeResults(parts, probe)
         return self._known
 
 

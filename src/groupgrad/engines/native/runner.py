@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupgrad.engines.native.attention_plans import DecodePlan, Standing, StepShape
-from groupgrad.engines.native.cpp_step import CompiledModel, Free
+from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
+from groupgrad.engines.native.cpp_step import CompiledModel, UnfilteredSampling
 from groupgrad.engines.native.direct_step import DirectModel
-from groupgrad.engines.native.kv_cache import Store, padded
+from groupgrad.engines.native.kv_cache import KVCache, padded
 from groupgrad.engines.native.logits import step_logits
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
@@ -34,7 +34,7 @@ DIRECT_TOLERANCE = 1e-5
 class EagerStep:
     """A step as the model's modules compute it, or `direct` in their place."""
 
-    def __init__(self, model: nn.Module, store: Store, standing: Standing, direct: _Direct):
+    def __init__(self, model: nn.Module, store: KVCache, standing: DecodeBatch, direct: _Direct):
         self._model, self._plan, self._direct = model, DecodePlan(store, standing), direct
         self._compiled = direct.model.stand(store, standing) if isinstance(direct.model, CompiledModel) else None
 
@@ -52,7 +52,9 @@ class EagerStep:
         self._plan.advance()
         return logits
 
-    def sample(self, tokens: torch.Tensor, positions: torch.Tensor, free: Free, num_steps: int) -> torch.Tensor | None:
+    def sample(
+        self, tokens: torch.Tensor, positions: torch.Tensor, free: UnfilteredSampling, num_steps: int
+    ) -> torch.Tensor | None:
         """(steps, n) tokens that follow, of up to `num_steps` steps (see `CompiledStep.sample`); None if each step has
         to be made by itself."""
         if self._compiled is None or not self._direct.is_checked or self._direct.model is None:
@@ -124,13 +126,13 @@ class RecordedStep:
         return logits
 
 
-class Steps:
+class DecodeRunner:
     """Makes the steps of a model: recorded ones if `record` can, eager ones otherwise."""
 
     def __init__(
         self,
         model: nn.Module,
-        store: Store,
+        store: KVCache,
         device: torch.device,
         *,
         record: Record | None,
@@ -147,7 +149,7 @@ class Steps:
         """From now on the model's own modules compute the steps that are made."""
         self._direct.model = None
 
-    def make(self, standing: Standing) -> EagerStep | RecordedStep:
+    def make(self, standing: DecodeBatch) -> EagerStep | RecordedStep:
         """A step for these rows."""
         if self._record is not None:
             try:
@@ -164,7 +166,7 @@ class Steps:
                 )
         return EagerStep(self._model, self._store, standing, self._direct)
 
-    def _make_recorded(self, standing: Standing, record: Record) -> RecordedStep:
+    def _make_recorded(self, standing: DecodeBatch, record: Record) -> RecordedStep:
         own, prompts = self._store.own, self._store.prompts
         if self._versions != (own.version, prompts.version):
             # The tensors that these were recorded with are gone.

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupgrad.engines.base import Request
-from groupgrad.engines.native.cpp_step import Free
-from groupgrad.engines.native.sampling_params import Choosing
+from groupgrad.engines.native.cpp_step import UnfilteredSampling
+from groupgrad.engines.native.sampling_params import SamplingParams
 from groupgrad.kernels import library
 from groupgrad.kernels.choose import Choice, choose, score
 
@@ -38,7 +38,7 @@ class Sampler:
     Each request has a row in tables of draws, log-probs and entropies from `add` to `take_out`; rows are used again.
     """
 
-    def __init__(self, choosing: Choosing, device: torch.device):
+    def __init__(self, choosing: SamplingParams, device: torch.device):
         self._choosing, self.device = choosing, device
         self._draws = torch.zeros(0, 0, dtype=torch.float64, device=device)
         self.logprobs = torch.zeros(0, 0, dtype=torch.float32, device=device)
@@ -103,12 +103,14 @@ class Sampler:
             self._seen[rows, chosen.tokens] = True
         return chosen.tokens
 
-    def free(self, rows: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor) -> Free | None:
+    def free(self, rows: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor) -> UnfilteredSampling | None:
         """How the next tokens of the requests `rows` (n,) that have `counts` (n,) are chosen; None if a choice needs
         more than a draw."""
         if self._kernels is None:
             return None
-        return Free(self._draws, self.logprobs, self.entropies, self._choosing.temperature, rows, counts, ends)
+        return UnfilteredSampling(
+            self._draws, self.logprobs, self.entropies, self._choosing.temperature, rows, counts, ends
+        )
 
     def _choose_in_tiles(
         self, logits: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
@@ -210,7 +212,7 @@ class Sampler:
         return self._seen
 
 
-def _warpers(choosing: Choosing) -> list[LogitsProcessor]:
+def _warpers(choosing: SamplingParams) -> list[LogitsProcessor]:
     """The cuts of the distribution after temperature, in `generate`'s order."""
     warpers: list[LogitsProcessor] = []
     if choosing.top_k:

@@ -47,7 +47,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 @dataclass(slots=True, frozen=True)
-class Choosing:
+class SamplingParams:
     """How the next token is chosen and when a row ends."""
 
     temperature: float
@@ -87,7 +87,7 @@ def unsupported(options: SamplingOptions) -> list[str]:
     return [*names, "cache_implementation"] if options.cache_implementation is not None else names
 
 
-def read_options(options: SamplingOptions, tokenizer: Any) -> Choosing:
+def read_options(options: SamplingOptions, tokenizer: Any) -> SamplingParams:
     """The options as this engine takes them; `options.extra` wins over the fields.
 
     ConfigError if one of them is not there, ValueError if stop strings are asked for without a tokenizer.
@@ -113,7 +113,7 @@ def read_options(options: SamplingOptions, tokenizer: Any) -> Choosing:
     temperature = 1.0 if chosen["temperature"] is None else float(chosen["temperature"])
     if temperature <= 0.0:
         raise ValueError(f"temperature={temperature} divides the logits; set it above 0 (or do_sample=False)")
-    return Choosing(
+    return SamplingParams(
         temperature=temperature,
         top_k=int(chosen["top_k"] or 0),
         top_p=1.0 if chosen["top_p"] is None else float(chosen["top_p"]),

@@ -8,15 +8,15 @@ computed anew when it is continued.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from groupgrad.engines.base import Request
-from groupgrad.engines.native.kv_cache import Need, Parked, Store
-from groupgrad.modeling.vlm import Sight
+from groupgrad.engines.native.kv_cache import KVCache, Need, OffloadedKV
+from groupgrad.modeling.vlm import PromptImages
 from groupgrad.types import Media
 
 HEADROOM = 32
@@ -53,7 +53,7 @@ class Group:
     first_logits: torch.Tensor | None = None
     """(V,) logits of what follows the prompt, while it is stored and fresh rows are left."""
     media: Media | None = None
-    sight: Sight | None = None
+    prompt_images: PromptImages | None = None
     """How the model sees its images; found when it is first computed."""
 
     @property
@@ -64,24 +64,24 @@ class Group:
     @property
     def shift(self) -> int:
         """Added to the places of the tokens behind it to get their positions."""
-        return 0 if self.sight is None else self.sight.shift
+        return 0 if self.prompt_images is None else self.prompt_images.shift
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class RetainedPrefix:
     """What an ended row leaves for the one that continues it."""
 
     group: Group
     own_ids: list[int]
     """All tokens behind the group's prompt, the last of which was never computed."""
-    parked: Parked | None = None
+    parked: OffloadedKV | None = None
     """None: to be computed anew."""
     is_awaited: bool = False
     """The row that continues it is waiting."""
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class Sequence:
     """One completion under way."""
 
     ticket: int
@@ -89,7 +89,7 @@ class Row:
     group: Group
     given: list[int] = field(default_factory=list)
     """Tokens behind the group's prompt that the request came with."""
-    kept: Kept | None = None
+    kept: RetainedPrefix | None = None
     """What it continues, while it waits."""
     ids: list[int] = field(default_factory=list)
     """Tokens chosen so far. The last one's keys and values are not stored yet."""
@@ -136,7 +136,7 @@ class _Crowd:
     new: frozenset[int]
     """Numbers of the groups that are not stored."""
 
-    def beside(self, row: Row) -> _Crowd:
+    def beside(self, row: Sequence) -> _Crowd:
         """The same with one row more."""
         crowd = replace(
             self,
@@ -156,23 +156,23 @@ class _Crowd:
         )
 
 
-class Schedule:
+class Scheduler:
     """Rows in the order in which they wait, the active ones in the order of their slots, and what ended ones left."""
 
-    def __init__(self, store: Store, max_rows: int | None):
+    def __init__(self, store: KVCache, max_rows: int | None):
         self.store, self._max_rows = store, max_rows
-        self.waiting: deque[Row] = deque()
-        self._arrived: list[Row] = []
+        self.waiting: deque[Sequence] = deque()
+        self._arrived: list[Sequence] = []
         self._num_gathering = 0
         """Steps that those who arrived have waited for others."""
-        self.active: list[Row] = []
+        self.active: list[Sequence] = []
         self.groups: list[Group] = []
         """Those that are stored, in the order of their slots."""
         self.version = 0
         """Changes when the slots of rows or prompts do."""
         self._joinable: dict[tuple[tuple[int, ...], str], Group] = {}
-        self._kept: dict[int, Kept] = {}
-        self._parked: dict[int, Kept] = {}
+        self._kept: dict[int, RetainedPrefix] = {}
+        self._parked: dict[int, RetainedPrefix] = {}
         """By the tickets of the rows that ended, in that order."""
         self._num_groups = self._num_entered = 0
         self.num_waited = self.num_preempted = 0
@@ -201,18 +201,18 @@ class Schedule:
                 self._num_groups += 1
             group.num_users += 1
             group.num_fresh += 1
-            row = Row(ticket, request, group)
+            row = Sequence(ticket, request, group)
         else:
             kept = self._take(request.continues, request.prompt_ids)
             given = request.prompt_ids[len(kept.group.ids) :]
-            row = Row(ticket, request, kept.group, given, kept)
+            row = Sequence(ticket, request, kept.group, given, kept)
         self._arrived.append(row)
 
     def _has_new_images(self, request: Request) -> bool:
         kept = None if request.continues is None else self._kept.get(request.continues)
         return kept is not None and kept.group.identity[1] != _identity([], request.media)[1]
 
-    def _take(self, ticket: int, prompt_ids: list[int]) -> Kept:
+    def _take(self, ticket: int, prompt_ids: list[int]) -> RetainedPrefix:
         kept = self._kept.get(ticket)
         if kept is None:
             is_open = any(row.ticket == ticket for row in [*self.active, *self.waiting, *self._arrived])
@@ -246,10 +246,10 @@ class Schedule:
 
     # ------------------------------------------------------------------------------------ rows enter
 
-    def admit(self) -> list[Row]:
+    def admit(self) -> list[Sequence]:
         """Waiting rows for which there is room now, taken off the queue; looks again only after something changed."""
         self._queue()
-        entering: list[Row] = []
+        entering: list[Sequence] = []
         if not self._may_enter:
             return entering
         crowd = self._crowd(entering)
@@ -267,7 +267,7 @@ class Schedule:
         self.num_waited += bool(self.waiting)
         return entering
 
-    def _drop_for(self, coming: Sequence[Row], num_rows: int) -> bool:
+    def _drop_for(self, coming: list[Sequence], num_rows: int) -> bool:
         """Make some room for rows to enter beside `num_rows` others; False if nothing parked may go for them."""
         if num_rows and self.store.parked_tokens <= AWAITED_SHARE * self.store.max_tokens:
             return self.drop_parked()
@@ -292,7 +292,7 @@ class Schedule:
         self.waiting = deque([*begun, *(row for row in self._arrived if not row.is_fresh), *fresh, *coming])
         self._arrived = []
 
-    def _crowd(self, entering: Sequence[Row]) -> _Crowd:
+    def _crowd(self, entering: list[Sequence]) -> _Crowd:
         rows, lengths = self.active, [len(group.ids) for group in self.groups]
         crowd = _Crowd(
             rows=len(rows),
@@ -313,7 +313,7 @@ class Schedule:
         room = min(crowd.length + max(HEADROOM, crowd.length // 2), crowd.longest)
         return self.store.fits(crowd.rows, room, crowd.groups, crowd.prompt_length)
 
-    def enter(self, rows: Sequence[Row], groups: Sequence[Group]) -> None:
+    def enter(self, rows: list[Sequence], groups: list[Group]) -> None:
         """The rows are active from now on, in the next slots, and `groups` are those stored; room has been reserved.
 
         What rows had parked is back in their slots.
@@ -335,30 +335,30 @@ class Schedule:
             row.kept = None
         self.version += 1
 
-    def begun(self, rows: Sequence[Row]) -> None:
+    def begun(self, rows: list[Sequence]) -> None:
         """First tokens of fresh rows have been chosen; logits of prompts that no other row needs go."""
         for row in rows:
             row.group.num_fresh -= 1
             if not row.group.num_fresh:
                 row.group.first_logits = None
 
-    def need(self, extra: int = 0, entering: Sequence[Row] = (), groups: Sequence[Group] | None = None) -> Need:
+    def need(self, extra: int = 0, entering: Iterable[Sequence] = (), groups: list[Group] | None = None) -> Need:
         """What the active and the entering rows take up, with `extra` more tokens each."""
         return _need([*self.active, *entering], self.groups if groups is None else groups, extra)
 
     # ------------------------------------------------------------------------------------ rows go
 
-    def youngest(self) -> Row:
+    def youngest(self) -> Sequence:
         """The active row that entered last."""
         return max(self.active, key=lambda row: row.age)
 
-    def wait(self, row: Row) -> None:
+    def wait(self, row: Sequence) -> None:
         """A row that has left waits again, before all others, and keeps its tokens."""
         self.num_preempted += 1
         self.waiting.appendleft(row)
         self._may_enter = False
 
-    def end(self, rows: Sequence[Row]) -> None:
+    def end(self, rows: list[Sequence]) -> None:
         """Take rows that have ended out of the active ones; of those to be kept, what they stored is parked."""
         ending = {id(row) for row in rows}
         slots = {id(row): slot for slot, row in enumerate(self.active) if id(row) in ending}
@@ -367,7 +367,7 @@ class Schedule:
             if not row.request.keep:
                 self._leave_group(row.group)
                 continue
-            kept = self._kept[row.ticket] = Kept(row.group, row.own_ids)
+            kept = self._kept[row.ticket] = RetainedPrefix(row.group, row.own_ids)
             if self._finds_room(row.num_stored, left):
                 kept.parked = self.store.park(slots[id(row)], row.num_stored)
                 row.group.num_holders += 1
@@ -378,7 +378,7 @@ class Schedule:
             is_room = self.store.reserve(self.need(1), self.need())
             assert is_room, "what is parked fits beside the rows that are left"
 
-    def _finds_room(self, num_tokens: int, left: Sequence[Row]) -> bool:
+    def _finds_room(self, num_tokens: int, left: list[Sequence]) -> bool:
         """True if so many tokens can be parked beside the rows that are left; what was parked first goes for it."""
         while True:
             need = _need(left, self.groups, 1)
@@ -387,7 +387,7 @@ class Schedule:
             if not self.drop_parked():
                 return False
 
-    def drop_parked(self, *, also_awaited: bool = False, spared: Sequence[int] = ()) -> bool:
+    def drop_parked(self, *, also_awaited: bool = False, spared: Collection[int] = ()) -> bool:
         """Forget what was parked first, to be computed anew; False if there is none but what is `spared`.
 
         What waiting rows are about to take back stays, unless `also_awaited`, and then what was parked last goes first:
@@ -400,7 +400,7 @@ class Schedule:
             self._forget(tickets[0])
         return bool(tickets)
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: list[Sequence]) -> None:
         """Take rows out of the active ones, and groups without rows out of the store; the last ones fill the gaps."""
         leaving = {id(row) for row in gone}
         for row in gone:
@@ -445,7 +445,7 @@ def _identity(ids: list[int], media: Media | None) -> tuple[tuple[int, ...], str
     return tuple(ids), "" if media is None else media.key
 
 
-def _need(rows: Sequence[Row], groups: Sequence[Group], extra: int) -> Need:
+def _need(rows: list[Sequence], groups: list[Group], extra: int) -> Need:
     return Need(
         rows=len(rows),
         length=max(row.num_stored for row in rows) + extra if rows else 0,

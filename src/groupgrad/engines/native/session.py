@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample
-from groupgrad.engines.native.attention_plans import Place, PrefillPlan, Segment, Standing
+from groupgrad.engines.native.attention_plans import DecodeBatch, Place, PrefillPlan, Segment
 from groupgrad.engines.native.logits import last_logits
-from groupgrad.engines.native.runner import EagerStep, RecordedStep, Steps
+from groupgrad.engines.native.runner import DecodeRunner, EagerStep, RecordedStep
 from groupgrad.engines.native.sampler import Sampler
-from groupgrad.engines.native.scheduler import Group, Row, Schedule
+from groupgrad.engines.native.scheduler import Group, Scheduler, Sequence
 from groupgrad.engines.stop_strings import StopStrings
-from groupgrad.modeling.vlm import Laid, Sight, flat_view, sight
+from groupgrad.modeling.vlm import ImageSegment, PromptImages, flat_view, prompt_images
 
 PREFILL_TOKENS = 8192
 """Tokens of prompts that go through the model at once, unless a single prompt has more."""
@@ -61,8 +61,8 @@ class NativeSession:
         self,
         model: nn.Module,
         sampler: Sampler,
-        schedule: Schedule,
-        steps: Steps,
+        schedule: Scheduler,
+        steps: DecodeRunner,
         *,
         end_ids: frozenset[int],
         stops: StopStrings,
@@ -126,7 +126,7 @@ class NativeSession:
         """Forget what was kept of an ended request; nothing happens if nothing is."""
         self._schedule.release(ticket)
 
-    def check(self, requests: Sequence[Request]) -> None:
+    def check(self, requests: Iterable[Request]) -> None:
         """ValueError if one of the requests could not be sampled whatever the others are."""
         for request in requests:
             if not request.prompt_ids:
@@ -158,7 +158,7 @@ class NativeSession:
 
     # ------------------------------------------------------------------------------------ rows come
 
-    def _enter(self, rows: list[Row]) -> None:
+    def _enter(self, rows: list[Sequence]) -> None:
         """Compute what the rows continue and is not stored, and first tokens for those that have none."""
         schedule, store = self._schedule, self._store
         new = list({id(row.group): row.group for row in rows if row.group.slot < 0}.values())
@@ -168,8 +168,8 @@ class NativeSession:
         first_slot = len(schedule.active)
         schedule.enter(rows, groups)
         for group in new:
-            if group.media is not None and group.sight is None:
-                group.sight = sight(self._model, torch.tensor(group.ids), group.media)
+            if group.media is not None and group.prompt_images is None:
+                group.prompt_images = prompt_images(self._model, torch.tensor(group.ids), group.media)
                 if group.shift:
                     # The direct step takes a token's position for its place.
                     self._steps.leave_direct()
@@ -190,12 +190,14 @@ class NativeSession:
         for pack in _packs(groups, [len(group.ids) - start for group, start in groups]):
             ids = [group.ids[start:] for group, start in pack]
             places = [Place(self._store.prompts, group.slot, offset=start) for group, start in pack]
-            logits = self._prefill(ids, [start for _, start in pack], places, [group.sight for group, _ in pack])
+            logits = self._prefill(
+                ids, [start for _, start in pack], places, [group.prompt_images for group, _ in pack]
+            )
             for (group, _), row in zip(pack, logits):
                 if group.num_fresh:
                     group.first_logits = row
 
-    def _prefill_rows(self, rows: list[tuple[int, Row]]) -> None:
+    def _prefill_rows(self, rows: list[tuple[int, Sequence]]) -> None:
         """Compute what is missing of rows' own tokens, given behind an earlier turn or lost when they gave way."""
         for pack in _packs(rows, [row.num_stored - row.num_restored for _, row in rows]):
             prompt_lengths = [len(row.group.ids) for _, row in pack]
@@ -205,13 +207,13 @@ class NativeSession:
             ]
             ids = [row.own_ids[row.num_restored : row.num_stored] for _, row in pack]
             starts = [length + row.num_restored for (_, row), length in zip(pack, prompt_lengths)]
-            logits = self._prefill(ids, starts, places, [row.group.sight for _, row in pack])
+            logits = self._prefill(ids, starts, places, [row.group.prompt_images for _, row in pack])
             first = [i for i, (_, row) in enumerate(pack) if not row.ids]
             if first:
                 self._choose_first([pack[i][1] for i in first], logits[first])
 
     def _prefill(
-        self, ids: list[list[int]], starts: list[int], places: list[Place], sights: Sequence[Sight | None]
+        self, ids: list[list[int]], starts: list[int], places: list[Place], sights: list[PromptImages | None]
     ) -> torch.Tensor:
         """(sequences, V) logits of what follows each of some sequences, whose first tokens stand at `starts`."""
         flat = self._tensor([token for sequence in ids for token in sequence])
@@ -221,7 +223,8 @@ class NativeSession:
         segments = [Segment(end - length, length, place) for length, end, place in zip(lengths, ends, places)]
         self._statistics.num_prefilled += len(flat)
         laid = [
-            Laid(segment.start, segment.length, start, seen) for segment, start, seen in zip(segments, starts, sights)
+            ImageSegment(segment.start, segment.length, start, seen)
+            for segment, start, seen in zip(segments, starts, sights)
         ]
         view = flat_view(self._model, flat, positions, laid)
         plan, last = view.plan(PrefillPlan(segments, self._store)), self._tensor([end - 1 for end in ends])
@@ -229,14 +232,14 @@ class NativeSession:
             positions = positions if view.rope is None else view.rope
             return last_logits(self._model, view.ids, positions, plan, last, **view.inputs)
 
-    def _begin(self, rows: list[Row]) -> None:
+    def _begin(self, rows: list[Sequence]) -> None:
         """First tokens right behind prompts; those of one prompt are drawn from the same logits."""
         for start in range(0, len(rows), FIRST_ROWS):
             part = rows[start : start + FIRST_ROWS]
             self._choose_first(part, torch.stack([row.group.first_logits for row in part]))  # pyright: ignore
         self._schedule.begun(rows)
 
-    def _choose_first(self, rows: list[Row], logits: torch.Tensor) -> None:
+    def _choose_first(self, rows: list[Sequence], logits: torch.Tensor) -> None:
         indices = self._tensor([row.index for row in rows])
         tokens = self._sampler.choose(logits.to(self._device), indices, torch.zeros_like(indices))
         self._take(rows, tokens[:, None].tolist())
@@ -258,7 +261,7 @@ class NativeSession:
         self._take(rows, tokens.T.tolist())
         self._end([row for row in rows if row.reason is not None])
 
-    def _num_free_steps(self, rows: list[Row]) -> int:
+    def _num_free_steps(self, rows: list[Sequence]) -> int:
         """Steps after which the rows need looking after, if none draws a token that ends it."""
         if self._stops or self._schedule.has_arrived:
             return 1
@@ -280,12 +283,12 @@ class NativeSession:
     def _version(self) -> tuple[int, int, int]:
         return self._schedule.version, self._store.own.version, self._store.prompts.version
 
-    def _make_active(self, rows: list[Row], version: tuple[int, int, int]) -> _Active:
+    def _make_active(self, rows: list[Sequence], version: tuple[int, int, int]) -> _Active:
         if self._active is not None and len(rows) > len(self._active.tokens):
             # How long a step of more rows takes has to be seen first.
             self._step_seconds = RUN_SECONDS
         prompt_lengths = [len(row.group.ids) for row in rows]
-        standing = Standing([row.group.slot for row in rows], prompt_lengths, [row.num_stored for row in rows])
+        standing = DecodeBatch([row.group.slot for row in rows], prompt_lengths, [row.num_stored for row in rows])
         return _Active(
             version=version,
             tokens=self._tensor([row.ids[-1] for row in rows]),
@@ -297,7 +300,7 @@ class NativeSession:
             step=self._steps.make(standing),
         )
 
-    def _take(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> None:
+    def _take(self, rows: list[Sequence], tokens: list[list[int]]) -> None:
         """The rows' next tokens; marks those that end by their last one."""
         for row, next_tokens in zip(rows, tokens):
             row.ids.extend(next_tokens)
@@ -308,7 +311,7 @@ class NativeSession:
 
     # ------------------------------------------------------------------------------------ rows go
 
-    def _end(self, rows: list[Row]) -> None:
+    def _end(self, rows: list[Sequence]) -> None:
         """Take rows that have ended out of the batch; their slots go to the last rows."""
         if not rows:
             return
@@ -355,7 +358,7 @@ class _Active:
 def _last_place(group: Group) -> int:
     """From where on a stored prompt is computed to know what follows it: its last token, unless that is an image's."""
     last = len(group.ids) - 1
-    return 0 if group.sight is not None and bool(group.sight.places[last]) else last
+    return 0 if group.prompt_images is not None and bool(group.prompt_images.places[last]) else last
 
 
 def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:
@@ -371,7 +374,7 @@ def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:
         yield pack
 
 
-def _check_numbers(samples: Sequence[Sample]) -> None:
+def _check_numbers(samples: list[Sample]) -> None:
     broken = sum(not all(map(math.isfinite, sample.logprobs or ())) for sample in samples)
     if broken:
         raise ValueError(

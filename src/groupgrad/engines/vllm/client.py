@@ -20,9 +20,9 @@ from groupgrad.engines.vllm.http import (
     GIVEN_UP,
     POLL_S,
     Address,
-    ServerGone,
     ServerRefused,
-    ServerSilent,
+    ServerTimeout,
+    ServerUnreachable,
     call,
     wait_until_up,
 )
@@ -30,7 +30,7 @@ from groupgrad.engines.vllm.server_session import ServerSession
 from groupgrad.engines.vllm.vllm_params import PROCESSED, is_plain, refusal, sampling_fields
 from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GlooTransport, Transport, choose_transport
-from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, model_sizes, notes_as_lists, torch_dtype
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorSpec, dtype_name, model_sizes, notes_as_lists, torch_dtype
 from groupgrad.errors import WeightsLost
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, is_sharded, served_weights, weights_to_the_end
@@ -243,7 +243,7 @@ class VLLMServerEngine:
         except TimeoutError as error:
             raise TimeoutError(f"{error}" + (f"; it is looked for because {reason}" if reason else "")) from None
         if self._expected is not None:
-            problems = misfits(self._expected, self._info)
+            problems = incompatibilities(self._expected, self._info)
             if problems:
                 raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
@@ -274,10 +274,11 @@ class VLLMServerEngine:
                 else:
                     self._push_adapter(pushed)
                 break
-            except (ServerGone, ServerSilent, ServerRefused, GroupBroken) as error:
+            except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
                 story = f"pushing version {pushed.version} to {self.address} failed: {error}{_remedy(error)}"
                 gone_again = (
-                    isinstance(error, (ServerGone, GroupBroken)) or self._info.get("start_id") != self._start_id_now()
+                    isinstance(error, (ServerUnreachable, GroupBroken))
+                    or self._info.get("start_id") != self._start_id_now()
                 )
                 if not gone_again or attempt == PUSH_ATTEMPTS or is_sharded(pushed.model):
                     raise type(error)(*_arguments(error, f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})")) from error
@@ -298,7 +299,7 @@ class VLLMServerEngine:
             self._find()  # it may have been started again since it was last looked at
             served = torch_dtype(self._info["dtype"])
             notes = [
-                TensorNote(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
+                TensorSpec(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
                 for name, empty in served_weights(model, merge=merge, shapes_only=True)
             ]
             announcement = {"stamp": stamp, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
@@ -359,7 +360,7 @@ class VLLMServerEngine:
         call(self.address, "adapter", data, query=query, timeout_s=self.timeout_s + 5.0)
 
 
-def misfits(expected: Expected, info: dict[str, Any]) -> list[str]:
+def incompatibilities(expected: Expected, info: dict[str, Any]) -> list[str]:
     """Why a server that says `info` of itself cannot serve this training; empty if it can."""
     problems = []
     sizes = {name: value for name, value in info["sizes"].items() if value is not None}

@@ -36,7 +36,7 @@ from groupgrad.engines.vllm.vllm_params import (
     sampling_params,
     verify,
 )
-from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorNote, dtype_name, notes_as_lists, torch_dtype
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorSpec, dtype_name, notes_as_lists, torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, served_weights, weights_to_the_end
 
@@ -145,7 +145,7 @@ class VLLMColocateEngine:
     def _load(self, model: nn.Module, *, merge: bool) -> None:
         dtype = torch_dtype(self._options.dtype)
         notes = [
-            TensorNote(name, dtype_name(dtype if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
+            TensorSpec(name, dtype_name(dtype if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
             for name, empty in served_weights(model, merge=merge, shapes_only=True)
         ]
         with torch.no_grad(), weights_to_the_end(model, merge=merge) as weights:

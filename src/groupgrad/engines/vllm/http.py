@@ -21,11 +21,11 @@ LEFT = 410
 GIVEN_UP = "sampling was given up, since training ends"
 
 
-class ServerGone(ConnectionError):
+class ServerUnreachable(ConnectionError):
     """The server cannot be reached, or ended in the middle of an answer."""
 
 
-class ServerSilent(ConnectionError):
+class ServerTimeout(ConnectionError):
     """The server took the call and did not answer in time."""
 
 
@@ -77,7 +77,7 @@ def call(
 ) -> dict[str, Any]:
     """The answer of the route `/groupgrad/<name>`, called with POST if there is a body.
 
-    Raises `ServerGone`, `ServerSilent` or `ServerRefused`.
+    Raises `ServerUnreachable`, `ServerTimeout` or `ServerRefused`.
     """
     connection, response = _send(address, name, body, query, timeout_s)
     try:
@@ -96,12 +96,12 @@ class Stream:
         self._connection, self._response = _send(address, name, body, None, timeout_s)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Lines of JSON until the answer ends. Raises `ServerGone` or `ServerSilent`."""
+        """Lines of JSON until the answer ends. Raises `ServerUnreachable` or `ServerTimeout`."""
         try:
             while line := _told(self._address, self._name, self._timeout_s, self._response.readline):
                 yield json.loads(line)
         except ValueError as error:
-            raise ServerGone(f"{self._address} ended in the middle of a line: {error}") from None
+            raise ServerUnreachable(f"{self._address} ended in the middle of a line: {error}") from None
         finally:
             self._connection.close()
 
@@ -168,15 +168,15 @@ def _send(
 
 
 def _told(address: Address, name: str, timeout_s: float, action: Any) -> Any:
-    """What `action` gives, its failures as `ServerGone` or `ServerSilent`."""
+    """What `action` gives, its failures as `ServerUnreachable` or `ServerTimeout`."""
     try:
         return action()
     except TimeoutError:
-        raise ServerSilent(f"{address} did not answer /groupgrad/{name} within {timeout_s:g} s") from None
+        raise ServerTimeout(f"{address} did not answer /groupgrad/{name} within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException) as error:
-        raise ServerGone(f"{address} is not there: {type(error).__name__}: {error}") from None
+        raise ServerUnreachable(f"{address} is not there: {type(error).__name__}: {error}") from None
     except (AttributeError, ValueError) as error:  # another thread closed the connection meanwhile
-        raise ServerGone(f"the connection to {address} was closed: {error}") from None
+        raise ServerUnreachable(f"the connection to {address} was closed: {error}") from None
 
 
 def _reason(data: bytes) -> str:

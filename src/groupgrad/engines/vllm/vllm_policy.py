@@ -17,7 +17,7 @@ from groupgrad.engines.vllm.http import GIVEN_UP
 logger = logging.getLogger(__name__)
 
 
-class ServedPolicy:
+class VLLMPolicy:
     """An engine over vLLM whose weights are `model`'s at the last `refresh`.
 
     `engine` is a `VLLMServerEngine` or a `VLLMColocateEngine`. With `sends_adapter` a LoRA adapter is sent alone,
@@ -100,7 +100,7 @@ class ServedPolicy:
 @dataclass(slots=True)
 class _ServedSession:
     inner: Session
-    policy: ServedPolicy
+    policy: VLLMPolicy
 
     def submit(self, request: Request) -> int:
         """The ticket of a request that is sampled from now on."""

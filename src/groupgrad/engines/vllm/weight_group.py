@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as torch_dist
 
-from groupgrad.engines.vllm.wire import ALIGNMENT, BUCKET_BYTES, TensorNote, torch_dtype
+from groupgrad.engines.vllm.wire import ALIGNMENT, BUCKET_BYTES, TensorSpec, torch_dtype
 
 Backend = Literal["nccl", "gloo"]
 
@@ -176,7 +176,7 @@ def _signed(value: int) -> int:
 
 
 def pack_on(
-    device: torch.device, notes: list[TensorNote], tensors: Iterable[torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES
+    device: torch.device, notes: list[TensorSpec], tensors: Iterable[torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[DeviceBucket]:
     """Buckets of the tensors, cast to the dtypes announced; tensors are taken one by one, as buckets are asked for.
 
@@ -205,7 +205,7 @@ def pack_on(
         yield DeviceBucket(number, first, place + 1 - first, data, digest(data, checksum))
 
 
-def unpack_from(notes: Iterable[TensorNote], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def unpack_from(notes: Iterable[TensorSpec], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The bucket's tensors by name, where they lie. ValueError if the bytes are fewer or more than the notes say."""
     found, offset = [], 0
     for note in notes:

@@ -23,7 +23,7 @@ from groupgrad.engines.vllm.weight_group import (
     open_store,
     pack_on,
 )
-from groupgrad.engines.vllm.wire import Bucket, TensorNote, pack, remove_shared, remove_stale, write_shared
+from groupgrad.engines.vllm.wire import Bucket, TensorSpec, pack, remove_shared, remove_stale, write_shared
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ MEETING_S = 60.0
 class Transport(Protocol):
     """Carries buckets to the workers of a server."""
 
-    def pack(self, notes: list[TensorNote], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Any]:
+    def pack(self, notes: list[TensorSpec], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Any]:
         """Buckets with a running `checksum`, as `send` takes them."""
         ...
 
@@ -51,7 +51,7 @@ class Transport(Protocol):
 class HttpTransport:
     """Buckets as bodies of HTTP calls, which the server hands to its workers; works everywhere."""
 
-    def pack(self, notes: list[TensorNote], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Bucket]:
+    def pack(self, notes: list[TensorSpec], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Bucket]:
         """Buckets in host memory."""
         return pack(notes, tensors, bucket_bytes=bucket_bytes)
 
@@ -94,7 +94,7 @@ class GlooTransport:
         self._name = ""
 
     def pack(
-        self, notes: list[TensorNote], tensors: Iterable[torch.Tensor], bucket_bytes: int
+        self, notes: list[TensorSpec], tensors: Iterable[torch.Tensor], bucket_bytes: int
     ) -> Iterator[DeviceBucket]:
         """Buckets on the device that sends them."""
         return pack_on(self._device, notes, tensors, bucket_bytes=bucket_bytes)

@@ -24,7 +24,7 @@ BUCKET_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True, frozen=True)
-class TensorNote:
+class TensorSpec:
     """What is announced of a tensor before its bytes are sent."""
 
     name: str
@@ -89,18 +89,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def notes_as_lists(notes: Iterable[TensorNote]) -> list[list[Any]]:
+def notes_as_lists(notes: Iterable[TensorSpec]) -> list[list[Any]]:
     """Notes as plain lists, for JSON."""
     return [[note.name, note.dtype, list(note.shape)] for note in notes]
 
 
-def notes_from_lists(lists: Iterable[list[Any]]) -> list[TensorNote]:
+def notes_from_lists(lists: Iterable[list[Any]]) -> list[TensorSpec]:
     """Notes out of plain lists."""
-    return [TensorNote(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in lists]
+    return [TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in lists]
 
 
 def pack(
-    notes: list[TensorNote], tensors: Iterable[torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES
+    notes: list[TensorSpec], tensors: Iterable[torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[Bucket]:
     """Buckets of the tensors, cast to the dtypes announced; tensors are taken one by one, as buckets are asked for.
 
@@ -159,7 +159,7 @@ def remove_shared(name: str) -> None:
     (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
-def unpack(notes: Iterable[TensorNote], data: Any) -> list[tuple[str, torch.Tensor]]:
+def unpack(notes: Iterable[TensorSpec], data: Any) -> list[tuple[str, torch.Tensor]]:
     """The bucket's tensors by name. ValueError if the bytes are fewer or more than the notes say.
 
     The tensors lie in `data` if that can be written to, otherwise in a copy.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from groupgrad.engines.vllm.weight_group import WeightGroup, describe, digest, open_store, unpack_from
-from groupgrad.engines.vllm.wire import TensorNote, notes_from_lists, read_shared, unpack
+from groupgrad.engines.vllm.wire import TensorSpec, notes_from_lists, read_shared, unpack
 
 EXTENSION = "groupgrad.engines.vllm.worker.WeightReceiver"
 """The value of vLLM's `worker_extension_cls`."""
@@ -33,7 +33,7 @@ OTHER_GROUP = "this worker is in the process group"
 class _Push:
     """A push under way."""
 
-    notes: list[TensorNote]
+    notes: list[TensorSpec]
     num_tensors: int = 0
     """Tensors that have come."""
     ties: list[_Tie] = field(default_factory=list)

@@ -21,12 +21,12 @@ from torch import nn
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.modeling.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.attention import AttentionPlan, attention_dropout, plannable, run_planned
-from groupgrad.modeling.scoring.head import Foreseen, HeadRecipe, foreseen_scores, tiled_scores
+from groupgrad.modeling.scoring.head import LogitTransform, PrecomputedGradient, scores_with_gradient, tiled_scores
 from groupgrad.modeling.scoring.layout import FlatLayout, flat_layout
-from groupgrad.modeling.scoring.logit_transform import head_layer, head_recipe
+from groupgrad.modeling.scoring.logit_transform import head_layer, logit_transform
 from groupgrad.modeling.systems.oom import scored_in_parts
-from groupgrad.modeling.systems.zero3 import is_sharded, runnable
-from groupgrad.modeling.vlm import Laid, Sight, View, flat_view, row_view, sight
+from groupgrad.modeling.systems.zero3 import gather_per_module, is_sharded
+from groupgrad.modeling.vlm import ImageSegment, ModelInputs, PromptImages, flat_view, prompt_images, row_view
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
 ENTROPY_TOKENS = 512
@@ -66,20 +66,20 @@ def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
 
 
 def score_tokens(
-    model: nn.Module, batch: Batch, options: ForwardOptions, foreseen: Foreseen | None = None
+    model: nn.Module, batch: Batch, options: ForwardOptions, precomputed: PrecomputedGradient | None = None
 ) -> TokenScores:
     """What `model` says of the completion tokens of `batch`; gradients flow into its parameters.
 
     `model` may be wrapped for data parallelism. The logits of loss tokens (`trained`) alone are computed, and the
     scores of all others (a tool's words, masked rows) are 0; the head's own scales, caps and biases are kept.
-    `foreseen` saves the tiled head work and changes nothing.
+    `precomputed` saves the tiled head work and changes nothing.
 
     Collective for a model whose parameters are spread over ranks, also without tokens.
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _nothing_to_score(model, batch, options)
     asked = None if bool(batch.trained.all()) else _loss_tokens(batch)
-    scores = _score_places(model, batch, options, foreseen, asked)
+    scores = _score_places(model, batch, options, precomputed, asked)
     if asked is None:
         return scores
     return replace(
@@ -119,18 +119,22 @@ def _loss_tokens(batch: Batch) -> torch.Tensor:
 
 
 def _score_places(
-    model: nn.Module, batch: Batch, options: ForwardOptions, foreseen: Foreseen | None, asked: torch.Tensor | None
+    model: nn.Module,
+    batch: Batch,
+    options: ForwardOptions,
+    precomputed: PrecomputedGradient | None,
+    asked: torch.Tensor | None,
 ) -> TokenScores:
     """Scores of the completion tokens at the places `asked`, or of all."""
     tokens = batch.completion_ids if asked is None else batch.completion_ids[asked]
-    if asked is not None and foreseen is not None:
-        foreseen = Foreseen(foreseen.logprobs[asked], foreseen.gradient[asked])
+    if asked is not None and precomputed is not None:
+        precomputed = PrecomputedGradient(precomputed.logprobs[asked], precomputed.gradient[asked])
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     source = _dense_input(model, batch, options) if layout == "dense" else _flat_input(model, batch, options, layout)
     rows, positions, view = source.rows, source.positions, source.view
     if asked is not None:
         rows, positions = rows[asked], positions[asked]
-    head = _head_on(model, (rows, positions), source.shape, tokens, options, foreseen)
+    head = _head_on(model, (rows, positions), source.shape, tokens, options, precomputed)
     with view.shown(model), compiled_parts(model), head as seen:
         if source.plan is None or source.places is None:
             output = model(input_ids=view.ids, use_cache=False, **source.extra)
@@ -156,7 +160,7 @@ def score_without_gradient(
     whole batches alone.
     """
     asked = replace(options, entropy_gradient=False, aux_loss=aux_loss and options.aux_loss)
-    with evaluation_mode(model), runnable(model):
+    with evaluation_mode(model), gather_per_module(model):
         if asked.aux_loss or is_sharded(model):
             return score_tokens(model, batch, asked)
         return scored_in_parts(batch, lambda part: score_tokens(model, part, asked))
@@ -184,7 +188,7 @@ class _Input:
     """(L,) int64."""
     positions: torch.Tensor
     """(L,) int64, in their rows of the input."""
-    view: View
+    view: ModelInputs
     extra: dict[str, Any]
     """Further arguments."""
     plan: AttentionPlan | None = None
@@ -209,7 +213,9 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
     sights = _sights(model, batch)
     of_rows = _row_sights(model, batch, sights)
     laid = [
-        Laid(part.start, part.length, part.first, sights[part.prompt] if part.row is None else of_rows[part.row])
+        ImageSegment(
+            part.start, part.length, part.first, sights[part.prompt] if part.row is None else of_rows[part.row]
+        )
         for part in flat.stretches
     ]
     view = flat_view(model, flat.ids, flat.positions, laid)
@@ -238,15 +244,15 @@ def _row_counts(flat: FlatLayout) -> torch.Tensor:
     return counts.to(flat.ids.device)
 
 
-def _sights(model: nn.Module, batch: Batch) -> list[Sight | None]:
+def _sights(model: nn.Module, batch: Batch) -> list[PromptImages | None]:
     """How the model sees the images of each distinct prompt, (Q,)."""
     if batch.media is None:
         return [None] * batch.num_prompts
     prompts = [torch.tensor(ids, dtype=torch.int64) for ids in batch.prompts()]
-    return [None if media is None else sight(model, ids, media) for ids, media in zip(prompts, batch.media)]
+    return [None if media is None else prompt_images(model, ids, media) for ids, media in zip(prompts, batch.media)]
 
 
-def _row_sights(model: nn.Module, batch: Batch, sights: list[Sight | None]) -> list[Sight | None]:
+def _row_sights(model: nn.Module, batch: Batch, sights: list[PromptImages | None]) -> list[PromptImages | None]:
     """How the model sees the images of each row, (B,): those of its prompt, or more where tools put more into it."""
     found = [sights[q] for q in batch.prompt_of_row.tolist()]
     for i, media in enumerate(batch.row_media or ()):
@@ -255,7 +261,7 @@ def _row_sights(model: nn.Module, batch: Batch, sights: list[Sight | None]) -> l
             prompt = batch.prompt_ids[batch.prompt_offsets[q] : batch.prompt_offsets[q + 1]]
             ids = torch.cat([prompt, batch.completion_ids[batch.offsets[i] : batch.offsets[i + 1]]])
             known = min((len(types) for types in media.token_tensors.values()), default=len(ids))
-            found[i] = sight(model, ids[:known], media)
+            found[i] = prompt_images(model, ids[:known], media)
     return found
 
 
@@ -307,7 +313,7 @@ def _head_on(
     shape: torch.Size,
     tokens: torch.Tensor,
     options: ForwardOptions,
-    foreseen: Foreseen | None,
+    precomputed: PrecomputedGradient | None,
 ) -> Iterator[_Seen]:
     """Let the model's output head see the hidden states at `places` (rows, positions) of the (B, T) `shape` alone.
 
@@ -318,10 +324,10 @@ def _head_on(
     seen, (rows, positions) = _Seen(), places
     num_rows, width = shape
     head = output_head(model)
-    recipe = head_recipe(unwrap(model)) if options.tiled_head else None
-    if recipe is not None and is_sharded(model) and not isinstance(head, nn.Linear):
-        recipe = None  # around the weights there is a module of an adapter, which gathers nothing
-    inside = recipe is not None and is_sharded(model)
+    transform = logit_transform(unwrap(model)) if options.tiled_head else None
+    if transform is not None and is_sharded(model) and not isinstance(head, nn.Linear):
+        transform = None  # around the weights there is a module of an adapter, which gathers nothing
+    inside = transform is not None and is_sharded(model)
 
     def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         hidden = inputs[0]
@@ -330,9 +336,9 @@ def _head_on(
         seen.narrowed = True
         # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
         hidden = _at(hidden, rows, positions + hidden.shape[1] - width)
-        if recipe is None or inside:
+        if transform is None or inside:
             return (hidden.unsqueeze(0), *inputs[1:])
-        seen.scores = _tiled(module, hidden, tokens, recipe, options, foreseen)
+        seen.scores = _tiled(module, hidden, tokens, transform, options, precomputed)
         return (hidden[None, :1], *inputs[1:])
 
     if head is None or not rows.numel():
@@ -341,8 +347,8 @@ def _head_on(
     # The compiler would take the positions of this call for constants and compile every batch anew.
     handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))  # pyright: ignore[reportArgumentType]
     scoring = nullcontext()
-    if recipe is not None and inside:
-        score = partial(_tiled, head, tokens=tokens, recipe=recipe, options=options, foreseen=foreseen)
+    if transform is not None and inside:
+        score = partial(_tiled, head, tokens=tokens, transform=transform, options=options, precomputed=precomputed)
         scoring = _scoring_inside(head, seen, score, options)
     try:
         with scoring:
@@ -388,19 +394,19 @@ def _tiled(
     head: Any,
     hidden: torch.Tensor,
     tokens: torch.Tensor,
-    recipe: HeadRecipe,
+    transform: LogitTransform,
     options: ForwardOptions,
-    foreseen: Foreseen | None,
+    precomputed: PrecomputedGradient | None,
 ) -> TokenScores:
     layer = head_layer(head)
     assert layer is not None  # there is a recipe
     weight, bias, low_rank = layer.linear.weight, layer.linear.bias, layer.low_rank(hidden)
-    arguments: dict[str, Any] = {"recipe": recipe, "temperature": options.temperature, "low_rank": low_rank}
-    if foreseen is None or options.entropy_gradient:
+    arguments: dict[str, Any] = {"transform": transform, "temperature": options.temperature, "low_rank": low_rank}
+    if precomputed is None or options.entropy_gradient:
         arguments["entropy_gradient"] = options.entropy_gradient
         scores = tiled_scores(hidden, weight, bias, tokens, **arguments)
     else:
-        scores = foreseen_scores(hidden, weight, bias, tokens, foreseen, **arguments)
+        scores = scores_with_gradient(hidden, weight, bias, tokens, precomputed, **arguments)
     device = tokens.device
     return TokenScores(scores.logprobs.to(device).float(), scores.entropy.to(device).float())
 

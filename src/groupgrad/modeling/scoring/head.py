@@ -18,11 +18,11 @@ from groupgrad.batch import TokenScores
 from groupgrad.modeling.scoring.head_tiles import (
     NATS,
     Gradients,
-    HeadRecipe,
+    HeadGradRequest,
+    HeadTask,
     HeadWeight,
-    Job,
     Joined,
-    Pull,
+    LogitTransform,
     Scores,
     Sums,
     Tiles,
@@ -36,7 +36,7 @@ _CLOSE = 5e-6
 
 
 @dataclass(slots=True, frozen=True)
-class Foreseen:
+class PrecomputedGradient:
     """What is known of a step before its forward pass, where the weights are those that sampled."""
 
     logprobs: torch.Tensor
@@ -61,7 +61,7 @@ def tiled_scores(
     bias: torch.Tensor | None,
     tokens: torch.Tensor,
     *,
-    recipe: HeadRecipe,
+    transform: LogitTransform,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     tiles: Tiles | None = None,
@@ -77,7 +77,7 @@ def tiled_scores(
     backward); tokens without an incoming gradient cost nothing there. With a frozen head (an adapter elsewhere) and no
     gradient from the entropies, the forward pass keeps d log-prob / d hidden (L, H) and nothing is computed again.
     """
-    job = _job(hidden, weight, tokens, recipe, temperature, tiles)
+    job = _job(hidden, weight, tokens, transform, temperature, tiles)
     if torch.is_grad_enabled():
         head_trains = _trains(weight, low_rank) or (bias is not None and bias.requires_grad)
         keep = hidden.requires_grad and not head_trains and not entropy_gradient
@@ -85,14 +85,14 @@ def tiled_scores(
     return _apply(hidden, weight, bias, tokens, job, None, low_rank)
 
 
-def foreseen_scores(
+def scores_with_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tokens: torch.Tensor,
-    foreseen: Foreseen,
+    precomputed: PrecomputedGradient,
     *,
-    recipe: HeadRecipe,
+    transform: LogitTransform,
     temperature: float = 1.0,
     tiles: Tiles | None = None,
     low_rank: LowRank | None = None,
@@ -104,13 +104,13 @@ def foreseen_scores(
     the cost of computing these tokens again. Entropies carry no gradient. Without gradients, for half-precision
     products or for a frozen head it is `tiled_scores` itself.
     """
-    job = _job(hidden, weight, tokens, recipe, temperature, tiles)
+    job = _job(hidden, weight, tokens, transform, temperature, tiles)
     is_exact = job.dtype == job.exact and (low_rank is None or low_rank.weight.dtype == job.exact)
     if not (torch.is_grad_enabled() and _trains(weight, low_rank) and is_exact):
         return tiled_scores(
-            hidden, weight, bias, tokens, recipe=recipe, temperature=temperature, tiles=tiles, low_rank=low_rank
+            hidden, weight, bias, tokens, transform=transform, temperature=temperature, tiles=tiles, low_rank=low_rank
         )
-    return _apply(hidden, weight, bias, tokens, job, foreseen, low_rank)
+    return _apply(hidden, weight, bias, tokens, job, precomputed, low_rank)
 
 
 def _trains(weight: torch.Tensor, low_rank: LowRank | None) -> bool:
@@ -121,10 +121,10 @@ def _job(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     tokens: torch.Tensor,
-    recipe: HeadRecipe,
+    transform: LogitTransform,
     temperature: float,
     tiles: Tiles | None,
-) -> Job:
+) -> HeadTask:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or tokens.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)} and tokens {tuple(tokens.shape)}; they "
@@ -133,9 +133,9 @@ def _job(
     device = weight.device
     dtype = weight.dtype
     # As nn.Linear would multiply here.
-    if not recipe.own_dtype and dtype != torch.float64 and torch.is_autocast_enabled(device.type):
+    if not transform.own_dtype and dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return Job(recipe, temperature, tiles or Tiles.of(device), dtype)
+    return HeadTask(transform, temperature, tiles or Tiles.of(device), dtype)
 
 
 def _apply(
@@ -143,8 +143,8 @@ def _apply(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tokens: torch.Tensor,
-    job: Job,
-    foreseen: Foreseen | None,
+    job: HeadTask,
+    precomputed: PrecomputedGradient | None,
     low_rank: LowRank | None,
 ) -> TokenScores:
     device, second = weight.device, None
@@ -153,10 +153,10 @@ def _apply(
         # One product over the columns of both; the first ones are left out of the gradient where they are frozen.
         hidden, second = torch.cat([hidden, low_rank.states.to(device)], dim=1), low_rank.weight.to(device)
         job = replace(job, frozen_columns=0 if weight.requires_grad else weight.shape[1])
-    if foreseen is not None:
-        parts = (foreseen.logprobs, foreseen.gradient)
-        foreseen = Foreseen(*(x.detach().to(device=device, dtype=job.exact) for x in parts))
-    found: Any = _TiledScores.apply(hidden, weight, second, bias, tokens.to(device), job, foreseen)
+    if precomputed is not None:
+        parts = (precomputed.logprobs, precomputed.gradient)
+        precomputed = PrecomputedGradient(*(x.detach().to(device=device, dtype=job.exact) for x in parts))
+    found: Any = _TiledScores.apply(hidden, weight, second, bias, tokens.to(device), job, precomputed)
     return TokenScores(logprobs=found[0], entropy=found[1])
 
 
@@ -171,14 +171,14 @@ class _TiledScores(torch.autograd.Function):
         second: torch.Tensor | None,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
-        job: Job,
-        foreseen: Foreseen | None,
+        job: HeadTask,
+        precomputed: PrecomputedGradient | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.job, ctx.hidden_dtype, ctx.ahead = job, hidden.dtype, None
         states, joined = hidden.to(job.dtype), _joined(weight, second)
         with torch.autocast(weight.device.type, enabled=False):
-            if foreseen is not None:
-                ctx.ahead = _look_ahead(states, joined, bias, tokens, foreseen, job, _needed(ctx))
+            if precomputed is not None:
+                ctx.ahead = _look_ahead(states, joined, bias, tokens, precomputed, job, _needed(ctx))
             scores = score_pass(states, joined, bias, tokens, job) if ctx.ahead is None else ctx.ahead.scores
         if job.keep_direction:
             ctx.save_for_backward(scores.direction)
@@ -191,13 +191,15 @@ class _TiledScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: Job = ctx.job
+        job: HeadTask = ctx.job
         to_logprobs, to_entropy = incoming
         if job.keep_direction:
             (direction,) = ctx.saved_tensors
             return (direction * (to_logprobs * job.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 6
         hidden, weight, second, bias, tokens, normaliser, entropy = ctx.saved_tensors
-        pull = Pull(tokens, normaliser, to_logprobs, to_logprobs, entropy, to_entropy if job.entropy_gradient else None)
+        pull = HeadGradRequest(
+            tokens, normaliser, to_logprobs, to_logprobs, entropy, to_entropy if job.entropy_gradient else None
+        )
         # What was found ahead is handed on and gone: another backward pass through this node starts anew.
         ahead, ctx.ahead = ctx.ahead, None
         with torch.autocast(weight.device.type, enabled=False):
@@ -238,20 +240,22 @@ def _look_ahead(
     weight: HeadWeight,
     bias: torch.Tensor | None,
     tokens: torch.Tensor,
-    foreseen: Foreseen,
-    job: Job,
+    precomputed: PrecomputedGradient,
+    job: HeadTask,
     needed: tuple[bool, ...],
 ) -> _Ahead | None:
     """Scores and foreseen gradients in one pass, or None if what was foreseen is of no use."""
-    normaliser = chosen_logits(hidden, weight, bias, tokens, job) - foreseen.logprobs / NATS
-    fit = (foreseen.gradient != 0) & normaliser.isfinite()
+    normaliser = chosen_logits(hidden, weight, bias, tokens, job) - precomputed.logprobs / NATS
+    fit = (precomputed.gradient != 0) & normaliser.isfinite()
     rows, others = _where(fit), _where(~fit)
     if not len(rows):
         return None
-    of = foreseen.gradient[rows]
+    of = precomputed.gradient[rows]
     found = _empty(len(rows), hidden, weight, bias, job, needed)
     sums = Sums.zeros(of)
-    gradient_pass(hidden[rows], weight, bias, Pull(tokens[rows], normaliser[rows], of, of), job, found, sums=sums)
+    gradient_pass(
+        hidden[rows], weight, bias, HeadGradRequest(tokens[rows], normaliser[rows], of, of), job, found, sums=sums
+    )
     # Far from 1 the sums may be infinite or all zero, and so would be what was added to the gradients.
     if not bool(((sums.total - 1).abs() < 0.5).all()):
         return None
@@ -268,7 +272,7 @@ def _look_ahead(
         torch.cat([scores.normaliser, rest.normaliser])[back],
     )
     excess = torch.cat([sums.total, torch.ones_like(rest.entropy)])[back]
-    return _Ahead(whole, found, foreseen.gradient.masked_fill(~fit, 0.0), excess)
+    return _Ahead(whole, found, precomputed.gradient.masked_fill(~fit, 0.0), excess)
 
 
 def _correct_own(
@@ -279,7 +283,7 @@ def _correct_own(
     of: torch.Tensor,
     sums: Sums,
     scores: Scores,
-    job: Job,
+    job: HeadTask,
 ) -> None:
     """Make each token's own share of the gradients exact.
 
@@ -305,8 +309,8 @@ def _gradients(
     hidden: torch.Tensor,
     weight: HeadWeight,
     bias: torch.Tensor | None,
-    pull: Pull,
-    job: Job,
+    pull: HeadGradRequest,
+    job: HeadTask,
     ahead: _Ahead | None,
     needed: tuple[bool, ...],
 ) -> Gradients:
@@ -331,7 +335,7 @@ def _gradients(
     return fresh
 
 
-def _settle(ahead: _Ahead, pull: Pull) -> Gradients:
+def _settle(ahead: _Ahead, pull: HeadGradRequest) -> Gradients:
     """The gradients found ahead times their common factor with the true ones; `pull` is left with what they lack."""
     found, true = ahead.gradients, pull.of_token
     largest = ahead.gradient.abs().argmax()
@@ -353,7 +357,7 @@ def _empty(
     hidden: torch.Tensor,
     weight: HeadWeight,
     bias: torch.Tensor | None,
-    job: Job,
+    job: HeadTask,
     needed: tuple[bool, ...],
 ) -> Gradients:
     """Memory for the gradients, not cleared (the first tile overwrites it) unless there will be no tile."""

@@ -24,7 +24,7 @@ NATS = math.log(2.0)
 
 
 @dataclass(slots=True, frozen=True)
-class HeadRecipe:
+class LogitTransform:
     """What becomes of hidden states h under a head (W, b): softcap(scale * (h @ W.T + b))."""
 
     scale: float = 1.0
@@ -86,10 +86,10 @@ HeadWeight = torch.Tensor | Joined
 
 
 @dataclass(slots=True, frozen=True)
-class Job:
+class HeadTask:
     """What one call does."""
 
-    recipe: HeadRecipe
+    transform: LogitTransform
     temperature: float
     tiles: Tiles
     dtype: torch.dtype
@@ -108,17 +108,17 @@ class Job:
     @property
     def slope(self) -> float:
         """d logit / d (h @ W.T + b), a cap's own slope aside."""
-        return self.recipe.scale / self.temperature
+        return self.transform.scale / self.temperature
 
     @property
     def factor(self) -> float:
         """Multiplies h @ W.T + b on the way to bits, or to the cap's tanh."""
-        return self.slope * BITS if self.recipe.softcap is None else self.recipe.scale / self.recipe.softcap
+        return self.slope * BITS if self.transform.softcap is None else self.transform.scale / self.transform.softcap
 
     @property
     def cap(self) -> float | None:
         """Bound of the logits in bits; None without a cap."""
-        return None if self.recipe.softcap is None else self.recipe.softcap * BITS / self.temperature
+        return None if self.transform.softcap is None else self.transform.softcap * BITS / self.temperature
 
 
 @dataclass(slots=True)
@@ -132,11 +132,11 @@ class Scores:
     normaliser: torch.Tensor
     """Log-sum-exp of the logits, in bits."""
     direction: torch.Tensor | None = None
-    """(L, H) d log-prob / d hidden over `Job.slope`, if it is kept."""
+    """(L, H) d log-prob / d hidden over `HeadTask.slope`, if it is kept."""
 
 
 @dataclass(slots=True)
-class Pull:
+class HeadGradRequest:
     """What a gradient pass starts from, all (L,).
 
     With p = exp(logit - normaliser), d loss / d logit = of_token * [token] - of_chances * p - to_entropy * p *
@@ -152,11 +152,11 @@ class Pull:
     to_entropy: torch.Tensor | None = None
     """d loss / d entropy; None if none flows, and then `entropy` is not needed."""
 
-    def at(self, rows: slice | torch.Tensor) -> Pull:
+    def at(self, rows: slice | torch.Tensor) -> HeadGradRequest:
         """The same for some of the tokens."""
         entropy = None if self.entropy is None else self.entropy[rows]
         to_entropy = None if self.to_entropy is None else self.to_entropy[rows]
-        return Pull(
+        return HeadGradRequest(
             self.tokens[rows], self.normaliser[rows], self.of_token[rows], self.of_chances[rows], entropy, to_entropy
         )
 
@@ -190,9 +190,11 @@ class Sums:
 
 @dataclass(slots=True)
 class Gradients:
-    """d loss / d each, None where it is not needed. Sums are of `Job.exact`, the weight's is of the weight's dtype.
+    """Gradients of the loss; None where one is not needed.
 
-    The weight's is that of its columns from `Job.frozen_columns` on.
+    Sums have the dtype `HeadTask.exact`, the weight's gradient has the weight's dtype.
+
+    The weight's is that of its columns from `HeadTask.frozen_columns` on.
     """
 
     hidden: torch.Tensor | None
@@ -203,7 +205,7 @@ class Gradients:
 class _Grid:
     """The tiles of one pass and the memory that they share."""
 
-    def __init__(self, num_tokens: int, weight: HeadWeight, bias: torch.Tensor | None, job: Job):
+    def __init__(self, num_tokens: int, weight: HeadWeight, bias: torch.Tensor | None, job: HeadTask):
         self._weight, self._bias, self._job = weight, bias, job
         self.tokens = list(slices(num_tokens, job.tiles.tokens))
         """Slices of the tokens; the first is the longest."""
@@ -276,7 +278,7 @@ class _Grid:
 
 
 def score_pass(
-    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: Job
+    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: HeadTask
 ) -> Scores:
     """Scores in one pass: sums are rescaled whenever a larger logit appears. `hidden` is of the products' dtype."""
     grid = _Grid(len(hidden), weight, bias, job)
@@ -318,7 +320,9 @@ def score_pass(
     return scores
 
 
-def _compiled_scores(grid: _Grid, hidden: torch.Tensor, weight: HeadWeight, tokens: torch.Tensor, job: Job) -> Scores:
+def _compiled_scores(
+    grid: _Grid, hidden: torch.Tensor, weight: HeadWeight, tokens: torch.Tensor, job: HeadTask
+) -> Scores:
     kernels, sums = grid.kernels, ExactSums.of_nothing(len(hidden))
     assert kernels is not None
     mean = torch.zeros_like(hidden) if job.keep_direction else None
@@ -345,8 +349,8 @@ def gradient_pass(
     hidden: torch.Tensor,
     weight: HeadWeight,
     bias: torch.Tensor | None,
-    pull: Pull,
-    job: Job,
+    pull: HeadGradRequest,
+    job: HeadTask,
     found: Gradients,
     *,
     add: bool = False,
@@ -393,7 +397,7 @@ def gradient_pass(
         sums.total = (seen_exactly.normaliser() - pull.normaliser).exp2().float()
 
 
-def _wanted(pull: Pull, job: Job, *, own: bool) -> Wanted:
+def _wanted(pull: HeadGradRequest, job: HeadTask, *, own: bool) -> Wanted:
     """d loss / d (h @ W.T + b) as the kernels are asked for it."""
     of_chances, of_bits = -pull.of_chances * job.slope, None
     if pull.to_entropy is not None and pull.entropy is not None:
@@ -403,7 +407,7 @@ def _wanted(pull: Pull, job: Job, *, own: bool) -> Wanted:
 
 
 def _pull_tile(
-    grid: _Grid, logits: torch.Tensor, pull: Pull, columns: slice, job: Job, sums: Sums | None
+    grid: _Grid, logits: torch.Tensor, pull: HeadGradRequest, columns: slice, job: HeadTask, sums: Sums | None
 ) -> torch.Tensor:
     """(t, v) d loss / d (h @ W.T + b); overwrites `logits`, adds what it sees to `sums`."""
     cap_slope = grid.cap_slope(logits)
@@ -425,7 +429,7 @@ def _pull_tile(
 
 
 def chosen_logits(
-    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: Job
+    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: HeadTask
 ) -> torch.Tensor:
     """(L,) logits of the tokens alone, in bits; NaN for ids outside the vocabulary."""
     ids = tokens.clamp(0, len(weight) - 1)

@@ -16,7 +16,7 @@ from torch import nn
 
 from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.load import _Float32Linear
-from groupgrad.modeling.scoring.head import HeadRecipe, LowRank
+from groupgrad.modeling.scoring.head import LogitTransform, LowRank
 from groupgrad.modeling.systems.zero3 import is_sharded
 
 Effect = Literal["multiply", "divide", "cap"]
@@ -82,7 +82,7 @@ def _under_lora(head: Any) -> HeadLayer | None:
     )
 
 
-def head_recipe(model: nn.Module) -> HeadRecipe | None:
+def logit_transform(model: nn.Module) -> LogitTransform | None:
     """How `model`, adapters included but no wrapper for data parallelism, gets its logits from its output head.
 
     None if something unknown may happen to them: the caller then takes the model's own logits. What is returned is
@@ -100,15 +100,15 @@ def head_recipe(model: nn.Module) -> HeadRecipe | None:
         text = config.get_text_config()
     except ValueError:  # several language models in one
         return None
-    recipe = _from_fields(text)
-    if recipe is None or (text is not config and recipe != HeadRecipe()):
+    transform = _from_fields(text)
+    if transform is None or (text is not config and transform != LogitTransform()):
         # Composite models (images and text) do not all heed what their text model's config says of logits.
         return None
-    return replace(recipe, own_dtype=isinstance(layer.linear, _Float32Linear))
+    return replace(transform, own_dtype=isinstance(layer.linear, _Float32Linear))
 
 
-def _from_fields(config: Any) -> HeadRecipe | None:
-    recipe = HeadRecipe()
+def _from_fields(config: Any) -> LogitTransform | None:
+    transform = LogitTransform()
     fields: dict[str, Any] = config.to_dict()
     for field, value in fields.items():
         if not _SPEAKS_OF_LOGITS.search(field) or _UNRELATED.search(field):
@@ -119,8 +119,8 @@ def _from_fields(config: Any) -> HeadRecipe | None:
         if effect is None and value != 1.0:
             return None
         if effect is not None:
-            recipe = _apply(recipe, effect, float(value))
-    return recipe
+            transform = _apply(transform, effect, float(value))
+    return transform
 
 
 def _effect(field: str, model_type: str) -> Effect | None:
@@ -130,7 +130,7 @@ def _effect(field: str, model_type: str) -> Effect | None:
     return None
 
 
-def _apply(recipe: HeadRecipe, effect: Effect, value: float) -> HeadRecipe:
+def _apply(transform: LogitTransform, effect: Effect, value: float) -> LogitTransform:
     if effect == "cap":
-        return replace(recipe, softcap=value)
-    return replace(recipe, scale=recipe.scale * (value if effect == "multiply" else 1.0 / value))
+        return replace(transform, softcap=value)
+    return replace(transform, scale=transform.scale * (value if effect == "multiply" else 1.0 / value))

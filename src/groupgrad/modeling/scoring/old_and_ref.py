@@ -12,7 +12,7 @@ from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 
 
-class FrozenScorer:
+class OldAndRefScorer:
     """Scores batches without dropout or gradients. Batches and results are on the CPU, the work is on `device`."""
 
     def __init__(

@@ -16,7 +16,7 @@ from torch.utils import deterministic
 
 
 @contextmanager
-def ordered_sums(model: nn.Module) -> Iterator[None]:
+def deterministic_cpu(model: nn.Module) -> Iterator[None]:
     """PyTorch's deterministic algorithms inside, if all of `model` lies on CPUs and they are not asked for already.
 
     An operation without such a form warns and runs as ever. The setting is the process's, and restored afterwards.

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from groupgrad import dist
-from groupgrad.modeling.systems.oom import let_go
+from groupgrad.modeling.systems.oom import release_frames
 
 
-class Joining:
+class GradientSync:
     """Joins the ranks of plain data parallelism, once at the beginning and once a step.
 
     DistributedDataParallel would reduce gradients within the step's last backward pass, so that all ranks had to make
@@ -39,7 +39,7 @@ class Joining:
             yield
         except Exception as error:
             if dist.is_active():
-                let_go(error)  # the others are told by way of the device, which may be full
+                release_frames(error)  # the others are told by way of the device, which may be full
             dist.raise_together(error)
         if not is_last:
             return

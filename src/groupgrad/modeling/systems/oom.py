@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or _MESSAGES.search(str(error).lower()) is not None
 
 
-def let_go(error: BaseException) -> None:
+def release_frames(error: BaseException) -> None:
     """Free what an error that is still to be raised holds: the variables of the functions that it came through."""
     part: BaseException | None = error
     while part is not None:

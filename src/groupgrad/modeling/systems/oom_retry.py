@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch
-from groupgrad.batching.packing import load, parted, row_costs
+from groupgrad.batching.packing import row_costs, split, total_cost
 from groupgrad.metrics import Metric, merge_all
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
 
@@ -141,10 +141,10 @@ def between_groups(batch: Batch, most: int) -> list[Batch]:
     groups: dict[int, list[int]] = {}
     for row, cost in enumerate(costs):
         groups.setdefault(cost.group, []).append(row)
-    fair = load(costs) / max(1, -(-load(costs) // most))
+    fair = total_cost(costs) / max(1, -(-total_cost(costs) // most))
     parts: list[list[int]] = [[]]
     for rows in groups.values():
-        now, then = (load(costs[row] for row in part) for part in (parts[-1], parts[-1] + rows))
+        now, then = (total_cost(costs[row] for row in part) for part in (parts[-1], parts[-1] + rows))
         if parts[-1] and (then > most or abs(then - fair) > abs(now - fair)):
             parts.append([])
         parts[-1] += rows
@@ -153,7 +153,7 @@ def between_groups(batch: Batch, most: int) -> list[Batch]:
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
     """The batch in `parts` of like cost, whose losses sum to its loss and whose metrics merge to its metrics."""
-    return _apart(batch, parted(row_costs(batch), parts))
+    return _apart(batch, split(row_costs(batch), parts))
 
 
 def _apart(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
@@ -185,7 +185,7 @@ def obstacle_to_cutting(args: Any) -> str | None:
 
 
 def _size(batch: Batch) -> int:
-    return load(row_costs(batch))
+    return total_cost(row_costs(batch))
 
 
 def _merged(results: Sequence[Trained]) -> Trained:

@@ -3,7 +3,7 @@
 In training ZeRO's own hooks gather a module's parameters for its forward and for its backward pass. A pass through
 them is a collective, so every rank makes equally many, with the same modules in the same order; what a rank has nothing
 to do for, it does with a made-up token (`forward.py`). Outside of training there may be no hooks yet, and sampling
-wants whole parameters throughout: `runnable` and `whole` are for these.
+wants whole parameters throughout: `gather_per_module` and `gather_all` are for these.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
+def gather_all(model: nn.Module) -> Iterator[None]:
     """Collective at its beginning. All of `model` whole on every rank inside, to be run by each as often as it likes.
 
     Takes the memory of all parameters. Nothing may be trained inside. A model that is whole is left as it is.
@@ -53,7 +53,7 @@ def whole(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def runnable(model: nn.Module) -> Iterator[None]:
+def gather_per_module(model: nn.Module) -> Iterator[None]:
     """Inside, passes of `model` without a gradient find its parameters, also before training has begun. Each such pass
     is a collective if they are sharded.
 

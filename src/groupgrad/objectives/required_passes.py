@@ -12,7 +12,7 @@ from groupgrad.objectives.ragged import layout_of
 
 
 @dataclass(slots=True, frozen=True)
-class Freshness:
+class OnPolicyInfo:
     """How far the sampling engine's numbers hold for the policy that trains now."""
 
     step: int
@@ -21,14 +21,14 @@ class Freshness:
     """The engine's log-probs and entropies are those that a forward pass of the same weights gives."""
 
 
-def fresh_rows(batch: Batch, freshness: Freshness) -> torch.Tensor:
+def fresh_rows(batch: Batch, freshness: OnPolicyInfo) -> torch.Tensor:
     """(B,) bool: rows of which the engine's numbers are those of the present policy."""
     if batch.policy_version is None or not freshness.exact:
         return torch.zeros_like(batch.advantages, dtype=torch.bool)
     return batch.policy_version == freshness.step
 
 
-def known_rows(batch: Batch, freshness: Freshness) -> torch.Tensor:
+def known_rows(batch: Batch, freshness: OnPolicyInfo) -> torch.Tensor:
     """(B,) bool: fresh rows with a log-prob and an entropy for each loss token."""
     if batch.sampling_logprobs is None or batch.sampling_entropy is None:
         return torch.zeros_like(batch.advantages, dtype=torch.bool)
@@ -51,8 +51,8 @@ def live_rows(batch: Batch, options: PolicyOptions, *, entropy_coef: float, aux_
     return has_tokens & (batch.advantages != 0)
 
 
-def passes_needed(
-    batch: Batch, options: PolicyOptions, freshness: Freshness, *, entropy_coef: float, aux_loss: bool
+def required_passes(
+    batch: Batch, options: PolicyOptions, freshness: OnPolicyInfo, *, entropy_coef: float, aux_loss: bool
 ) -> torch.Tensor:
     """(B,) int64: FORWARD_AND_BACKWARD for live rows, NO_PASS for others that are known or have no loss tokens.
 

@@ -12,6 +12,7 @@ from torch import nn
 from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
+from groupgrad.config.sampling import sampling_options, vllm_fields
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
@@ -19,14 +20,14 @@ from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.memory_check import TrainingBytes, check_memory
 from groupgrad.engines.vllm.vllm_params import PROCESSED, logprobs_mode
-from groupgrad.engines.vllm.vllm_policy import ServedPolicy
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
-from groupgrad.rollout.sources import Agency
+from groupgrad.rollout.sources import RolloutSetup
 from groupgrad.trainer import options
-from groupgrad.trainer.build import Parts
+from groupgrad.trainer.build import PolicyBundle
 
 logger = logging.getLogger(__name__)
 
@@ -34,21 +35,21 @@ MOST_ROWS = 256
 """Rows that vLLM samples at the same time at most; further ones wait."""
 
 
-def serve_policy(config: GRPOConfig, model: nn.Module, parts: Parts, agency: Agency) -> ServedPolicy:
+def serve_policy(config: GRPOConfig, model: nn.Module, parts: PolicyBundle, rollout_setup: RolloutSetup) -> VLLMPolicy:
     """Collective. vLLM as the configuration asks for it, ready for its first weights.
 
     Raises ImportError without vLLM, TimeoutError for a server that does not come up in time, and ValueError, with both
     sides' story, for one that serves something else and for what vLLM cannot do.
     """
-    if agency.function is not None and config.rollout_ahead:
+    if rollout_setup.function is not None and config.rollout_ahead:
         raise ValueError(
             f"rollout_ahead={config.rollout_ahead} with a rollout_func, which uses the trainer while it trains; set "
             "rollout_ahead=0"
         )
-    sampling = options.sampling_options(config, eos_ids=parts.eos_ids, pad_id=int(parts.tokenizer.pad_token_id))
+    sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=int(parts.tokenizer.pad_token_id))
     for problem in compat.unsupported_versions(["vllm"]):
         warnings.warn(problem)
-    served: ServedPolicy | None = None
+    served: VLLMPolicy | None = None
     with dist.together():
         make = _server if config.vllm_mode == "server" else _colocate
         served = make(config, model, parts.tokenizer, sampling)
@@ -56,13 +57,13 @@ def serve_policy(config: GRPOConfig, model: nn.Module, parts: Parts, agency: Age
     return served
 
 
-def longest_context(served: ServedPolicy) -> int:
+def longest_context(served: VLLMPolicy) -> int:
     """Tokens that vLLM has room for, prompt and completion together."""
     engine = served.engine
     return int(engine.info["max_model_len"] if isinstance(engine, VLLMServerEngine) else engine.max_model_len)
 
 
-def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> ServedPolicy:
+def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> VLLMPolicy:
     address = Address.of(config.vllm_server_base_url, config.vllm_server_host, config.vllm_server_port)
     engine = VLLMServerEngine(
         address,
@@ -73,7 +74,7 @@ def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Samp
     )
     engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
     told = str(engine.info.get("logprobs_mode", PROCESSED))
-    wanted = logprobs_mode(options.vllm_fields(config))
+    wanted = logprobs_mode(vllm_fields(config))
     if config.vllm_importance_sampling_correction and wanted is not None and not engine.plain_logprobs(sampling):
         raise ValueError(
             f"the vLLM server {address} tells log-probs as {told}, which are not those of the distribution that is "
@@ -82,7 +83,7 @@ def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Samp
         )
     largest = int(engine.info.get("max_lora_rank") or 0)
     place = f"the vLLM server {address} " + (f"takes ranks up to {largest}" if largest else "has no --enable-lora")
-    return ServedPolicy(
+    return VLLMPolicy(
         engine,
         model,
         sends_adapter=_sends_adapter(config, model, largest, place),
@@ -90,7 +91,7 @@ def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Samp
     )
 
 
-def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> ServedPolicy:
+def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> VLLMPolicy:
     sends_adapter = _sends_adapter(config, model, None, "")
     rows = config.per_device_train_batch_size * config.steps_per_generation_resolved
     chosen = ColocateOptions(
@@ -103,7 +104,7 @@ def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Sa
         tensor_parallel_size=config.vllm_tensor_parallel_size,
         max_lora_rank=adapter_rank(model) if sends_adapter else 0,
         regex=config.vllm_structured_outputs_regex,
-        logprobs_mode=logprobs_mode(options.vllm_fields(config)) or PROCESSED,
+        logprobs_mode=logprobs_mode(vllm_fields(config)) or PROCESSED,
         trust_remote_code=config.trust_remote_code,
     )
     check_memory(model, chosen, training=training_bytes(config, model))
@@ -113,7 +114,7 @@ def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Sa
     except ValueError:
         engine.close()
         raise
-    return ServedPolicy(engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling))
+    return VLLMPolicy(engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling))
 
 
 def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from groupgrad.objectives import Freshness, PolicyOptions, known_rows, live_rows, logp_mismatch, passes_needed
+from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, live_rows, logp_mismatch, required_passes
 
 NAN = float("nan")
 T, F = True, False
-ON, OFF = Freshness(step=5, exact=True), Freshness(step=5, exact=False)
+ON, OFF = OnPolicyInfo(step=5, exact=True), OnPolicyInfo(step=5, exact=False)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_known_rows_are_fresh_and_fully_reported(batch):
 
 def test_dead_rows_are_measured_unless_they_are_known_or_have_no_loss_tokens(batch):
     def passes(freshness, **terms):
-        return passes_needed(batch, PolicyOptions(), freshness, **{"entropy_coef": 0.0, "aux_loss": False, **terms})
+        return required_passes(batch, PolicyOptions(), freshness, **{"entropy_coef": 0.0, "aux_loss": False, **terms})
 
     assert passes(ON).tolist() == [2, 0, 1, 0, 0, 1]
     assert passes(OFF).tolist() == [2, 1, 1, 0, 0, 1]

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "soon.h"
+#include "prefetch.h"
 #include "vectors.h"
 
 // Numbers that are summed one after the other before their sum goes to the others'. With so many, or with two halves of

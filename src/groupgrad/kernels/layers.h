@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "products.h"
+#include "gemm.h"
 
 extern "C" {
 

@@ -1,0 +1,27 @@
+"""Names and kinds of users' functions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """A callable's name for metrics: its `__name__`, that of the function inside a partial, or its class's."""
+    function = innermost(function)
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True for a coroutine function, an object whose `__call__` is one, and a partial of either."""
+    function = innermost(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The callable inside any layers of `functools.partial`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
