@@ -67,7 +67,7 @@ def test_is_available():
 
 
 def test_the_ranges_are_those_of_the_package():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     for name, supported in compat.SUPPORTED.items():
         found = re.search(rf'"{name}>=([\d.]+)(?:,<([\d.]+))?"', text)
         if found:

@@ -339,7 +339,7 @@ def test_no_threads_is_refused():
 
 EXIT = """
 import asyncio, sys, threading, time
-from groupgrad.rollout.workers import Workers
+from groupgrad.concurrency.workers import Workers
 
 def hang():
     while True:

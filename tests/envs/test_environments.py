@@ -650,8 +650,8 @@ def test_what_went_wrong_is_logged_once_and_before_close_returns(monkeypatch, ca
 EXIT = """
 import os
 import threading
-from groupgrad.rollout.environments import Environments
-from groupgrad.rollout.workers import Workers
+from groupgrad.envs.environments import Environments
+from groupgrad.concurrency.workers import Workers
 
 class Counter:
     def reset(self, **kwargs):
