@@ -1,4 +1,4 @@
-"""The generation round that is being trained on. It outlives optimizer steps, so it is part of a checkpoint."""
+"""Keeps the generation batches that are being trained on. They outlive optimizer steps, so checkpoints hold them."""
 
 from __future__ import annotations
 
@@ -19,40 +19,48 @@ _MEDIA = ("media", "row_media")
 
 
 class GenerationBuffer:
-    """Keeps this rank's micro-batches of the current rounds (more than one only while a step spans several)."""
+    """This rank's rows of the current generation batches; more than one only while a step spans several.
+
+    `plan`: a checkpoint's generation batches are used only if they were made under the same plan; None: always.
+    """
 
     def __init__(self, plan: GenerationPlan | None = None) -> None:
         self.plan = plan
-        """How the rounds held are cut; None leaves it unchecked whether a checkpoint's rounds fit."""
-        self._rounds: dict[int, list[Batch]] = {}
+        self._batches: dict[int, Batch] = {}
 
-    def get(self, number: int) -> list[Batch] | None:
-        """The S micro-batches of round `number`, or None if it is not held."""
-        return self._rounds.get(number)
+    def get(self, number: int) -> Batch | None:
+        """The rows of generation batch `number`, or None if it is not held."""
+        return self._batches.get(number)
 
-    def put(self, number: int, micro_batches: list[Batch]) -> None:
-        """Hold a round."""
-        self._rounds[number] = micro_batches
+    def put(self, number: int, batch: Batch) -> None:
+        """Hold the rows of generation batch `number`."""
+        self._batches[number] = batch
 
     def keep_only(self, numbers: set[int]) -> None:
-        """Forget all rounds but these."""
-        self._rounds = {number: batches for number, batches in self._rounds.items() if number in numbers}
+        """Drop all generation batches but these."""
+        self._batches = {number: batch for number, batch in self._batches.items() if number in numbers}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers that `load_state_dict` restores exactly."""
-        rounds = {str(number): [_batch_state(batch) for batch in batches] for number, batches in self._rounds.items()}
+        rounds = {str(number): [_batch_state(batch)] for number, batch in self._batches.items()}
         return {"plan": None if self.plan is None else dataclasses.asdict(self.plan), "rounds": rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what a checkpoint held; nothing, and a warning, if its rounds were cut in another way than ours."""
+        """Hold what a checkpoint held; nothing, with a warning, if it was made under another plan."""
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         if plan is not None and state["plan"] is not None and state["plan"] != plan:
             pairs = [(name, state["plan"].get(name), plan[name]) for name in plan]
             changed = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
             logger.warning("the checkpoint's rollouts are not used: their batches do not fit (%s)", changed)
-            self._rounds = {}
+            self._batches = {}
             return
-        self._rounds = {int(number): [_batch_from(item) for item in items] for number, items in state["rounds"].items()}
+        # Earlier releases saved one batch for each micro-batch.
+        self._batches = {
+            int(number): Batch.concat([_batch_from(part) for part in parts])
+            if len(parts) > 1
+            else _batch_from(parts[0])
+            for number, parts in state["rounds"].items()
+        }
 
 
 def _batch_state(batch: Batch) -> dict[str, Any]:
@@ -63,13 +71,15 @@ def _batch_state(batch: Batch) -> dict[str, Any]:
 
 
 def _batch_from(state: dict[str, Any]) -> Batch:
-    kept = {name: state.get(name) for name in _MEDIA}
-    media = {name: None if items is None else tuple(map(_media_from, items)) for name, items in kept.items()}
-    return Batch(**{**state, "totals": StepTotals(**state["totals"]), **media})
+    names = {f.name for f in dataclasses.fields(Batch)}
+    values = {name: value for name, value in state.items() if name in names}
+    items = {name: state.get(name) for name in _MEDIA}
+    media = {name: None if item is None else tuple(map(_media_from, item)) for name, item in items.items()}
+    return Batch(**{**values, "totals": StepTotals(**state["totals"]), **media})
 
 
 def _media_state(media: Media | None) -> dict[str, Any] | None:
-    """Images as (height, width, 3) uint8."""
+    """Fields of `media`, with images as (height, width, 3) uint8."""
     if media is None:
         return None
     state = {f.name: getattr(media, f.name) for f in dataclasses.fields(media)}

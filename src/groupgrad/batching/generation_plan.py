@@ -1,9 +1,9 @@
-"""Who samples and who trains which row of a generation round.
+"""Assigns the rows of a generation batch to ranks and micro-batches.
 
-A round holds `N = b*n*S` rows (b rows a micro-batch, n ranks, S micro-batches a round), numbered 0 to N-1 in group
-order: row i belongs to group i // G. Optimizer steps take rows in that order, and within a step each rank takes a
-contiguous share. So what a step trains on depends on the step's size alone, not on b, n or the accumulation, and
-groups stay whole on a rank wherever the sizes allow.
+A generation batch holds `N = b*n*S` rows (b rows a micro-batch, n ranks, S micro-batches a generation batch), numbered
+0 to N-1 in group order: row i belongs to group i // G. Optimizer steps take rows in that order, and within a step each
+rank takes a contiguous share. So the rows of a step depend on the step's size alone, not on b, n or the accumulation,
+and groups stay whole on a rank wherever the sizes allow.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ class GenerationPlan:
     accumulation: int
     """Micro-batches of one optimizer step on one rank."""
     steps_per_generation: int
-    """S, micro-batches that one round fills on one rank."""
+    """S, micro-batches of one generation batch on one rank."""
     num_iterations: int
-    """How often a round is trained on (mu)."""
+    """mu, the number of times that a generation batch is trained on."""
     num_generations: int
     """G, completions a prompt."""
 
     @property
     def generation_batch_size(self) -> int:
-        """N, rows of one round over all ranks."""
+        """N, rows of one generation batch over all ranks."""
         return self.micro_batch_rows * self.world_size * self.steps_per_generation
 
     @property
     def prompts_per_generation(self) -> int:
-        """U, distinct prompts of one round over all ranks."""
+        """U, distinct prompts of one generation batch over all ranks."""
         return self.generation_batch_size // self.num_generations
 
     @property
     def micro_batches_per_generation(self) -> int:
-        """Micro-batches that each rank trains on before the next round is sampled."""
+        """Micro-batches that each rank trains on before the next generation batch is sampled."""
         return self.steps_per_generation * self.num_iterations
 
-    def generations_after(self, micro_steps: int) -> int:
-        """Rounds that begin after the present one within the next `micro_steps` micro-batches, its own counted."""
-        return max(0, -(-micro_steps // self.micro_batches_per_generation) - 1)
+    def generations_after(self, num_micro_batches: int) -> int:
+        """Generation batches that follow the present one within the next `num_micro_batches`, its own included."""
+        return max(0, -(-num_micro_batches // self.micro_batches_per_generation) - 1)
 
     @property
     def is_on_policy(self) -> bool:
-        """True if every round is used up within one optimizer step, so that the policy that trains is the one that
-        sampled and the old log-probs are the present ones."""
+        """True if each generation batch is used up within one optimizer step.
+
+        The policy that trains is then the one that sampled, and the old log-probs are the present ones.
+        """
         return self.accumulation % self.micro_batches_per_generation == 0
 
     @property
     def _window(self) -> int:
-        """Micro-batches of a round that belong to one optimizer step."""
+        """Micro-batches of a generation batch that belong to one optimizer step."""
         if self.steps_per_generation % self.accumulation == 0:
             return self.accumulation
         if self.accumulation % self.steps_per_generation == 0:
@@ -72,6 +74,11 @@ class GenerationPlan:
     def rank_rows(self, rank: int) -> list[int]:
         """All row numbers that `rank` samples and trains, ascending."""
         return [row for s in range(self.steps_per_generation) for row in self.slice_rows(rank, s)]
+
+    def places(self, position: int) -> range:
+        """Places among a rank's rows of the micro-batch that is the `position`-th to train on the generation batch."""
+        start = position % self.steps_per_generation * self.micro_batch_rows
+        return range(start, start + self.micro_batch_rows)
 
     def rank_groups(self, rank: int) -> list[int]:
         """Groups with at least one row on `rank`, ascending."""

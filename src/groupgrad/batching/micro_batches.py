@@ -1,78 +1,147 @@
-"""What the micro-batches of an optimizer step are made of: which rows, and how much of the model each row needs."""
+"""Plans the micro-batches of an optimizer step: their rows, and the passes through the model that each row needs.
+
+A step is one `Batch`. Its micro-batches, and the parts that they are cut into, are lists of rows; `MicroBatch.layout`
+turns one into a `Batch` when it is trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from groupgrad.batch import FORWARD, FORWARD_AND_BACKWARD, Batch
-from groupgrad.batching.packing import pack, row_costs
-from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, required_passes
+from groupgrad.batch import Batch
+from groupgrad.batching.packing import RowCost, pack, row_costs, split, split_between_groups, total_cost
+from groupgrad.objectives import (
+    FORWARD,
+    FORWARD_AND_BACKWARD,
+    LOSSES,
+    NO_PASS,
+    OnPolicyInfo,
+    PolicyOptions,
+    required_passes,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class StepRows:
+    """This rank's rows of an optimizer step."""
+
+    batch: Batch
+    """All rows, on the CPU, with the totals of the step."""
+    passes: list[int]
+    """(B,) `NO_PASS`, `FORWARD` or `FORWARD_AND_BACKWARD`."""
+    costs: list[RowCost]
+    """(B,)."""
+    loss_tokens: list[int]
+    """(B,) tokens of each row that the loss is over."""
+
+
+@dataclass(slots=True, frozen=True)
+class MicroBatch:
+    """Rows that are trained together: a micro-batch of the step, or a part of one."""
+
+    step: StepRows
+    rows: list[int]
+    """Places in the step's batch, ascending."""
+    share: float = 1.0
+    """The part's share of its micro-batch's loss tokens; the shares of all parts add up to 1."""
+
+    @property
+    def passes(self) -> int:
+        """The most that any of the rows needs."""
+        return max((self.step.passes[row] for row in self.rows), default=NO_PASS)
+
+    @property
+    def cost(self) -> int:
+        """Cost in forward passes of one token (see `RowCost`)."""
+        return total_cost(self._costs())
+
+    @property
+    def num_forward_tokens(self) -> int:
+        """Prompt and completion tokens, each row with its own copy of the prompt."""
+        batch = self.step.batch
+        lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
+        return int(lengths[self.rows].sum())
+
+    def layout(self) -> Batch:
+        """The rows as a batch, on the CPU; losses of all parts of a micro-batch add up to the micro-batch's loss."""
+        batch = self.step.batch.select(self.rows)
+        count = batch.totals.micro_batches / self.share if self.share else float("inf")
+        return replace(batch, totals=replace(batch.totals, micro_batches=count))
+
+    def by_passes(self) -> list[MicroBatch]:
+        """Parts whose rows all need the same passes, fewest first; one empty part if there are no rows."""
+        rows = {passes: [row for row in self.rows if self.step.passes[row] == passes] for passes in range(3)}
+        return self._parts([part for part in rows.values() if part] or [[]])
+
+    def split(self, num_parts: int) -> list[MicroBatch]:
+        """`num_parts` parts of similar cost, from 1 to the number of rows."""
+        return self._parts(self._rows_of(split(self._costs(), num_parts)))
+
+    def split_between_groups(self, limit: int) -> list[MicroBatch]:
+        """Parts that cost at most `limit` or are one group each."""
+        return self._parts(self._rows_of(split_between_groups(self._costs(), limit)))
+
+    def _costs(self) -> list[RowCost]:
+        return [self.step.costs[row] for row in self.rows]
+
+    def _rows_of(self, parts: Iterable[Sequence[int]]) -> list[list[int]]:
+        return [[self.rows[place] for place in part] for part in parts]
+
+    def _parts(self, parts: Sequence[list[int]]) -> list[MicroBatch]:
+        if len(parts) == 1:
+            return [self]
+        counts = [sum(self.step.loss_tokens[row] for row in rows) for rows in parts]
+        shares = [count / sum(counts) if sum(counts) else 1 / len(parts) for count in counts]
+        return [replace(self, rows=rows, share=self.share * share) for rows, share in zip(parts, shares)]
 
 
 def assign_micro_batches(
-    batches: Sequence[Batch],
+    batch: Batch,
+    planned: Sequence[Sequence[int]],
     options: PolicyOptions,
-    freshness: OnPolicyInfo,
+    on_policy: OnPolicyInfo,
     *,
     entropy_coef: float,
     aux_loss: bool,
     backward_everywhere: bool = False,
     one_pass: bool = False,
-) -> list[Batch]:
-    """The step's rows on this rank in as many micro-batches as before, of like cost, each row with the passes it needs.
+) -> list[MicroBatch]:
+    """The step's micro-batches on this rank, as many as `planned`, of similar cost.
 
-    Loss, gradient and metrics are those of `batches`. With `backward_everywhere` each micro-batch has at least one row
-    with a gradient; otherwise at least one has, so that the optimizer decays its momenta and weights also in a step
-    without any signal. A loss that is defined by the micro-batches that its rows come in (`bnpo`, load balancing) keeps
-    the rows where they are.
+    `planned` are the rows of each micro-batch as the generation plan cuts them. Loss, gradient and metrics of the step
+    do not depend on the assignment, except for a loss that is defined by the micro-batches of its rows (`bnpo`, load
+    balancing), which keeps `planned`.
 
-    With `one_pass` a micro-batch is at most one pass through the model: rows that need a forward pass get a backward
-    pass too. Ranks that hold parts of one model make equally many passes so.
+    With `backward_everywhere` each micro-batch has at least one row with a gradient; otherwise at least one micro-batch
+    has, so that the optimizer decays its moments and weights also in a step without any signal. With `one_pass` rows
+    that need a forward pass get a backward pass too, so that ranks which hold parts of one model make equally many
+    passes.
     """
-    is_local = aux_loss or LOSSES[options.loss_type].reduction == "local_token_mean"
-    noted = [
-        replace(
-            batch,
-            passes=required_passes(batch, options, freshness, entropy_coef=entropy_coef, aux_loss=aux_loss),
-        )
-        for batch in batches
-    ]
+    passes = required_passes(batch, options, on_policy, entropy_coef=entropy_coef, aux_loss=aux_loss)
     if one_pass:
-        noted = [replace(batch, passes=_all_or_nothing(batch.passes)) for batch in noted]
-    if len(noted) > 1 and not is_local:
-        whole = Batch.concat(noted)
-        bounds = accumulate((batch.num_rows for batch in noted), initial=0)
-        plan = [range(start, end) for start, end in pairwise(bounds)]
-        noted = [whole.select(rows) for rows in pack(row_costs(whole), plan)]
+        passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
+    needed = passes.tolist()
+    is_local = aux_loss or LOSSES[options.loss_type].reduction == "local_token_mean"
+    assigned = [list(rows) for rows in planned]
+    if len(assigned) > 1 and not is_local:
+        assigned = pack(row_costs(batch, needed), assigned)
+    with_rows = [rows for rows in assigned if rows]
     if backward_everywhere:
-        return [_with_a_live_row(batch) for batch in noted]
-    if not any(has_gradient(batch) for batch in noted):
-        first = next((i for i, batch in enumerate(noted) if batch.num_rows), None)
-        if first is not None:
-            noted[first] = _with_a_live_row(noted[first])
-    return noted
+        for rows in with_rows:
+            _keep_a_live_row(batch, rows, needed)
+    elif with_rows and FORWARD_AND_BACKWARD not in needed:
+        _keep_a_live_row(batch, with_rows[0], needed)
+    loss_tokens = torch.zeros_like(batch.prompt_of_row).index_add(0, batch.row_of_token, batch.trained.long())
+    step = StepRows(batch, needed, row_costs(batch, needed), loss_tokens.tolist())
+    return [MicroBatch(step, rows) for rows in assigned]
 
 
-def _all_or_nothing(passes: torch.Tensor | None) -> torch.Tensor | None:
-    return None if passes is None else passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
-
-
-def has_gradient(batch: Batch) -> bool:
-    """True if any row needs a backward pass."""
-    return batch.passes is None or bool((batch.passes == FORWARD_AND_BACKWARD).any())
-
-
-def _with_a_live_row(batch: Batch) -> Batch:
-    """The batch, its shortest row (one with tokens if there is one) made live if none is."""
-    if has_gradient(batch) or not batch.num_rows or batch.passes is None:
-        return batch
-    lengths = batch.offsets.diff()
-    cost = lengths + batch.prompt_offsets.diff()[batch.prompt_of_row]
-    row = int(torch.where(lengths > 0, cost, cost + int(cost.max()) + 1).argmin())
-    passes = batch.passes.clone()
-    passes[row] = FORWARD_AND_BACKWARD
-    return replace(batch, passes=passes)
+def _keep_a_live_row(batch: Batch, rows: Sequence[int], passes: list[int]) -> None:
+    """Gives the cheapest of `rows`, one with tokens if there is one, a backward pass if none of them has any."""
+    if any(passes[row] == FORWARD_AND_BACKWARD for row in rows):
+        return
+    lengths, prompts = batch.offsets.diff().tolist(), batch.prompt_offsets.diff()[batch.prompt_of_row].tolist()
+    passes[min(rows, key=lambda row: (not lengths[row], lengths[row] + prompts[row], row))] = FORWARD_AND_BACKWARD

@@ -1,6 +1,6 @@
-"""Rows shared out over the micro-batches of a step, so that these cost alike and groups stay together.
+"""Distributes the rows of a step over micro-batches of similar cost that keep groups together.
 
-Which micro-batch a row is in changes no result: the denominators are those of the whole step.
+The micro-batch of a row changes no result: the denominators are those of the whole step.
 """
 
 from __future__ import annotations
@@ -8,30 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from groupgrad.batch import FORWARD, FORWARD_AND_BACKWARD, Batch
+from groupgrad.batch import Batch
+from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD
 
 # A backward pass costs about two forward passes (arXiv:2001.08361, sec. 2.1).
 _WEIGHTS = {FORWARD_AND_BACKWARD: 3, FORWARD: 1}
-# A group above a fair share stays whole or is cut into pieces of a fair share, of half of it, and so on; the best wins.
+# A group above a fair share stays whole, or is cut into pieces of a fair share, half of it, and so on. The best wins.
 _FINENESS = (0, 1, 2, 4, 1 << 30)
 
 
 @dataclass(slots=True, frozen=True)
 class RowCost:
-    """What a row costs in a micro-batch, in units of a forward pass of one token."""
+    """Cost of a row in a micro-batch; the unit is the forward pass of one token."""
 
     own: int
-    """For its completion."""
+    """Cost of the completion."""
     prompt: int
-    """For its prompt; rows of one group in one micro-batch pay it once (the largest of theirs)."""
+    """Cost of the prompt; rows of one group in one micro-batch pay the largest of theirs, once."""
     group: int
     """Rows with the same number share their prompt."""
 
 
-def row_costs(batch: Batch) -> list[RowCost]:
-    """The cost of each row of a batch by the passes it needs; 0 for rows that the model does not see."""
+def row_costs(batch: Batch, passes: Sequence[int]) -> list[RowCost]:
+    """The cost of each row of a batch, whose (B,) `passes` are `NO_PASS` (costs 0), `FORWARD` and so on."""
     completions, prompts = batch.offsets.diff().tolist(), batch.prompt_offsets.diff().tolist()
-    passes = [FORWARD_AND_BACKWARD] * batch.num_rows if batch.passes is None else batch.passes.tolist()
     weights = [_WEIGHTS.get(needed, 0) for needed in passes]
     groups = batch.prompt_of_row.tolist()
     return [RowCost(w * length, w * prompts[g], g) for w, length, g in zip(weights, completions, groups)]
@@ -48,12 +48,12 @@ def total_cost(costs: Iterable[RowCost]) -> int:
 
 
 def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The rows (places in `costs`) of each of as many micro-batches as `plan` has; every row once, ascending.
+    """Rows (places in `costs`) of as many micro-batches as `plan` has; every row once, ascending.
 
-    The sum of loads, which is time, is as small as was found, and then the largest load, which is memory; neither is
-    above that of `plan`, a valid sharing out. So prompts are computed as seldom as memory allows, and what is left is
-    balanced. A group is cut only if it costs more than a fair share, and no micro-batch is empty if there are rows
-    enough, unless `plan` is kept. The result is a function of the arguments alone.
+    Minimises the sum of the micro-batches' costs (time), then the largest cost (memory), over a few candidates; neither
+    exceeds that of `plan`, a valid assignment. So prompts are computed as seldom as memory allows. A group is cut only
+    if it costs more than a fair share. No micro-batch is empty if there are rows enough, unless `plan` is kept. The
+    result is a function of the arguments alone.
     """
     loads = _loads(costs, plan)
     best, best_score = [list(rows) for rows in plan], (sum(loads), max(loads, default=0))
@@ -66,9 +66,29 @@ def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[i
 
 
 def split(costs: Sequence[RowCost], parts: int) -> list[list[int]]:
-    """All rows in `parts` non-empty parts (from 1 to the number of rows), the largest load as small as was found."""
+    """All rows in `parts` non-empty parts (from 1 to the number of rows), with the smallest largest cost found."""
     candidates = _candidates(costs, parts)
     return min(candidates, key=lambda bins: (max(_loads(costs, bins)), sum(_loads(costs, bins))))
+
+
+def split_between_groups(costs: Sequence[RowCost], limit: int) -> list[list[int]]:
+    """All rows in parts of similar cost, each at most `limit` or one whole group; no prompt is computed twice."""
+    groups = list(_rows_by_group(costs).values())
+    fair = total_cost(costs) / max(1, -(-total_cost(costs) // limit))
+    parts: list[list[int]] = [[]]
+    for rows in groups:
+        without, joined = (total_cost(costs[row] for row in part) for part in (parts[-1], parts[-1] + rows))
+        if parts[-1] and (joined > limit or abs(joined - fair) > abs(without - fair)):
+            parts.append([])
+        parts[-1] += rows
+    return [sorted(rows) for rows in parts]
+
+
+def _rows_by_group(costs: Sequence[RowCost]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for row, cost in enumerate(costs):
+        groups.setdefault(cost.group, []).append(row)
+    return groups
 
 
 def _loads(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> list[int]:
@@ -76,7 +96,7 @@ def _loads(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> list[int]
 
 
 def _candidates(costs: Sequence[RowCost], num_bins: int) -> list[list[list[int]]]:
-    """Ways to share the rows out; none without bins."""
+    """Assignments of the rows to bins, one for each fineness; none without bins."""
     if not num_bins:
         return []
     return [_longest_first(costs, _pieces(costs, num_bins, fineness), num_bins) for fineness in _FINENESS]
@@ -84,9 +104,7 @@ def _candidates(costs: Sequence[RowCost], num_bins: int) -> list[list[list[int]]
 
 def _pieces(costs: Sequence[RowCost], num_bins: int, fineness: int) -> list[list[int]]:
     """The groups, those above a fair share cut into pieces of about a `fineness`-th of it; 0 cuts none."""
-    groups: dict[int, list[int]] = {}
-    for row, cost in enumerate(costs):
-        groups.setdefault(cost.group, []).append(row)
+    groups = _rows_by_group(costs)
     whole = sum(total_cost(costs[row] for row in rows) for rows in groups.values())
     pieces: list[list[int]] = []
     for rows in groups.values():
@@ -100,7 +118,7 @@ def _pieces(costs: Sequence[RowCost], num_bins: int, fineness: int) -> list[list
 
 
 def _longest_first(costs: Sequence[RowCost], pieces: list[list[int]], num_bins: int) -> list[list[int]]:
-    """The pieces in bins, each, from the most expensive on, where the load is then least."""
+    """Puts each piece, from the most expensive on, into the bin whose load it leaves least."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     prompts: list[dict[int, int]] = [{} for _ in range(num_bins)]
@@ -116,7 +134,7 @@ def _longest_first(costs: Sequence[RowCost], pieces: list[list[int]], num_bins: 
 
 
 def _filled(costs: Sequence[RowCost], bins: list[list[int]]) -> list[list[int]]:
-    """The bins, an empty one given the cheapest row of the fullest as long as that keeps another."""
+    """Gives each empty bin the cheapest row of the fullest bin, as long as that bin keeps another row."""
     for empty in (b for b in bins if not b):
         fullest = max(bins, key=len)
         if len(fullest) > 1:

@@ -7,12 +7,24 @@ from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
 from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import LOSSES, PolicyLoss, policy_loss
-from groupgrad.objectives.required_passes import OnPolicyInfo, fresh_rows, known_rows, live_rows, required_passes
+from groupgrad.objectives.required_passes import (
+    FORWARD,
+    FORWARD_AND_BACKWARD,
+    NO_PASS,
+    OnPolicyInfo,
+    fresh_rows,
+    known_rows,
+    live_rows,
+    required_passes,
+)
 
 __all__ = [
+    "FORWARD",
+    "FORWARD_AND_BACKWARD",
     "FRAC_DROPPED_ROWS",
     "FRAC_DROPPED_TOKENS",
     "LOSSES",
+    "NO_PASS",
     "Advantages",
     "Aggregation",
     "LossType",

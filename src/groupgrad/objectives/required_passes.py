@@ -1,4 +1,4 @@
-"""Which rows of a batch the model has to see: those with a gradient, those that are only measured, and the others."""
+"""Passes through the model that each row of a step needs: forward and backward, forward alone, or none."""
 
 from __future__ import annotations
 
@@ -6,42 +6,48 @@ from dataclasses import dataclass
 
 import torch
 
-from groupgrad.batch import FORWARD, FORWARD_AND_BACKWARD, NO_PASS, Batch
+from groupgrad.batch import Batch
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import layout_of
+
+NO_PASS = 0
+"""The row's scores are known from sampling, or no loss token needs them."""
+FORWARD = 1
+"""The row's scores are measured, but no gradient comes from it."""
+FORWARD_AND_BACKWARD = 2
 
 
 @dataclass(slots=True, frozen=True)
 class OnPolicyInfo:
-    """How far the sampling engine's numbers hold for the policy that trains now."""
+    """Tells whether the sampling engine's numbers are those of the policy that trains now."""
 
     step: int
-    """The optimizer step that is being made; rows that its weights sampled are fresh."""
+    """Number of the present optimizer step; rows that its weights sampled are fresh."""
     exact: bool
     """The engine's log-probs and entropies are those that a forward pass of the same weights gives."""
 
 
-def fresh_rows(batch: Batch, freshness: OnPolicyInfo) -> torch.Tensor:
-    """(B,) bool: rows of which the engine's numbers are those of the present policy."""
-    if batch.policy_version is None or not freshness.exact:
+def fresh_rows(batch: Batch, on_policy: OnPolicyInfo) -> torch.Tensor:
+    """(B,) bool: rows whose engine numbers are those of the present policy."""
+    if batch.policy_version is None or not on_policy.exact:
         return torch.zeros_like(batch.advantages, dtype=torch.bool)
-    return batch.policy_version == freshness.step
+    return batch.policy_version == on_policy.step
 
 
-def known_rows(batch: Batch, freshness: OnPolicyInfo) -> torch.Tensor:
+def known_rows(batch: Batch, on_policy: OnPolicyInfo) -> torch.Tensor:
     """(B,) bool: fresh rows with a log-prob and an entropy for each loss token."""
     if batch.sampling_logprobs is None or batch.sampling_entropy is None:
         return torch.zeros_like(batch.advantages, dtype=torch.bool)
     lacks = batch.trained & ~(batch.sampling_logprobs.isfinite() & batch.sampling_entropy.isfinite())
     missing = torch.zeros_like(batch.prompt_of_row).index_add(0, batch.row_of_token, lacks.long())
-    return fresh_rows(batch, freshness) & (missing == 0)
+    return fresh_rows(batch, on_policy) & (missing == 0)
 
 
 def live_rows(batch: Batch, options: PolicyOptions, *, entropy_coef: float, aux_loss: bool) -> torch.Tensor:
     """(B,) bool: rows that the step's loss can have a gradient through.
 
-    A row without loss tokens has none, nor has one whose advantage is exactly 0 while neither a KL term nor an entropy
-    bonus is applied. A load-balancing loss (`aux_loss`) reaches every row.
+    A row without loss tokens has no gradient. A row with an advantage of exactly 0 has none either, unless a KL term or
+    an entropy bonus is applied. A load-balancing loss (`aux_loss`) reaches every row.
     """
     if aux_loss:
         return torch.ones_like(batch.advantages, dtype=torch.bool)
@@ -52,13 +58,13 @@ def live_rows(batch: Batch, options: PolicyOptions, *, entropy_coef: float, aux_
 
 
 def required_passes(
-    batch: Batch, options: PolicyOptions, freshness: OnPolicyInfo, *, entropy_coef: float, aux_loss: bool
+    batch: Batch, options: PolicyOptions, on_policy: OnPolicyInfo, *, entropy_coef: float, aux_loss: bool
 ) -> torch.Tensor:
     """(B,) int64: FORWARD_AND_BACKWARD for live rows, NO_PASS for others that are known or have no loss tokens.
 
-    What is left has no gradient, but its log-probs and entropies are measured: FORWARD.
+    FORWARD for the rest: rows without a gradient whose log-probs and entropies are measured.
     """
     live = live_rows(batch, options, entropy_coef=entropy_coef, aux_loss=aux_loss)
-    settled = known_rows(batch, freshness) | (layout_of(batch).counts == 0)
+    settled = known_rows(batch, on_policy) | (layout_of(batch).counts == 0)
     passes = torch.full_like(batch.prompt_of_row, FORWARD).masked_fill(settled, NO_PASS)
     return passes.masked_fill(live, FORWARD_AND_BACKWARD)

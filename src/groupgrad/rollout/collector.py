@@ -1,4 +1,4 @@
-"""One generation round: sample, score, turn rewards into advantages, make the micro-batches."""
+"""Makes one generation batch: samples rollouts, scores them, and turns rewards into advantages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.metrics import Metric, maximum
-from groupgrad.objectives import Advantages, compute_advantages, reward_metrics
+from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.base import GenerationRequest, RolloutSource, check_failures, problems_of
 from groupgrad.rollout.prefetch import RolloutPrefetcher, Weights
@@ -25,11 +25,13 @@ from groupgrad.types import RewardTable, Rollout
 
 @dataclass(slots=True, frozen=True)
 class ScoringOptions:
-    """How rewards become advantages."""
+    """How rewards become advantages, and advantages a batch."""
 
     reward_weights: tuple[float, ...]
-    scale_rewards: str = "group"
-    aggregation: str = "sum_then_normalize"
+    scale_rewards: ScaleRewards = "group"
+    aggregation: Aggregation = "sum_then_normalize"
+    mask_truncated: bool = False
+    """Take the tokens of truncated completions out of the loss."""
     keep_records: bool = False
     """Gather every rollout on the main process for the completions table."""
     keep_images: bool = False
@@ -38,29 +40,22 @@ class ScoringOptions:
 
 @dataclass(slots=True)
 class Experience:
-    """A finished round, this rank's part."""
+    """This rank's part of a finished generation batch."""
 
     rollouts: list[Rollout]
-    advantages: list[float]
+    batch: Batch
+    """The rollouts with their advantages, on the CPU; the totals are filled in with the optimizer step."""
     metrics: dict[str, Metric]
     num_tokens: int
     """Over all ranks."""
     mean_reward: float
     """Over all ranks; NaN if nothing was scored."""
     records: list[dict[str, Any]] = field(default_factory=list)
-    """Of all ranks, in row order; empty unless asked for."""
-
-    def micro_batch(self, rows: Sequence[int], *, mask_truncated: bool) -> Batch:
-        """The rollouts with these row numbers as a batch; its totals are filled in with the optimizer step."""
-        place = {rollout.index: i for i, rollout in enumerate(self.rollouts)}
-        chosen = [place[row] for row in rows]
-        return collate(
-            [self.rollouts[i] for i in chosen], [self.advantages[i] for i in chosen], mask_truncated=mask_truncated
-        )
+    """One for each rollout of all ranks, in row order, for the completions table; empty unless asked for."""
 
 
 class ExperienceCollector:
-    """Makes scored rounds. Collective: every rank takes part in every round, also without rows of its own."""
+    """Makes scored generation batches. Collective: every rank takes part, also without rows of its own."""
 
     def __init__(
         self,
@@ -75,57 +70,67 @@ class ExperienceCollector:
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self.options, self.timings = options, timings
-        self._supply = RolloutPrefetcher(rollouts, timings, weights, ahead=ahead, around=around)
+        self._prefetcher = RolloutPrefetcher(rollouts, timings, weights, ahead=ahead, around=around)
 
     def __call__(
         self, request: GenerationRequest, *, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
     ) -> Experience:
-        """Collective. Sample and score one round. A failure on any rank is raised on all of them, and a RolloutError if
-        more than half of the round's rollouts failed, over all ranks. The rounds `upcoming` may be begun already."""
+        """Collective. Samples and scores one generation batch; the batches `upcoming` may be begun already.
+
+        A failure on any rank is raised on all of them, and a RolloutError if more than half of the generation batch's
+        rollouts failed, over all ranks.
+        """
+        rollouts = self._prefetcher(request, upcoming)
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
-        rollouts = self._supply(request, upcoming)
         with dist.together(), self.timings.phase("rewards"):
             if rollouts:
                 table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
-        return self._finish(request, rollouts, table)
-
-    def close(self) -> None:
-        """Let go of what makes rollouts. May be called any number of times."""
-        self._supply.close()
-
-    def _finish(self, request: GenerationRequest, rollouts: list[Rollout], table: RewardTable) -> Experience:
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
         check_failures(problems, request, quiet=not dist.is_main())
         result = compute_advantages(
             rewards,
             torch.tensor(self.options.reward_weights, dtype=torch.float64),
             request.num_generations,
-            self.options.scale_rewards,  # pyright: ignore[reportArgumentType]
-            self.options.aggregation,  # pyright: ignore[reportArgumentType]
+            self.options.scale_rewards,
+            self.options.aggregation,
         )
-        advantages = [float(result.advantages[rollout.index]) for rollout in rollouts]
-        records: list[dict[str, Any]] = []
-        if self.options.keep_records:
-            records = log_records(rollouts, table, advantages, request.step)
-            if not self.options.keep_images:
-                records = [without_images(record) for record in records]
-            records = _gather_records(rollouts, records)
+        advantages = result.advantages[[rollout.index for rollout in rollouts]]
         metrics = {
             **completion_metrics(rollouts),
             **reward_metrics(rewards, table.names, result),
             **self.rollouts.metrics(rollouts),
             **table.metrics,
         }
-        if self._supply.ahead and rollouts:
+        if self._prefetcher.ahead and rollouts:
             lag = request.step - min(rollout.policy_version for rollout in rollouts)
             metrics["sampling/policy_lag"] = maximum(float(lag))
-        return Experience(rollouts, advantages, metrics, tokens, _mean_reward(result), records)
+        batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
+        records = self._records(rollouts, table, advantages, request.step)
+        return Experience(rollouts, batch, metrics, tokens, _mean_reward(result), records)
+
+    def close(self) -> None:
+        """Release the engine, tools and environments that make rollouts. May be called any number of times."""
+        self._prefetcher.close()
+
+    def _records(
+        self, rollouts: list[Rollout], table: RewardTable, advantages: torch.Tensor, step: int
+    ) -> list[dict[str, Any]]:
+        """Collective. Records of all ranks in row order, on the main process; none unless the options ask for them."""
+        if not self.options.keep_records:
+            return []
+        records = log_records(rollouts, table, advantages.tolist(), step)
+        if not self.options.keep_images:
+            records = [without_images(record) for record in records]
+        parts = dist.all_gather_objects([(rollout.index, record) for rollout, record in zip(rollouts, records)])
+        if not dist.is_main():
+            return []
+        return [record for _, record in sorted((item for part in parts for item in part), key=lambda item: item[0])]
 
 
 def _gather_rewards(
     rollouts: list[Rollout], table: RewardTable, num_rows: int
 ) -> tuple[torch.Tensor, int, dict[int, str]]:
-    """Collective. The whole round's (N, R) rewards in row order, its tokens, and why rows failed."""
+    """Collective. The generation batch's (N, R) rewards in row order, its tokens, and the reasons of failed rows."""
     mine = ([rollout.index for rollout in rollouts], table.rewards, num_tokens(rollouts), problems_of(rollouts))
     parts = dist.all_gather_objects(mine)
     rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
@@ -133,14 +138,6 @@ def _gather_rewards(
         rewards[indices] = values.double()
     problems = {row: problem for *_, part in parts for row, problem in part.items()}
     return rewards, sum(tokens for _, _, tokens, _ in parts), problems
-
-
-def _gather_records(rollouts: list[Rollout], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Collective. Everybody's records in row order, on the main process."""
-    parts = dist.all_gather_objects([(rollout.index, record) for rollout, record in zip(rollouts, records)])
-    if not dist.is_main():
-        return []
-    return [record for _, record in sorted((item for part in parts for item in part), key=lambda item: item[0])]
 
 
 def _mean_reward(result: Advantages) -> float:

@@ -1,4 +1,4 @@
-"""Measuring the policy on a data set: the same sampling and scoring as in training, no gradients, no state."""
+"""Measures the policy on a data set: sampling and scoring as in training, without gradients or state."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ class Evaluator:
 
     model: nn.Module
     collector: ExperienceCollector
-    frozen: OldAndRefScorer
+    scorer: OldAndRefScorer
     policy_options: PolicyOptions
     forward_options: ForwardOptions
     num_generations: int
-    mask_truncated: bool
     aux_loss_coef: float
     device: torch.device | str
 
@@ -46,7 +45,7 @@ class Evaluator:
     ) -> tuple[Experience, dict[str, Metric]]:
         """Collective. One batch's rollouts and this rank's part of its metrics."""
         rows = batch.rank_rows(dist.rank(), dist.world_size(), self.num_generations)
-        scored = self.collector(
+        experience = self.collector(
             GenerationRequest(
                 rows_by_group={row // self.num_generations: batch.rows[row // self.num_generations] for row in rows},
                 rows=rows,
@@ -58,19 +57,19 @@ class Evaluator:
             ),
             trainer_state=trainer_state,
         )
-        micro_batch = scored.micro_batch(rows, mask_truncated=self.mask_truncated)
-        known = self._known_scores(micro_batch, step)
+        known = self._known_scores(experience.batch, step)
         totals = step_totals(
-            [micro_batch],
+            experience.batch,
+            1,
             keep_entropy=self.policy_options.top_entropy_quantile,
-            entropy_of=self.frozen.entropy if known is None else lambda batch: known.entropy,
+            entropy_of=lambda batch: (self.scorer.policy(batch) if known is None else known).entropy,
         )
-        micro_batch = replace(micro_batch, totals=totals)
         with dist.together():
-            return scored, {**scored.metrics, **self._loss(micro_batch, known)}
+            loss = self._loss(replace(experience.batch, totals=totals), known)
+        return experience, {**experience.metrics, **loss}
 
     def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
-        """What sampling said of the tokens, if that is what a forward pass would say of them again."""
+        """The sampler's log-probs and entropies, if a forward pass would give the same; else None."""
         is_exact = self.collector.rollouts.is_exact and not self.forward_options.aux_loss
         if is_sharded(self.model):
             return None  # ranks must agree on whether there is a pass
@@ -82,13 +81,13 @@ class Evaluator:
 
     @torch.no_grad()
     def _loss(self, batch: Batch, known: TokenScores | None) -> dict[str, Metric]:
-        """Loss and objective metrics; the loss weighs as much as its denominator counts, on ranks without rows too."""
+        """Loss and objective metrics; the loss is weighted by its denominator, on ranks without rows too."""
         totals = batch.totals
         weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
         part = weight / totals.world_size
         if not batch.num_rows and not is_sharded(self.model):
             return {"loss": mean_of(0.0, part)}
-        batch = self.frozen(batch, old=False)
+        batch = replace(batch, ref_logprobs=self.scorer.reference_logprobs(batch))
         if known is None:
             batch = batch.to(self.device)
             scores = score_without_gradient(self.model, batch, self.forward_options, aux_loss=True)

@@ -8,31 +8,38 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
+from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
+from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
+from groupgrad.metrics import merge_all
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import kernels_in_force
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.renamed_weights import load_renamed
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.objectives import PolicyLoss
 from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.rollout.sources import RolloutSetup
@@ -40,7 +47,7 @@ from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
-from groupgrad.trainer import build as assembly
+from groupgrad.trainer import build
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import RunState
 from groupgrad.trainer.vllm_setup import longest_context, serve_policy
@@ -63,11 +70,11 @@ class TrainingRun(Trainer):
     """vLLM with the policy's weights, if it samples."""
     engine: Engine
     prompt_maker: PromptMaker
-    setup: TrainerComponents
+    components: TrainerComponents
     plan: GenerationPlan
     rollout_setup: RolloutSetup
-    _joining: GradientSync | None = None
-    """How the ranks train together; None alone, and where DeepSpeed sees to it."""
+    _gradient_sync: GradientSync | None = None
+    """Averages gradients over ranks; None for a single rank, and where DeepSpeed does it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
     """Completions that rollout functions have asked for in this optimizer step."""
 
@@ -85,7 +92,7 @@ class TrainingRun(Trainer):
             with self.progress, kernels_in_force(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
-            self.setup.collector.close()
+            self.components.collector.close()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`: the metrics, by `eval_` names."""
@@ -119,7 +126,7 @@ class TrainingRun(Trainer):
         A dict of `prompt_ids`, `completion_ids` and `logprobs`, which a rollout function may return as it is. Each call
         draws something else; a run of the same seed draws the same.
         """
-        sampling = self.setup.sampling
+        sampling = self.components.sampling
         # Rounds that are sampled ahead must not meet other weights: then these are the last that were sent.
         if self.vllm_policy is not None and not (self.is_in_train and self.args.rollout_ahead):
             self.vllm_policy.refresh(self.state.global_step)
@@ -131,14 +138,14 @@ class TrainingRun(Trainer):
         seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
         return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
 
-    def _serve(self, parts: assembly.PolicyBundle) -> VLLMPolicy:
+    def _serve(self, policy: build.PolicyBundle) -> VLLMPolicy:
         """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
-        served = serve_policy(self.args, self.model, parts, self.rollout_setup)
+        served = serve_policy(self.args, self.model, policy, self.rollout_setup)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
-        if assembly.narrow_context(self.prompt_maker, longest_context(served)):
+        if build.narrow_context(self.prompt_maker, longest_context(served)):
             datasets = self.train_dataset, self.eval_dataset
-            assembly.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_setup, self.args)
+            build.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_setup, self.args)
         return served
 
     def _forget_served(self) -> None:
@@ -148,15 +155,65 @@ class TrainingRun(Trainer):
 
     def _close_unless_training(self) -> None:
         if not self.is_in_train:
-            self.setup.collector.close()
+            self.components.collector.close()
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Forward and backward; afterwards no layer is computed again, and the model is called as it was found."""
+    @contextmanager
+    def _training_passes(self, *, is_last: bool) -> Iterator[None]:
+        """Context of a micro-batch's forward and backward passes. Collective at the end if `is_last`, and on errors."""
+        sync = nullcontext() if self._gradient_sync is None else self._gradient_sync.micro_batch(is_last=is_last)
+        with sync, deterministic_cpu(self.model):
+            try:
+                yield
+            finally:
+                self._restore_modules()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does."""
+        args, further = self.args, {}
+        every = args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+            further["learning_rate"] = self._get_learning_rate()
+        if self.is_deepspeed_enabled:
+            further["scale_wrt_gas"] = False
+        self.accelerator.backward(loss, **further)
+        self._restore_modules()
+
+    def _restore_modules(self) -> None:
+        """Give the model its own attention and modules back; gradient checkpointing no longer needs the others."""
+        unplug(self.model)
+        own_parts(self.model)
+
+    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of `batch_loss`; a subclass may change it."""
+        if return_outputs:
+            raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
+        return self.batch_loss(model, inputs).loss
+
+    def batch_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
+        """The share of a batch in the loss of its optimizer step, with gradient, and its metrics."""
+        raise NotImplementedError
+
+    def _hooked_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
+        """`batch_loss`, or the `compute_loss` of a subclass with the metrics of each `batch_loss` that it calls."""
+        if getattr(self.compute_loss, "__func__", None) is TrainingRun.compute_loss:
+            return self.batch_loss(model, batch)
+        losses: list[PolicyLoss] = []
+        batch_loss = self.batch_loss
+
+        def recorded(*args: Any, **kwargs: Any) -> PolicyLoss:
+            losses.append(batch_loss(*args, **kwargs))
+            return losses[-1]
+
+        self.batch_loss = recorded
         try:
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = self.compute_loss(model, batch)
         finally:
-            unplug(self.model)
-            own_parts(self.model)
+            del self.batch_loss
+        return PolicyLoss(loss, merge_all(part.metrics for part in losses))
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
@@ -166,13 +223,9 @@ class TrainingRun(Trainer):
             buffers = args.ddp_broadcast_buffers is not False
             # What is prepared for evaluation is placed, compiled and given its precision, but not wrapped.
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
-            self._joining = GradientSync(self.model, bucket_bytes=size, buffers=buffers)
-            self._joining.begin()
+            self._gradient_sync = GradientSync(self.model, bucket_bytes=size, buffers=buffers)
+            self._gradient_sync.begin()
         return super()._wrap_model(model, training, dataloader)
-
-    def _joined(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Collective at the end of the step's last micro-batch, which is trained inside, and when one fails."""
-        return nullcontext() if self._joining is None else self._joining.micro_batch(is_last=is_last)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""

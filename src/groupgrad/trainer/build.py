@@ -289,7 +289,7 @@ class TrainerComponents:
     policy_options: PolicyOptions
     forward_options: ForwardOptions
     sampling: SamplingOptions
-    frozen_scorer: OldAndRefScorer
+    scorer: OldAndRefScorer
     collector: ExperienceCollector
     evaluator: Evaluator
 
@@ -428,7 +428,7 @@ def build_components(
     policy_options = options.policy_options(config)
     forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
     forward_options = paths.layout.options(forward_options)
-    frozen_scorer = OldAndRefScorer(parts.model, parts.reference, forward_options, config.device)
+    scorer = OldAndRefScorer(parts.model, parts.reference, forward_options, config.device)
     sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
     rollouts = rollout_setup.source(
         paths.engine.engine, prompt_maker, sampling, options.agent_options(config), seed=config.seed, trainer=trainer
@@ -443,17 +443,14 @@ def build_components(
     evaluator = Evaluator(
         model=parts.model,
         collector=collector,
-        frozen=frozen_scorer,
+        scorer=scorer,
         policy_options=policy_options,
         forward_options=forward_options,
         num_generations=config.num_generations_eval_resolved,
-        mask_truncated=config.mask_truncated_completions,
         aux_loss_coef=parts.aux_loss_coef,
         device=config.device,
     )
-    return TrainerComponents(
-        plan_for(config), policy_options, forward_options, sampling, frozen_scorer, collector, evaluator
-    )
+    return TrainerComponents(plan_for(config), policy_options, forward_options, sampling, scorer, collector, evaluator)
 
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:

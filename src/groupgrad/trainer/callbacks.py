@@ -80,7 +80,6 @@ class EntropyController:
         self.coef, self.adaptive, self.target = coef, adaptive, target
         self._delta, self._minimum, self._maximum = delta, minimum, maximum
         self._last_entropy: float | None = None
-        self._step: list[Metric] = []
 
     @property
     def is_active(self) -> bool:
@@ -94,17 +93,14 @@ class EntropyController:
             return self.coef
         return applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
 
-    def observe(self, entropy: Metric) -> None:
-        """Take a micro-batch's mean entropy (with its token count) into the step's."""
-        if self.adaptive:
-            self._step.append(entropy)
+    def end_step(self, entropy: Metric | None) -> dict[str, Metric]:
+        """Moves the coefficient by the step's mean entropy on this rank (with its token count), and gives the metric.
 
-    def end_step(self) -> dict[str, Metric]:
-        """Collective if adaptive. Move the coefficient by the step's entropy over all ranks; the metric to log."""
+        Collective if adaptive.
+        """
         metrics = {"entropy_coef": latest(self.coef)}
-        if self.adaptive and self._step:
-            mine = [sum(float(part.value) for part in self._step), sum(float(part.weight) for part in self._step)]
-            total, count = dist.all_sum(mine)
+        if self.adaptive and entropy is not None:
+            total, count = dist.all_sum([float(entropy.value), float(entropy.weight)])
             self._last_entropy = total / count if count else None
             self.coef = next_entropy_coef(
                 self.coef,
@@ -114,7 +110,6 @@ class EntropyController:
                 minimum=self._minimum,
                 maximum=self._maximum,
             )
-        self._step = []
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,18 +1,21 @@
-"""A watch on the distance between the log-probs of sampling and those of training."""
+"""Warns when the log-probs of sampling and of training differ by more than rounding explains."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from groupgrad.metrics import Metric, merge
+from groupgrad.metrics import Metric
 from groupgrad.modeling.quantized import rounds_to_int8
+from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 
 logger = logging.getLogger(__name__)
 
+MISMATCH = "sampling/logp_mismatch"
+"""Key of the largest gap (nats) between sampling and training log-probs."""
 FLOAT32_TOLERANCE = 1e-4
 _GROWTH = 10.0
 
@@ -21,26 +24,28 @@ MUCH_DROPPED = 0.25
 
 
 class MismatchWatch:
-    """Warns when the two differ by more than rounding explains: once, and again for each tenfold growth."""
+    """Warns of this rank's step metrics: each kind of warning once, and again when its cause has grown.
+
+    A gap above `tolerance` (nats) is warned of again for each tenfold growth. A mismatch correction that drops more
+    than a quarter of a step is warned of again when it drops more than half.
+    """
 
     def __init__(self, tolerance: float):
         self._tolerance, self._warn_above = tolerance, tolerance
-        self._step: list[Metric] = []
+        self._warn_above_dropped = MUCH_DROPPED
 
-    def observe(self, mismatch: Metric) -> None:
-        """Take a micro-batch's largest gap (nats); does not wait for the device."""
-        self._step.append(mismatch)
+    def end_step(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Read the metrics of an optimizer step, and warn if they call for it."""
+        numbers = {key: metrics[key].read() for key in (MISMATCH, *_DROPPED) if key in metrics}
+        gap, shares = numbers.get(MISMATCH), [numbers.get(key) or 0.0 for key in _DROPPED]
+        if gap is not None and gap > self._warn_above:
+            self._warn_above = gap * _GROWTH
+            self._warn_of_gap(step, gap)
+        if max(shares) > self._warn_above_dropped:
+            self._warn_above_dropped = 2 * MUCH_DROPPED if max(shares) <= 2 * MUCH_DROPPED else 1.0
+            self._warn_of_dropped(step, shares)
 
-    def end_step(self, step: int) -> None:
-        """Warn of this rank's largest gap of the step, if it is above what was warned of before."""
-        largest = None
-        for metric in self._step:
-            largest = metric if largest is None else merge(largest, metric)
-        self._step = []
-        gap = None if largest is None else largest.read()
-        if gap is None or gap <= self._warn_above:
-            return
-        self._warn_above = gap * _GROWTH
+    def _warn_of_gap(self, step: int, gap: float) -> None:
         logger.warning(
             "step %d: training gives a sampled token a log-prob that is %.3g nats away from the one that sampling gave "
             "it (sampling/logp_mismatch), where rounding explains up to about %.1g; old log-probs are those of "
@@ -50,28 +55,7 @@ class MismatchWatch:
             self._tolerance,
         )
 
-
-class DropWatch:
-    """Warns when the correction of the mismatch drops more than a quarter of a step: once, and again if it goes on to
-    drop more than half."""
-
-    def __init__(self) -> None:
-        self._tokens: Metric | None = None
-        self._rows: Metric | None = None
-        self._warn_above = MUCH_DROPPED
-
-    def observe(self, tokens: Metric, rows: Metric) -> None:
-        """Take a micro-batch's shares of loss tokens and rows that were dropped; does not wait for the device."""
-        self._tokens = tokens if self._tokens is None else merge(self._tokens, tokens)
-        self._rows = rows if self._rows is None else merge(self._rows, rows)
-
-    def end_step(self, step: int) -> None:
-        """Warn of this rank's shares of the step, if one is above what was warned of before."""
-        shares = [0.0 if metric is None else metric.read() or 0.0 for metric in (self._rows, self._tokens)]
-        self._tokens = self._rows = None
-        if max(shares) <= self._warn_above:
-            return
-        self._warn_above = 2 * MUCH_DROPPED if max(shares) <= 2 * MUCH_DROPPED else 1.0
+    def _warn_of_dropped(self, step: int, shares: list[float]) -> None:
         logger.warning(
             "step %d: the correction of the difference between vLLM and training drops %.0f %% of the completions and "
             "%.0f %% of the tokens, which then teach nothing (sampling/frac_dropped_rows, "
@@ -84,8 +68,11 @@ class DropWatch:
         )
 
 
+_DROPPED = (FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS)
+
+
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | str) -> float:
-    """The gap (nats) that rounding explains in a model that computes in these types on this device.
+    """The gap (nats) that rounding explains in a model that computes in these dtypes on this device.
 
     1e-4 in float32. Half precision: 64 times the distance of 1.0 to the next number (0.5 in bfloat16, 0.06 in float16),
     which is four roundings of a logit of size 16 to 32. Matrix products in TF32 round like float16.
@@ -97,9 +84,9 @@ def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | str) -> floa
 
 
 def computing_types(model: nn.Module, mixed_precision: str) -> set[torch.dtype]:
-    """The floating-point types of the model's parameters, and the one of mixed precision ("bf16", "fp16").
+    """The floating-point dtypes of the model's parameters, and that of mixed precision ("bf16", "fp16").
 
-    Layers that round to 8 bits count as bfloat16, which has as many.
+    Layers that round to 8 bits count as bfloat16, which has 8 bits of precision too.
     """
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
     types = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}

@@ -10,7 +10,15 @@ from groupgrad.config.sampling import mapping, tells_comparable_logprobs, temper
 from groupgrad.engines.selection import EngineOptions
 from groupgrad.envs.tools import ToolOptions
 from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.objectives import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
+from groupgrad.objectives import (
+    Aggregation,
+    LossType,
+    MismatchMode,
+    MismatchOptions,
+    PolicyOptions,
+    RatioLevel,
+    ScaleRewards,
+)
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
@@ -136,8 +144,9 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> S
         )
     return ScoringOptions(
         reward_weights=(*(float(w) for w in weights or (1.0,) * num_rewards), *(1.0,) * num_own),
-        scale_rewards=str(config.scale_rewards),
-        aggregation=config.multi_objective_aggregation,
+        scale_rewards=cast(ScaleRewards, str(config.scale_rewards)),
+        aggregation=cast(Aggregation, config.multi_objective_aggregation),
+        mask_truncated=config.mask_truncated_completions,
         keep_records=config.log_completions,
         keep_images=config.log_multimodal and not {"wandb", "trackio", "all"}.isdisjoint(config.report_to or ()),
     )

@@ -1,34 +1,21 @@
-"""What the engine said of the tokens that it sampled, used wherever it is what training would compute again."""
+"""Decides where the engine's log-probs and entropies replace a forward pass of the policy."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from groupgrad.batch import NO_PASS, Batch, TokenScores
+from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.systems.zero3 import is_sharded
-from groupgrad.objectives import (
-    FRAC_DROPPED_ROWS,
-    FRAC_DROPPED_TOKENS,
-    MismatchOptions,
-    OnPolicyInfo,
-    fresh_rows,
-    known_rows,
-    logp_mismatch,
-    mismatch_metrics,
-)
-from groupgrad.trainer.mismatch_watch import DropWatch, MismatchWatch, computing_types, has_dropout, tolerance
-
-MISMATCH = "sampling/logp_mismatch"
+from groupgrad.objectives import MismatchOptions, OnPolicyInfo, fresh_rows, known_rows, logp_mismatch, mismatch_metrics
+from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
 
 
 class Source(Protocol):
-    """What made the rollouts."""
+    """The maker of rollouts."""
 
     @property
     def is_exact(self) -> bool:
@@ -37,83 +24,56 @@ class Source(Protocol):
 
 
 class SamplerLogprobs:
-    """Log-probs and entropies from sampling, or from a pass of the policy where those do not do.
+    """Reads the engine's log-probs and entropies of a batch where they equal the policy's own.
 
-    What a user's function reports is never taken for the policy's, whatever the engine beside it.
+    Numbers that a user's rollout function reports are never taken for the policy's, whatever the engine.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        model: nn.Module,
-        scorer: OldAndRefScorer,
-        accelerator: Any,
-        correction: MismatchOptions | None = None,
-    ):
-        self._source, self._model, self._scorer, self._correction = source, model, scorer, correction
-        self._drops = DropWatch()
-        types = computing_types(model, accelerator.mixed_precision)
-        self._watch = MismatchWatch(tolerance(types, accelerator.device))
-        self._step = 0
-        self.freshness = OnPolicyInfo(step=0, exact=False)
-        """How far they hold for the training passes of the present step; dropout sets these apart."""
+    def __init__(self, source: Source, model: nn.Module, correction: MismatchOptions | None = None):
+        self._source, self._model, self._correction = source, model, correction
 
     @property
     def _is_exact(self) -> bool:
-        """What is known may differ between ranks, and those that share a model go through it together."""
+        # Ranks that share a model go through it together, but the known numbers may differ between ranks.
         return self._source.is_exact and not is_sharded(self._model)
 
-    def begin_step(self, step: int) -> None:
-        """The optimizer step that the next ones are asked for."""
-        self._step = step
-        self.freshness = OnPolicyInfo(step, self._is_exact and not has_dropout(self._model))
+    def on_policy(self, step: int) -> OnPolicyInfo:
+        """Whether the engine's numbers hold for training passes of this step; dropout sets these apart."""
+        return OnPolicyInfo(step, self._is_exact and not has_dropout(self._model))
 
-    def with_frozen_scores(self, batch: Batch, *, off_policy: bool) -> Batch:
-        """The batch with the log-probs that stay while its round is trained on: the reference's and, `off_policy`, the
-        old ones. Its round must just have been sampled."""
-        old = known_logprobs(batch) if off_policy and self._is_exact else None
-        scored = self._scorer(batch, old=off_policy and old is None)
-        return scored if old is None else replace(scored, old_logprobs=old)
+    def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """(L,) log-probs of the policy that sampled the batch, 0 where no loss token needs one; None if unknown."""
+        return known_logprobs(batch) if self._is_exact else None
 
-    def entropy(self, batch: Batch) -> torch.Tensor:
-        """(L,) entropies (nats) of the policy in evaluation mode as it is in this step."""
-        freshness = OnPolicyInfo(self._step, self._is_exact)
-        if batch.sampling_entropy is not None and bool(known_rows(batch, freshness).all()):
+    def entropy(self, batch: Batch, step: int) -> torch.Tensor | None:
+        """(L,) entropies (nats) of the policy of this step in evaluation mode; None if unknown."""
+        if bool(known_rows(batch, OnPolicyInfo(step, self._is_exact)).all()):
             return batch.sampling_entropy
-        return self._scorer.entropy(batch)
+        return None
 
-    def mismatch(self, scores: TokenScores, batch: Batch) -> dict[str, Metric]:
-        """The largest gap between sampling and training, over rows that the model has seen with the weights that
-        sampled them. With dropout, under which a gap is no fault, nothing; for an engine of its own weights, whose
-        numbers are not exact, what their correction is made of."""
+    def metrics(self, scores: TokenScores, batch: Batch, on_policy: OnPolicyInfo) -> dict[str, Metric]:
+        """The difference between sampling and training, over tokens that the training pass has scored.
+
+        For an engine with weights of its own, the metrics of the mismatch correction. For an exact one the largest gap
+        of rows that the present weights sampled; nothing with dropout, where a gap is no fault.
+        """
         if self._correction is not None:
             old = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             return mismatch_metrics(batch, self._correction, old)
-        if not self.freshness.exact:
+        if not on_policy.exact:
             return {}
-        rows = fresh_rows(batch, self.freshness)
-        if batch.passes is not None:
-            rows = rows & (batch.passes != NO_PASS)
-        return {MISMATCH: logp_mismatch(scores.logprobs, batch, rows)}
-
-    def note(self, metrics: dict[str, Metric]) -> None:
-        """Take a micro-batch's mismatch, if there is one among its metrics."""
-        if MISMATCH in metrics:
-            self._watch.observe(metrics[MISMATCH])
-        if FRAC_DROPPED_TOKENS in metrics:
-            self._drops.observe(metrics[FRAC_DROPPED_TOKENS], metrics[FRAC_DROPPED_ROWS])
-
-    def end_step(self, step: int) -> None:
-        """Warn if the step's mismatch is more than rounding, or if its correction dropped much."""
-        self._watch.end_step(step)
-        self._drops.end_step(step)
+        return {MISMATCH: logp_mismatch(scores.logprobs, batch, fresh_rows(batch, on_policy))}
 
 
 def known_logprobs(batch: Batch) -> torch.Tensor | None:
-    """(L,) the sampler's log-probs, if it gave one for each sampled token; 0 where it gave none for the others."""
-    if batch.sampling_logprobs is None:
+    """(L,) log-probs of the sampler, if it gave one for each loss token; 0 where it gave none for other tokens."""
+    if batch.sampling_logprobs is None or bool((batch.trained & ~batch.sampling_logprobs.isfinite()).any()):
         return None
-    known = batch.sampling_logprobs.isfinite()
-    if bool((batch.trained & ~known).any()):
-        return None
-    return torch.where(known, batch.sampling_logprobs, torch.zeros_like(batch.sampling_logprobs))
+    return batch.sampling_logprobs.nan_to_num(0.0, 0.0, 0.0)
+
+
+def known_scores(batch: Batch) -> TokenScores:
+    """The sampler's log-probs and entropies as scores, 0 where it gave none."""
+    zeros = torch.zeros(batch.num_tokens, device=batch.completion_ids.device)
+    values = (batch.sampling_logprobs, batch.sampling_entropy)
+    return TokenScores(*(zeros if value is None else value.nan_to_num(0.0, 0.0, 0.0) for value in values))

@@ -1,16 +1,16 @@
-"""The trainer: one optimizer step, in reading order.
+"""`GRPOTrainer`: one optimizer step, in reading order.
 
-`training_step` → `_make_step` → `_make_generation_batch` → `_forward_and_backward` → `compute_loss`; the rest joins
-these to the training loop of `transformers.Trainer`. Micro-batches are made in `batching/`; `trainer/base.py` keeps
-the run.
+`training_step` → `_begin_step` → `_generate` → `_loss` → `batch_loss`. The rest joins these to the training loop of
+`transformers.Trainer`; `trainer/base.py` logs, saves and resumes the run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -25,40 +25,40 @@ from groupgrad.batch import Batch
 from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.loader import MicroBatchKey, make_train_loader, rows_of
-from groupgrad.batching.micro_batches import assign_micro_batches, has_gradient
+from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
-from groupgrad.metrics import Metric, average, latest
+from groupgrad.metrics import latest
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
-from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
-from groupgrad.modeling.systems.oom_retry import Trained, memory_guard
+from groupgrad.modeling.systems.oom_retry import memory_guard
 from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
-from groupgrad.objectives import policy_loss
+from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, OnPolicyInfo, PolicyLoss, policy_loss
 from groupgrad.rollout.base import training_request
 from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.sources import AgentArguments, build_rollout_setup
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
-from groupgrad.trainer import build as assembly
-from groupgrad.trainer import options
+from groupgrad.trainer import build, options
 from groupgrad.trainer.base import TrainingRun
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
-from groupgrad.trainer.needed_scores import needed_scores
+from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
-from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
-from groupgrad.types import Rollout
-
-_STEP_PHASES = ("sampling", "rewards", "scoring", "training")
-"""Parts of a step whose seconds are logged as `time/...`; they do not overlap, and `step_time` is about their sum."""
+from groupgrad.trainer.sampler_logprobs import SamplerLogprobs, known_scores
+from groupgrad.trainer.step_log import StepLog
 
 
 @dataclass(slots=True, frozen=True)
 class MicroBatchStep:
-    """One micro-batch's turn within an optimizer step: all the step's ticks, and which of them it is."""
+    """The input of one `training_step`: the keys of all micro-batches of an optimizer step, and the index of one."""
 
     keys: tuple[MicroBatchKey, ...]
     index: int
+
+    @property
+    def is_last(self) -> bool:
+        """True for the last micro-batch of the step."""
+        return self.index == len(self.keys) - 1
 
 
 class GRPOTrainer(TrainingRun):
@@ -129,44 +129,178 @@ class GRPOTrainer(TrainingRun):
         reward_model: Any = None,
         num_generations: int | None = None,
     ):
-        config = assembly.resolve_config(args, model, num_generations)
-        reward_funcs = assembly.resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
-        processing_class = assembly.resolve_processing_class(processing_class, tokenizer)
-        parts = assembly.build_policy(model, config, processing_class, quantization_config, peft_config)
-        assembly.check_devices(config, parts.model)
-        assembly.check_optimizer(config, optimizers, parts.model)
-        train_dataset, eval_dataset = assembly.keep_columns(config, train_dataset, eval_dataset)
-        self.plan = assembly.plan_for(config)
-        self.prompt_maker = assembly.build_prompt_maker(config, parts)
-        asked = AgentArguments(
+        config = build.resolve_config(args, model, num_generations)
+        reward_funcs = build.resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
+        processing_class = build.resolve_processing_class(processing_class, tokenizer)
+        policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
+        build.check_devices(config, policy.model)
+        build.check_optimizer(config, optimizers, policy.model)
+        train_dataset, eval_dataset = build.keep_columns(config, train_dataset, eval_dataset)
+        self.plan = build.plan_for(config)
+        self.prompt_maker = build.build_prompt_maker(config, policy)
+        agent_arguments = AgentArguments(
             tools, environment_factory, rollout_func, response_parser, config.max_tool_calling_iterations
         )
-        self.rollout_setup = build_rollout_setup(self.prompt_maker, asked)
+        self.rollout_setup = build_rollout_setup(self.prompt_maker, agent_arguments)
         with self.rollout_setup.closed_on_errors():
-            assembly.check_datasets(
-                train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_setup, config
-            )
-            self.rewards = assembly.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_setup)
-            assembly.check_reward_models(self.rewards, train_dataset)
+            build.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_setup, config)
+            self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_setup)
+            build.check_reward_models(self.rewards, train_dataset)
             super().__init__(
-                model=parts.model,
+                model=policy.model,
                 args=config,
                 data_collator=default_data_collator,  # unused: the loaders collate
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=parts.processing_class,
+                processing_class=policy.processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-            self._connect(parts)
+            self._connect(policy)
 
-    def _connect(self, parts: assembly.PolicyBundle) -> None:
-        """Make everything that lives as long as the trainer, and hang it into the training loop."""
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[MicroBatchKey], num_batches: int, device: torch.device
+    ) -> tuple[list[MicroBatchStep], None]:
+        """The inputs of the `training_step`s of one optimizer step."""
+        keys = tuple(islice(epoch_iterator, num_batches))
+        return [MicroBatchStep(keys, index) for index in range(len(keys))], None
+
+    def training_step(self, model: nn.Module, inputs: MicroBatchStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
+        """Trains one micro-batch; the first of a step samples what the step needs, the last one averages gradients."""
+        started = time.perf_counter()
+        with self.timings.phase("training"):
+            if inputs.index == 0:
+                self._micro_batches = self._begin_step(model, inputs.keys)
+            micro_batch = self._micro_batches[inputs.index]
+            with self._training_passes(is_last=inputs.is_last):
+                losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
+        for part in losses:
+            self.metric_store.add(part.metrics)
+        self._step_log.add(losses, seconds=time.perf_counter() - started)
+        return torch.stack([part.loss for part in losses]).sum()
+
+    def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
+        """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
+        model.train()
+        self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
+        self.memory.begin_step()
+        step = self.state.global_step
+        self._on_policy = self.sampler_logprobs.on_policy(step)
+        for index, key in enumerate(keys):
+            if key.position == 0 or self.buffer.get(key.round) is None:
+                self.buffer.put(key.round, self._generate(key, index))
+        self.buffer.keep_only({key.round for key in keys})
+        batch = self._rows_of_step(keys)
+        with self.timings.phase("scoring"):
+            totals = step_totals(
+                batch, len(keys), keep_entropy=self.args.top_entropy_quantile, entropy_of=self._entropy
+            )
+        size = self.plan.micro_batch_rows
+        return assign_micro_batches(
+            replace(batch, totals=totals),
+            [range(index * size, (index + 1) * size) for index in range(len(keys))],
+            self.components.policy_options,
+            self._on_policy,
+            entropy_coef=self.entropy_controller.applied,
+            aux_loss=self.components.forward_options.aux_loss,
+            backward_everywhere=self.is_deepspeed_enabled,  # DeepSpeed counts backward passes
+            one_pass=is_sharded(self.model),
+        )
+
+    def _generate(self, key: MicroBatchKey, index: int) -> Batch:
+        """Collective. Samples and scores a generation batch; this rank's rows, on the CPU.
+
+        `index` is the place among the step's micro-batches of the one that needs it first.
+        """
+        rank, step = dist.rank(), self.state.global_step
+        num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
+        ahead = key.ahead[: self.plan.generations_after(num_left)]
+        rows = (rows_of(key, self.train_dataset, self.plan.rank_groups(rank)), *ahead)
+        request, *upcoming = (training_request(self.plan, rank, key.round + i, r, step) for i, r in enumerate(rows))
+        experience = self.components.collector(request, trainer_state=self.state, upcoming=upcoming)
+        self._log_experience(experience)
+        batch, scorer, size = experience.batch, self.components.scorer, self.plan.micro_batch_rows
+        with self.timings.phase("scoring"), dist.together():
+            old = None
+            if not self.plan.is_on_policy:
+                old = self.sampler_logprobs.old_logprobs(batch)
+                old = scorer.policy(batch, rows_per_pass=size).logprobs if old is None else old
+            reference = scorer.reference_logprobs(batch, rows_per_pass=size)
+        return replace(batch, old_logprobs=old, ref_logprobs=reference)
+
+    def _rows_of_step(self, keys: Sequence[MicroBatchKey]) -> Batch:
+        """This rank's rows of a step, from one generation batch or several, in the order of the micro-batches."""
+        batches = []
+        for number, same in groupby(keys, key=lambda key: key.round):
+            rows = [row for key in same for row in self.plan.places(key.position)]
+            batch = self.buffer.get(number)
+            assert batch is not None
+            batches.append(batch if rows == list(range(batch.num_rows)) else batch.select(rows))
+        return batches[0] if len(batches) == 1 else Batch.concat(batches)
+
+    def _entropy(self, batch: Batch) -> torch.Tensor:
+        """(L,) entropies (nats) of the policy of this step in evaluation mode."""
+        known = self.sampler_logprobs.entropy(batch, self.state.global_step)
+        if known is not None:
+            return known
+        return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows).entropy
+
+    def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:
+        """The loss of rows that all need the same passes, with a gradient if they need a backward pass."""
+        batch = part.layout().to(self.args.device)
+        with self.compute_loss_context_manager():
+            if part.passes == FORWARD_AND_BACKWARD:
+                if self.checkpointing is not None:
+                    self.checkpointing.prepare(batch)
+                return self._hooked_loss(model, batch)
+            with torch.no_grad():
+                # The model without DeepSpeed's wrapper: ranks may differ in the number of such passes.
+                return self.batch_loss(unwrap(model), batch, known=part.passes == NO_PASS)
+
+    def batch_loss(self, model: nn.Module, batch: Batch, *, known: bool = False) -> PolicyLoss:
+        """The share of a batch in the loss of its optimizer step, with gradient, and its metrics.
+
+        The loss of the step is the sum of these shares over micro-batches, averaged over ranks. With `known` the
+        sampler's log-probs and entropies replace a forward pass.
+        """
+        policy, forward = self.components.policy_options, self.components.forward_options
+        if known:
+            scores = known_scores(batch)
+        else:
+            precomputed = precompute_gradient(batch, policy, exact=self._on_policy.exact)
+            scores = score_tokens(model, batch, forward, precomputed)
+        result = policy_loss(
+            scores,
+            batch,
+            policy,
+            entropy_coef=self.entropy_controller.applied,
+            aux_loss_coef=self._policy.aux_loss_coef,
+        )
+        mismatch = {} if known else self.sampler_logprobs.metrics(scores, batch, self._on_policy)
+        return PolicyLoss(result.loss, {**result.metrics, **mismatch})
+
+    def _end_step(self, step: int) -> None:
+        """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
+        numbers = self._step_log.finish(self.timings, has_weights=self.vllm_policy is not None)
+        if numbers.mean_length is not None:
+            self.progress.set_numbers(length=numbers.mean_length, tokens_per_second=numbers.tokens_per_second)
+        self.metric_store.add(numbers.metrics)
+        self.mismatch_watch.end_step(step, numbers.measured)
+        if self.entropy_controller.is_active:
+            self.metric_store.add(self.entropy_controller.end_step(numbers.measured.get("entropy")))
+        if self.reference is not None and self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
+            self.reference.follow(self._policy.model, self.args.ref_model_mixup_alpha)
+
+    # ------------------------------------------------------------------------------------------- parts of a run
+
+    def _connect(self, policy: build.PolicyBundle) -> None:
+        """Make everything that lives as long as the trainer, and hook it into the training loop."""
         config = self.args
-        self.loss_is_scaled_for_ga = True  # compute_loss returns shares that need no further division
-        self._parts, self.reference = parts, parts.reference
-        if parts.reference is not None and parts.reference.module is not None:
-            parts.reference.place(self.accelerator.prepare_model(parts.reference.module, evaluation_mode=True))
+        self._policy, self.reference = policy, policy.reference
+        if policy.reference is not None and policy.reference.module is not None:
+            policy.reference.place(self.accelerator.prepare_model(policy.reference.module, evaluation_mode=True))
         self.progress = ProgressCallback()
         self.timings = Timings(on_phase=self.progress.set_phase)
         self.remove_callback(PrinterCallback)
@@ -175,33 +309,43 @@ class GRPOTrainer(TrainingRun):
         put_step_end_first(self.callback_handler.callbacks, self._end_step)
         self._loss_window = LossWindow(self)
         self.add_callback(self._loss_window)
-        self.completion_log = assembly.build_completion_log(config)
+        self.completion_log = build.build_completion_log(config)
         if config.use_vllm:
-            self.vllm_policy = self._serve(parts)
-        self.paths = assembly.plan_execution(config, self.model, parts, self.accelerator.autocast, self.vllm_policy)
-        self.engine = self.paths.engine.engine
-        self._micro_batches: list[Batch] = []
+            self.vllm_policy = self._serve(policy)
+        self.execution = build.plan_execution(config, self.model, policy, self.accelerator.autocast, self.vllm_policy)
+        self.engine = self.execution.engine.engine
+        self._micro_batches: list[MicroBatch] = []
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Cut the configuration into the options of each floor, and drop what a training before this one left."""
-        self.setup = assembly.build_components(
-            self.args, self._parts, self.prompt_maker, self.paths, self.rewards, self.timings, self.rollout_setup, self
+        """Cut the configuration into the options of each room, and drop the state of an earlier training."""
+        self.components = build.build_components(
+            self.args,
+            self._policy,
+            self.prompt_maker,
+            self.execution,
+            self.rewards,
+            self.timings,
+            self.rollout_setup,
+            self,
         )
-        self.plan = self.setup.plan
-        self.buffer, self.metric_store = GenerationBuffer(self.plan), MetricStore()
-        self.entropy_controller = assembly.entropy_controller(self.args)
-        self.checkpointing = assembly.checkpointing_by_need(
-            self.args, self.model, self.setup.forward_options, self.accelerator.autocast, self.paths.example
-        )
-        self.sampled = SamplerLogprobs(
-            self.setup.collector.rollouts,
+        self.plan = self.components.plan
+        self.buffer, self.metric_store, self._step_log = GenerationBuffer(self.plan), MetricStore(), StepLog()
+        self.entropy_controller = build.entropy_controller(self.args)
+        self.checkpointing = build.checkpointing_by_need(
+            self.args,
             self.model,
-            self.setup.frozen_scorer,
-            self.accelerator,
-            self.setup.policy_options.mismatch,
+            self.components.forward_options,
+            self.accelerator.autocast,
+            self.execution.example,
         )
-        self.memory = memory_guard(self.model, self.args, aux_loss=self.setup.forward_options.aux_loss)
+        self.sampler_logprobs = SamplerLogprobs(
+            self.components.collector.rollouts, self.model, self.components.policy_options.mismatch
+        )
+        self._on_policy = OnPolicyInfo(step=0, exact=False)
+        types = computing_types(self.model, self.accelerator.mixed_precision)
+        self.mismatch_watch = MismatchWatch(tolerance(types, self.accelerator.device))
+        self.memory = memory_guard(self.model, self.args, aux_loss=self.components.forward_options.aux_loss)
         self.run_state = RunState(
             {
                 "buffer": self.buffer,
@@ -213,170 +357,39 @@ class GRPOTrainer(TrainingRun):
             },
             shared={"reference": self.reference} if self.reference is not None and self.args.sync_ref_model else {},
         )
-        self._step_rollouts: list[Rollout] = []
-        self._step_seconds = 0.0
 
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
         self._start_anew()
 
-    # ------------------------------------------------------------------------------------------------ one step
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[MicroBatchKey], num_batches: int, device: torch.device
-    ) -> tuple[list[MicroBatchStep], None]:
-        """The ticks of one optimizer step, each micro-batch with sight of all of them."""
-        keys = tuple(islice(epoch_iterator, num_batches))
-        return [MicroBatchStep(keys, index) for index in range(len(keys))], None
-
-    def training_step(self, model: nn.Module, inputs: MicroBatchStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
-        """Forward and backward of one micro-batch; the first of a step samples what the step needs, the last one joins
-        what the ranks found."""
-        started = time.perf_counter()
-        with self.timings.phase("training"):
-            if inputs.index == 0:
-                model.train()
-                self.optimizer.train()  # pyright: ignore  # some train at other weights than they evaluate
-                self._micro_batches = self._make_step(inputs.keys)
-                self.memory.begin_step()
-            batch = self._micro_batches[inputs.index]
-            with self._joined(is_last=inputs.index == len(inputs.keys) - 1), deterministic_cpu(model):
-                trained = self.memory.train(batch, lambda part: self._forward_and_backward(model, part))
-        self.metric_store.add(trained.metrics)
-        self.entropy_controller.observe(trained.metrics["entropy"])
-        self.sampled.note(trained.metrics)
-        self._step_seconds += time.perf_counter() - started
-        return trained.loss
-
-    def _make_step(self, keys: tuple[MicroBatchKey, ...]) -> list[Batch]:
-        """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
-        self.sampled.begin_step(self.state.global_step)
-        for place, key in enumerate(keys):
-            if key.position == 0 or self.buffer.get(key.round) is None:
-                self.buffer.put(key.round, self._make_generation_batch(key, place))
-        self.buffer.keep_only({key.round for key in keys})
-        batches = []
-        for key in keys:
-            micro_batches = self.buffer.get(key.round) or []
-            batches.append(micro_batches[key.position % self.plan.steps_per_generation])
-        with self.timings.phase("scoring"):
-            totals = step_totals(batches, keep_entropy=self.args.top_entropy_quantile, entropy_of=self.sampled.entropy)
-        return assign_micro_batches(
-            [replace(batch, totals=totals) for batch in batches],
-            self.setup.policy_options,
-            self.sampled.freshness,
-            entropy_coef=self.entropy_controller.applied,
-            aux_loss=self.setup.forward_options.aux_loss,
-            backward_everywhere=self.is_deepspeed_enabled,  # it counts backward passes
-            one_pass=is_sharded(self.model),
-        )
-
-    def _make_generation_batch(self, key: MicroBatchKey, place: int) -> list[Batch]:
-        """Collective. Sample and score the round of the step's tick at `place`; its S micro-batches of this rank, kept
-        on the CPU."""
-        rank, step = dist.rank(), self.state.global_step
-        left = self.plan.generations_after(
-            (self.state.max_steps - step) * self.args.gradient_accumulation_steps - place
-        )
-        rows = (rows_of(key, self.train_dataset, self.plan.rank_groups(rank)), *key.ahead[:left])
-        request, *upcoming = (training_request(self.plan, rank, key.round + i, r, step) for i, r in enumerate(rows))
-        scored = self.setup.collector(request, trainer_state=self.state, upcoming=upcoming)
-        self._log_experience(scored)
-        slices = [self.plan.slice_rows(rank, s) for s in range(self.plan.steps_per_generation)]
-        micro_batches = [
-            scored.micro_batch(rows, mask_truncated=self.args.mask_truncated_completions) for rows in slices
-        ]
-        with self.timings.phase("scoring"), dist.together():
-            off_policy = not self.plan.is_on_policy
-            return [self.sampled.with_frozen_scores(batch, off_policy=off_policy) for batch in micro_batches]
-
-    def _forward_and_backward(self, model: nn.Module, batch: Batch) -> Trained:
-        """The gradient of a micro-batch or a part of one added to the model's; rows without one are only measured."""
-        self._measured = {}
-        if has_gradient(batch):
-            if self.checkpointing is not None:
-                self.checkpointing.prepare(batch)
-            loss = super().training_step(model, batch)  # pyright: ignore[reportArgumentType]
-        else:
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, self._prepare_inputs(batch))
-        return Trained(loss.detach(), self._measured)
-
-    def _prepare_inputs(self, inputs: Batch) -> Batch:
-        """The batch on its device."""
-        return inputs.to(self.args.device)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        """This micro-batch's share of the loss: the loss is the sum over micro-batches of the mean over ranks."""
-        if return_outputs:
-            raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
-        self.memory.gradients_are_whole = True
-        forward, policy, exact = self.setup.forward_options, self.setup.policy_options, self.sampled.freshness.exact
-        # Rows without a gradient go past DeepSpeed's wrapper, since each rank has its own number of such passes.
-        scores = needed_scores(
-            inputs,
-            policy=lambda rows: score_tokens(model, rows, forward, precompute_gradient(rows, policy, exact=exact)),
-            measure=lambda rows: score_tokens(unwrap(model), rows, forward),
-        )
-        result = policy_loss(
-            scores,
-            inputs,
-            policy,
-            entropy_coef=self.entropy_controller.applied,
-            aux_loss_coef=self._parts.aux_loss_coef,
-        )
-        self._measured = {**result.metrics, **self.sampled.mismatch(scores, inputs)}
-        self.memory.gradients_are_whole = False
-        return result.loss
-
-    def _end_step(self, step: int) -> None:
-        """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
-        seconds, lengths = self.timings.take(), [rollout.num_sampled for rollout in self._step_rollouts]
-        metrics: dict[str, Metric] = {"step_time": average(self._step_seconds)}
-        phases = _STEP_PHASES if self.vllm_policy is None else (*_STEP_PHASES, "weights")
-        metrics |= {f"time/{phase}": average(seconds.get(phase, 0.0)) for phase in phases}
-        if lengths:
-            speed = sum(lengths) * dist.world_size() / max(seconds.get("sampling", 0.0), 1e-9)
-            self.progress.set_numbers(length=sum(lengths) / len(lengths), tokens_per_second=speed)
-        self.sampled.end_step(step)
-        if self.entropy_controller.is_active:
-            metrics |= self.entropy_controller.end_step()
-        if self.reference is not None and self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
-            self.reference.follow(self._parts.model, self.args.ref_model_mixup_alpha)
-        self.metric_store.add(metrics)
-        self._step_seconds, self._step_rollouts = 0.0, []
-
     # --------------------------------------------------------------------------------------------- data and log
 
     def get_train_dataloader(self) -> DataLoader:
-        """Ticks: one a micro-batch, the first of each round with the prompts that this rank needs."""
+        """Yields micro-batch keys; the first of each generation batch brings the prompts that this rank needs."""
         return make_train_loader(self.train_dataset, self.plan, dist.rank(), options.loader_options(self.args))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
-        """Batches of whole groups, every prompt once."""
+        """Yields batches of whole groups, every prompt once."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]  # pyright: ignore
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        assembly.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_setup)
+        build.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_setup)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
 
-    def _log_experience(self, scored: Experience) -> None:
-        """Count, log and show a training round."""
-        self.state.num_input_tokens_seen += scored.num_tokens
-        self.metric_store.add({**scored.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
-        self.completion_log.add(scored.records, reward_names=self.rewards.names)
-        self._step_rollouts += scored.rollouts
-        self.progress.set_numbers(reward=scored.mean_reward)
+    def _log_experience(self, experience: Experience) -> None:
+        """Count, log and show a generation batch."""
+        self.state.num_input_tokens_seen += experience.num_tokens
+        self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
+        self.completion_log.add(experience.records, reward_names=self.rewards.names)
+        self._step_log.lengths += [rollout.num_sampled for rollout in experience.rollouts]
+        self.progress.set_numbers(reward=experience.mean_reward)
 
     def floating_point_ops(self, inputs: MicroBatchStep) -> float:
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
-        batch = self._micro_batches[inputs.index]
-        return 6.0 * num_parameters(self.model) * batch.num_forward_tokens
+        return 6.0 * num_parameters(self.model) * self._micro_batches[inputs.index].num_forward_tokens
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
@@ -397,11 +410,11 @@ class GRPOTrainer(TrainingRun):
         self._prepare_for_evaluation()
         with self.timings.apart("evaluating"):
             for batch in dataloader:
-                scored, metrics = self.setup.evaluator(
+                experience, metrics = self.components.evaluator(
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
                 )
                 store.add(metrics)
-                self.completion_log.add(scored.records, phase=metric_key_prefix, reward_names=self.rewards.names)
+                self.completion_log.add(experience.records, phase=metric_key_prefix, reward_names=self.rewards.names)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         numbers = {**store.flush(), "num_tokens": float(self.state.num_input_tokens_seen)}

@@ -1,13 +1,11 @@
-"""The scores that do not change while a batch is trained on."""
+"""Scores batches with weights that do not train: the reference model, and the policy before it changes."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch
+from groupgrad.batch import Batch, TokenScores
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 
@@ -20,23 +18,27 @@ class OldAndRefScorer:
     ):
         self._policy, self._reference, self._options, self._device = policy, reference, options, device
 
-    def __call__(self, batch: Batch, *, old: bool) -> Batch:
-        """The batch with the reference's log-probs, if there is one, and with `old` the policy's present ones."""
-        return replace(
-            batch,
-            old_logprobs=self._score(self._policy, batch).logprobs.cpu() if old else None,
-            ref_logprobs=self._reference_logprobs(batch),
-        )
+    def policy(self, batch: Batch, *, rows_per_pass: int | None = None) -> TokenScores:
+        """Scores by the policy as it is now, `rows_per_pass` rows at a time; None: all at once."""
+        return self._score(self._policy, batch, rows_per_pass)
 
-    def entropy(self, batch: Batch) -> torch.Tensor:
-        """(L,) entropies (nats) of the policy as it is."""
-        return self._score(self._policy, batch).entropy.cpu()
-
-    def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
+    def reference_logprobs(self, batch: Batch, *, rows_per_pass: int | None = None) -> torch.Tensor | None:
+        """(L,) log-probs (nats) by the reference model; None if there is none."""
         if self._reference is None:
             return None
         with self._reference.active() as module:
-            return self._score(module, batch).logprobs.cpu()
+            return self._score(module, batch, rows_per_pass).logprobs
 
-    def _score(self, model: nn.Module, batch: Batch):
-        return score_without_gradient(model, batch.to(self._device), self._options)
+    def _score(self, model: nn.Module, batch: Batch, rows_per_pass: int | None) -> TokenScores:
+        size = rows_per_pass or max(1, batch.num_rows)
+        # An empty batch is one pass too: the passes of a model that is spread over ranks are collective.
+        starts = range(0, max(1, batch.num_rows), size)
+        parts = [batch] if len(starts) == 1 else [batch.select(_rows(start, size, batch)) for start in starts]
+        scores = [score_without_gradient(model, part.to(self._device), self._options) for part in parts]
+        return TokenScores(
+            torch.cat([score.logprobs for score in scores]).cpu(), torch.cat([score.entropy for score in scores]).cpu()
+        )
+
+
+def _rows(start: int, size: int, batch: Batch) -> range:
+    return range(start, min(start + size, batch.num_rows))

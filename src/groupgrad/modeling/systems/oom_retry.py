@@ -1,45 +1,34 @@
-"""Micro-batches that do not fit into memory are trained in parts, without a change of the gradient."""
+"""Trains micro-batches that do not fit into memory in parts, without changing the gradient."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch
-from groupgrad.batching.packing import row_costs, split, total_cost
-from groupgrad.metrics import Metric, merge_all
+from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
+from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
 logger = logging.getLogger(__name__)
 
 COMFORTABLE_TOKENS_CPU = 2048
-"""Tokens of a training pass on a CPU beyond which it only takes more memory."""
-
-
-@dataclass(slots=True, frozen=True)
-class Trained:
-    """What a forward and a backward pass gave."""
-
-    loss: torch.Tensor
-    """() without gradient."""
-    metrics: dict[str, Metric]
+"""Tokens of a training pass on a CPU beyond which a larger pass only takes more memory."""
 
 
 class MemoryGuard:
-    """Trains the micro-batches of a step one after the other, those that run out of memory in parts.
+    """Trains the micro-batches of a step one after the other, and cuts those that run out of memory.
 
     A failed backward pass may have added a part of its gradient. Then `clear` drops all gradients and the step's
-    earlier batches are trained again, so that no copy of the gradients is ever needed. (Dropout is drawn anew when that
+    earlier parts are trained again, so that no copy of the gradients is ever needed. (Dropout is drawn anew when that
     happens, and a load-balancing loss is measured in each part.) The size that fitted is remembered and part of a
-    checkpoint: larger batches are cut beforehand.
+    checkpoint: larger micro-batches are cut beforehand.
 
-    `obstacle` says in words why this run cannot do so; None: it can. `comfortable_tokens` cuts larger batches between
-    their groups beforehand: cost follows tokens, so smaller passes take less memory and no more time.
+    `obstacle` names the reason why this run cannot do so; None: it can. `comfortable_tokens` cuts larger micro-batches
+    between their groups beforehand: cost follows tokens, so smaller passes take less memory and no more time.
     """
 
     def __init__(
@@ -48,146 +37,128 @@ class MemoryGuard:
         self._clear, self._obstacle = clear, obstacle
         self._comfort = None if comfortable_tokens is None or obstacle is not None else 3 * comfortable_tokens
         self._limit: int | None = None
-        self._done: list[Batch] = []
-        self.gradients_are_whole = False
-        """The attempt now made has added nothing to the gradients yet; whoever makes it says so."""
+        self._done: list[MicroBatch] = []
 
     def begin_step(self) -> None:
-        """The gradients are empty now."""
+        """Start a step; the gradients must be empty."""
         self._done = []
 
-    def train(self, batch: Batch, attempt: Callable[[Batch], Trained]) -> Trained:
-        """The loss and metrics of a micro-batch, its gradient added. RuntimeError if one row alone does not fit.
+    def train(
+        self,
+        micro_batch: MicroBatch,
+        forward: Callable[[MicroBatch], PolicyLoss],
+        backward: Callable[[torch.Tensor], None],
+    ) -> list[PolicyLoss]:
+        """The detached losses and the metrics of a micro-batch's parts, whose gradients are added.
 
-        `attempt` makes the forward and backward pass of a batch and adds to the gradients.
+        `forward` gives the loss of a part whose rows all need the same passes, `backward` adds its gradient. Raises
+        RuntimeError if one row alone does not fit.
         """
-        waiting = [(part, True) for part in self._within_limit(batch)]
-        results: list[Trained] = []
+        waiting = [(part, True) for part in self._within_limit(micro_batch)]
+        losses: list[PolicyLoss] = []
         while waiting:
-            part, counts = waiting.pop(0)
-            result = self._try(part, attempt)
-            if result is None:
-                waiting[:0] = [(smaller, counts) for smaller in self._smaller(part)]
-                if not self.gradients_are_whole:
+            part, is_first_time = waiting.pop(0)
+            loss, gradients_are_whole = self._try(part, forward, backward)
+            if loss is None:
+                waiting[:0] = [(smaller, is_first_time) for smaller in self._smaller(part)]
+                if not gradients_are_whole:
                     self._clear()
                     waiting[:0] = [(done, False) for done in self._done]
                     self._done = []
                 continue
-            self._done.append(part)
-            if counts:
-                results.append(result)
-        return results[0] if len(results) == 1 else _merged(results)
+            if part.passes == FORWARD_AND_BACKWARD:
+                self._done.append(part)
+            if is_first_time:
+                losses.append(loss)
+        return losses
 
-    def state_dict(self) -> dict[str, Any]:
-        """The size learned."""
-        return {"limit": self._limit}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut as the run that `state_dict` was taken from."""
-        self._limit = state["limit"]
-
-    def _try(self, part: Batch, attempt: Callable[[Batch], Trained]) -> Trained | None:
-        """None if memory ran out."""
-        self.gradients_are_whole = False
+    def _try(
+        self,
+        part: MicroBatch,
+        forward: Callable[[MicroBatch], PolicyLoss],
+        backward: Callable[[torch.Tensor], None],
+    ) -> tuple[PolicyLoss | None, bool]:
+        """The detached loss, or None if memory ran out; False if a failed backward pass may have added to gradients."""
+        gradients_are_whole, result = True, None
         try:
-            return attempt(part)
+            result = forward(part)
+            if part.passes == FORWARD_AND_BACKWARD:
+                gradients_are_whole = False
+                backward(result.loss)
+            return PolicyLoss(result.loss.detach(), result.metrics), True
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             self._refuse_the_hopeless(part, error)
-        collect_what_failed()  # here the error is gone
-        return None
+        result = None  # its graph, and the exception with the frames of the failed pass, are gone now
+        collect_what_failed()
+        return None, gradients_are_whole
 
-    def _refuse_the_hopeless(self, part: Batch, error: Exception) -> None:
-        size = f"{part.num_rows} completions, {part.num_tokens} tokens besides {len(part.prompt_ids)} of prompts"
+    def state_dict(self) -> dict[str, Any]:
+        """The learned size."""
+        return {"limit": self._limit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut as the run did that `state_dict` was taken from."""
+        self._limit = state["limit"]
+
+    def _refuse_the_hopeless(self, part: MicroBatch, error: Exception) -> None:
+        batch = part.layout()
+        size = f"{batch.num_rows} completions, {batch.num_tokens} tokens besides {len(batch.prompt_ids)} of prompts"
         if self._obstacle is not None:
             raise RuntimeError(
                 f"a micro-batch ({size}) does not fit into memory, and {self._obstacle}; lower "
                 "per_device_train_batch_size and raise gradient_accumulation_steps by as much, or set "
                 "gradient_checkpointing=True"
             ) from error
-        if part.num_rows < 2:
+        if batch.num_rows < 2:
             raise RuntimeError(
                 f"one row alone ({size}) does not fit into memory; lower max_completion_length, shorten the prompts, "
                 "set gradient_checkpointing=True or bf16=True, or train an adapter (peft_config) or a smaller model"
             ) from error
 
-    def _smaller(self, part: Batch) -> list[Batch]:
-        pieces = cut(part, 2)
-        size = max(_size(piece) for piece in pieces)
+    def _smaller(self, part: MicroBatch) -> list[MicroBatch]:
+        halves = part.split(2)
+        size = max(half.cost for half in halves)
         self._limit = size if self._limit is None else min(size, self._limit)
+        batch = part.layout()
         logger.warning(
             "a micro-batch of %d completions and %d tokens does not fit into memory and is trained in parts from now "
             "on, with the same result; a lower per_device_train_batch_size or gradient_checkpointing=True avoids that",
-            part.num_rows,
-            part.num_tokens,
+            batch.num_rows,
+            batch.num_tokens,
         )
-        return pieces
+        return halves
 
-    def _within_limit(self, batch: Batch) -> list[Batch]:
-        pieces = [batch] if self._comfort is None else between_groups(batch, self._comfort)
-        return [part for piece in pieces for part in self._within_learned_limit(piece)]
+    def _within_limit(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        """Parts whose rows all need the same passes, of a comfortable size and within the limit learned so far."""
+        parts = micro_batch.by_passes()
+        if self._comfort is not None:
+            parts = [smaller for part in parts for smaller in part.split_between_groups(self._comfort)]
+        return [smaller for part in parts for smaller in self._within_learned_limit(part)]
 
-    def _within_learned_limit(self, batch: Batch) -> list[Batch]:
-        pieces = [batch]
-        while self._limit is not None and max(_size(p) for p in pieces) > self._limit and len(pieces) < batch.num_rows:
-            pieces = cut(batch, len(pieces) + 1)
-        return pieces
-
-
-def between_groups(batch: Batch, most: int) -> list[Batch]:
-    """The batch in parts that cost at most `most` or are one group, of like cost; no prompt is computed twice."""
-    costs = row_costs(batch)
-    groups: dict[int, list[int]] = {}
-    for row, cost in enumerate(costs):
-        groups.setdefault(cost.group, []).append(row)
-    fair = total_cost(costs) / max(1, -(-total_cost(costs) // most))
-    parts: list[list[int]] = [[]]
-    for rows in groups.values():
-        now, then = (total_cost(costs[row] for row in part) for part in (parts[-1], parts[-1] + rows))
-        if parts[-1] and (then > most or abs(then - fair) > abs(now - fair)):
-            parts.append([])
-        parts[-1] += rows
-    return [batch] if len(parts) == 1 else _apart(batch, [sorted(rows) for rows in parts])
-
-
-def cut(batch: Batch, parts: int) -> list[Batch]:
-    """The batch in `parts` of like cost, whose losses sum to its loss and whose metrics merge to its metrics."""
-    return _apart(batch, split(row_costs(batch), parts))
-
-
-def _apart(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
-    count = int(batch.trained.sum())
-    pieces = [batch.select(rows) for rows in parts]
-    shares = [int(piece.trained.sum()) / count if count else 1 / len(pieces) for piece in pieces]
-    counts = [batch.totals.micro_batches / share if share else float("inf") for share in shares]
-    return [replace(p, totals=replace(p.totals, micro_batches=n)) for p, n in zip(pieces, counts)]
+    def _within_learned_limit(self, part: MicroBatch) -> list[MicroBatch]:
+        parts = [part]
+        while self._limit is not None and max(p.cost for p in parts) > self._limit and len(parts) < len(part.rows):
+            parts = part.split(len(parts) + 1)
+        return parts
 
 
 def memory_guard(model: nn.Module, args: Any, *, aux_loss: bool) -> MemoryGuard:
-    """What trains the micro-batches of a run with these training arguments.
+    """The guard for a run with these training arguments.
 
-    A CPU's matrix products run at full speed from few tokens on, so larger batches are cut for comfort there. A
-    load-balancing loss depends on how batches are cut, and is left whole.
+    A CPU's matrix products run at full speed from few tokens on, so larger micro-batches are cut there. A
+    load-balancing loss depends on the cut, so its micro-batches stay whole.
     """
     comfort = COMFORTABLE_TOKENS_CPU if args.device.type == "cpu" and not aux_loss else None
     return MemoryGuard(model.zero_grad, obstacle=obstacle_to_cutting(args), comfortable_tokens=comfort)
 
 
 def obstacle_to_cutting(args: Any) -> str | None:
-    """Why a run with these training arguments cannot train a micro-batch in parts, in words; None if it can."""
+    """Names the reason why a run with these training arguments cannot train a micro-batch in parts; None if it can."""
     optimizer = str(getattr(args.optim, "value", args.optim))
     if args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is not None:
         return "DeepSpeed keeps the gradients to itself, so that they cannot be made again"
     if "lomo" in optimizer or "layerwise" in optimizer:
         return f"optim={optimizer!r} changes weights while gradients are made, so that they cannot be made again"
     return None
-
-
-def _size(batch: Batch) -> int:
-    return total_cost(row_costs(batch))
-
-
-def _merged(results: Sequence[Trained]) -> Trained:
-    loss = torch.stack([result.loss for result in results]).sum()
-    return Trained(loss, merge_all(result.metrics for result in results))
