@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from groupgrad.types import Prompt, Rollout
+
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -207,3 +209,14 @@ def _build() -> Callable[..., Any]:
 def any_model(request: pytest.FixtureRequest) -> Any:
     """Each architecture in turn."""
     return build(request.param)
+
+
+@pytest.fixture
+def make_rollout() -> Callable[..., Rollout]:
+    """A rollout of `num_tokens` tokens."""
+
+    def make(num_tokens: int, reason: Any = "eos", index: int = 0, group: int = 0, **fields: Any) -> Rollout:
+        prompt = Prompt([5, 6, 7], {"prompt": "abc"}, group)
+        return Rollout(prompt, index, [9] * num_tokens, reason, "text", "text", **fields)
+
+    return make

@@ -106,7 +106,6 @@ def ragged_batches(draw: st.DrawFn, max_rows: int = 6) -> Batch:
         sampling_entropy=numbers.float() / 32,
         row_index=torch.arange(start, start + rows),
         policy_version=torch.full((rows,), start),
-        passes=torch.arange(start, start + rows) % 3,
     )
 
 
@@ -121,7 +120,7 @@ def row_records(batch: Batch) -> list[dict[str, object]]:
         }
         for name in ("completion_ids", "trained", "sampling_logprobs", "sampling_entropy"):
             record[name] = getattr(batch, name)[tokens].tolist()
-        for name in ("advantages", "row_index", "policy_version", "passes"):
+        for name in ("advantages", "row_index", "policy_version"):
             record[name] = getattr(batch, name)[row].item()
         records.append(record)
     return records

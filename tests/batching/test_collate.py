@@ -104,48 +104,63 @@ def assert_equal(first: Batch, second: Batch) -> None:
 
 
 def test_a_round_survives_being_saved():
-    batches = [
-        dataclasses.replace(
+    batches = {
+        7: dataclasses.replace(
             collate(ragged(), [0.1, 0.2, 0.3, 0.4], mask_truncated=True),
             old_logprobs=torch.linspace(-1, 0, 9),
             totals=StepTotals(8.0, 7.0, 2, 3, entropy_threshold=0.5, entropy_tokens=4.0),
         ),
-        collate([rollout(2, 0, [])], [0.0], mask_truncated=False),
-    ]
+        8: collate([rollout(2, 0, [])], [0.0], mask_truncated=False),
+    }
     buffer = GenerationBuffer()
-    buffer.put(7, batches)
-    buffer.put(8, [])
+    for number, batch in batches.items():
+        buffer.put(number, batch)
     file = io.BytesIO()
     torch.save(buffer.state_dict(), file)
     file.seek(0)
     restored = GenerationBuffer()
     restored.load_state_dict(torch.load(file, weights_only=True))
-    found = restored.get(7)
-    assert found is not None
-    assert len(found) == 2
-    for a, b in zip(batches, found):
-        assert_equal(a, b)
-    assert restored.get(8) == []
+    for number, batch in batches.items():
+        found = restored.get(number)
+        assert found is not None
+        assert_equal(batch, found)
     assert restored.get(9) is None
 
 
 def test_a_round_of_an_older_checkpoint_lacks_what_was_not_known_then():
     buffer = GenerationBuffer()
-    buffer.put(0, [collate([rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25])], [1.0], mask_truncated=False)])
+    buffer.put(0, collate([rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25])], [1.0], mask_truncated=False))
     state = buffer.state_dict()
-    for name in ("sampling_entropy", "policy_version", "passes"):
+    for name in ("sampling_entropy", "policy_version"):
         del state["rounds"]["0"][0][name]
     restored = GenerationBuffer()
     restored.load_state_dict(state)
     found = restored.get(0)
     assert found is not None
-    assert (found[0].sampling_entropy, found[0].policy_version, found[0].passes) == (None, None, None)
-    assert found[0].completion_ids.tolist() == [7, 1]
+    assert (found.sampling_entropy, found.policy_version) == (None, None)
+    assert found.completion_ids.tolist() == [7, 1]
+
+
+def test_a_checkpoint_with_one_batch_a_micro_batch_is_read():
+    batch = collate(ragged(), [0.1, 0.2, 0.3, 0.4], mask_truncated=True)
+    state = GenerationBuffer().state_dict()
+    for number, rows in enumerate(([0, 1], [2, 3])):
+        part = GenerationBuffer()
+        part.put(0, batch.select(rows))
+        (fields,) = part.state_dict()["rounds"]["0"]
+        state["rounds"].setdefault("0", []).append({**fields, "passes": None})
+        assert len(state["rounds"]["0"]) == number + 1
+    restored = GenerationBuffer()
+    restored.load_state_dict(state)
+    found = restored.get(0)
+    assert found is not None
+    assert_equal(found, batch)
 
 
 def test_a_buffer_forgets_what_it_is_told_to():
     buffer = GenerationBuffer()
+    batch = collate([], [], mask_truncated=False)
     for number in range(4):
-        buffer.put(number, [])
+        buffer.put(number, batch)
     buffer.keep_only({1, 3})
-    assert [buffer.get(number) for number in range(4)] == [None, [], None, []]
+    assert [buffer.get(number) is batch for number in range(4)] == [False, True, False, True]

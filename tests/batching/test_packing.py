@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from groupgrad.batching.collate import collate
 from groupgrad.batching.packing import RowCost, pack, row_costs, split, total_cost
+from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD, NO_PASS
 from groupgrad.types import Prompt, Rollout
 
 
@@ -38,9 +38,10 @@ def test_costs_follow_the_passes_that_rows_need():
     prompts = [Prompt([5, 6], {"prompt": "x"}, 0), Prompt([7, 8, 9], {"prompt": "y"}, 1)]
     rollouts = [Rollout(prompts[i // 2], i, [1] * (i + 1), "eos", "", "") for i in range(4)]
     batch = collate(rollouts, [0.0] * 4, mask_truncated=False)
-    assert row_costs(batch) == [RowCost(3, 6, 0), RowCost(6, 6, 0), RowCost(9, 9, 1), RowCost(12, 9, 1)]
-    batch.passes = torch.tensor([2, 1, 0, 1])
-    assert row_costs(batch) == [RowCost(3, 6, 0), RowCost(2, 2, 0), RowCost(0, 0, 1), RowCost(4, 3, 1)]
+    costs = [RowCost(3, 6, 0), RowCost(6, 6, 0), RowCost(9, 9, 1), RowCost(12, 9, 1)]
+    assert row_costs(batch, [FORWARD_AND_BACKWARD] * 4) == costs
+    costs = [RowCost(3, 6, 0), RowCost(2, 2, 0), RowCost(0, 0, 1), RowCost(4, 3, 1)]
+    assert row_costs(batch, [FORWARD_AND_BACKWARD, FORWARD, NO_PASS, FORWARD]) == costs
 
 
 def test_groups_that_the_plan_cut_are_joined():

@@ -268,7 +268,7 @@ def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path
     Qwen3ForCausalLM(config).save_pretrained(hub / "Qwen/Qwen3-0.6B")
     trainer = run(ENVIRONMENT)["trainer"]
     assert trainer.state.global_step == 4
-    assert trainer.paths.engine.name == "native"
+    assert trainer.execution.engine.name == "native"
     (log, *_) = trainer.state.log_history
     assert log["tools/call_frequency"] == 0.0
     assert log["rollouts/turns"] == 1.0
@@ -334,7 +334,7 @@ def test_options_of_tools_reach_them(tokenizer: Any, make_model: Any, calling: A
 
     config = {"tool_timeout_s": 0.2, "tool_max_result_chars": 60, "tool_threads": 2, "max_steps": 2}
     trainer = make(tokenizer, make_model, config, tools=[slow], reward_funcs=reward)
-    assert trainer.setup.collector.rollouts._workers._num_threads == 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert trainer.components.collector.rollouts._workers._num_threads == 2  # pyright: ignore[reportAttributeAccessIssue]
     trainer.train()
     assert any("0.2 seconds" in text for text in seen)
     assert any("60 characters of 100" in text for text in seen)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.collate import collate
+from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.metrics import merge_all
-from groupgrad.objectives import PolicyOptions, policy_loss
+from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, PolicyOptions, policy_loss
+from groupgrad.trainer.sampler_logprobs import known_scores
 from groupgrad.types import Prompt, Rollout
 
 VOCABULARY = 7
@@ -73,18 +76,32 @@ def make_micro_batches(policy: Bigram, *, mask_truncated: bool = False) -> list[
 
 def run_step(
     policy: Bigram,
-    batches: Sequence[Batch],
+    scores: Iterable[tuple[Batch, TokenScores]],
     options: PolicyOptions,
-    score: Callable[[Batch], TokenScores],
     **terms: Any,
 ) -> tuple[float, dict[str, float | None], torch.Tensor]:
-    """Loss, metrics and gradient of a step."""
+    """Loss, metrics and gradient of a step whose parts have these scores."""
     policy.zero_grad()
-    results = [policy_loss(score(batch), batch, options, **terms) for batch in batches]
+    results = [policy_loss(of_batch, batch, options, **terms) for batch, of_batch in scores]
     total = torch.stack([result.loss for result in results]).sum()
     total.backward()
     metrics = merge_all(result.metrics for result in results)
     return float(total.detach()), {name: metric.read() for name, metric in metrics.items()}, policy.gradient()
+
+
+def as_step(batches: Sequence[Batch]) -> tuple[Batch, list[range]]:
+    """The rows of all micro-batches as one batch, and the rows of each."""
+    bounds = list(accumulate((batch.num_rows for batch in batches), initial=0))
+    return Batch.concat(batches), [range(start, end) for start, end in pairwise(bounds)]
+
+
+def scored(part: MicroBatch, score: Callable[[Batch], TokenScores]) -> tuple[Batch, TokenScores]:
+    """A part's rows, and their scores by the passes that they need."""
+    batch = part.layout()
+    if part.passes == NO_PASS:
+        return batch, known_scores(batch)
+    with torch.set_grad_enabled(part.passes == FORWARD_AND_BACKWARD):
+        return batch, score(batch)
 
 
 @pytest.fixture

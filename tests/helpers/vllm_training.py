@@ -59,7 +59,7 @@ class Watch:
 
     def _compare(self) -> None:
         serving = self.trainer.serving
-        options = replace(self.trainer.setup.sampling, temperature=0.0, max_new_tokens=8, eos_ids=(), extra={})
+        options = replace(self.trainer.components.sampling, temperature=0.0, max_new_tokens=8, eos_ids=(), extra={})
         rows = requests(4, tokens=8)
         for row, sample in zip(rows, serving.sample(rows, options)):
             table = true_logprobs(self.trainer.model, row.prompt_ids, sample.ids).float()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.types import Prompt, Rollout
 
 
 class ScriptedEngine:
@@ -27,14 +25,3 @@ class ScriptedEngine:
 @pytest.fixture
 def play() -> type[ScriptedEngine]:
     return ScriptedEngine
-
-
-@pytest.fixture
-def make_rollout() -> Callable[..., Rollout]:
-    """A rollout of `num_tokens` tokens."""
-
-    def make(num_tokens: int, reason: Any = "eos", index: int = 0, group: int = 0, **fields: Any) -> Rollout:
-        prompt = Prompt([5, 6, 7], {"prompt": "abc"}, group)
-        return Rollout(prompt, index, [9] * num_tokens, reason, "text", "text", **fields)
-
-    return make

@@ -93,7 +93,10 @@ def one_round(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[di
         return [type(error).__name__, str(error)]
     metrics = merge_all(dist.all_gather_objects({key: m.detached() for key, m in scored.metrics.items()}))
     return {
-        "rows": {rollout.index: [rollout.completion_ids, a] for rollout, a in zip(scored.rollouts, scored.advantages)},
+        "rows": {
+            rollout.index: [rollout.completion_ids, a]
+            for rollout, a in zip(scored.rollouts, scored.advantages.tolist())
+        },
         "metrics": {key: metric.read() for key, metric in metrics.items()},
         "num_tokens": scored.num_tokens,
         "mean_reward": scored.mean_reward,

@@ -46,10 +46,10 @@ def test_advantages_are_those_of_the_groups(play, tokenizer):
     """Lengths 2, 1 | 3, 0: deviations +-0.5 and +-1.5, sample std 0.5*sqrt(2) and 1.5*sqrt(2)."""
     found = make_generation(length, play, tokenizer)
     a, b = 0.5 / (0.5 * 2**0.5 + 1e-4), 1.5 / (1.5 * 2**0.5 + 1e-4)
-    assert found.advantages == pytest.approx([a, -a, b, -b], rel=1e-9)
+    assert found.advantages.tolist() == pytest.approx([a, -a, b, -b], rel=1e-9)
     assert found.mean_reward == 1.5
     assert [rollout.text for rollout in found.rollouts] == TEXTS
-    assert make_generation(length, play, tokenizer, scale_rewards="none").advantages == [0.5, -0.5, 1.5, -1.5]
+    assert make_generation(length, play, tokenizer, scale_rewards="none").advantages.tolist() == [0.5, -0.5, 1.5, -1.5]
 
 
 def test_metrics_of_a_round(play, tokenizer):
@@ -72,7 +72,7 @@ def test_weights_multiply_the_rewards(play, tokenizer):
     found = make_generation(
         [length, constant_answer], play, tokenizer, scale_rewards="none", reward_weights=(2.0, 10.0)
     )
-    assert found.advantages == [1.0, -1.0, 3.0, -3.0]
+    assert found.advantages.tolist() == [1.0, -1.0, 3.0, -3.0]
     assert found.mean_reward == 2 * 1.5 + 10 * 1.5
 
 
@@ -81,13 +81,13 @@ def test_rows_that_nothing_scores_move_nothing(play, tokenizer):
         return [None if len(text) == 1 else float(len(text)) for text in completions]
 
     found = make_generation(long_ones, play, tokenizer)
-    assert found.advantages[:2] == [0.0, 0.0], "one scored row in its group: no baseline"
-    assert found.advantages[2] == pytest.approx(1.5 / (1.5 * 2**0.5 + 1e-4))
+    assert found.advantages.tolist()[:2] == [0.0, 0.0], "one scored row in its group: no baseline"
+    assert found.advantages.tolist()[2] == pytest.approx(1.5 / (1.5 * 2**0.5 + 1e-4))
     assert found.mean_reward == pytest.approx(5 / 3)
     metrics = {key: metric.read() for key, metric in found.metrics.items()}
     assert metrics["frac_reward_zero_std"] == 0.5
     nothing = make_generation(lambda completions, **kwargs: [None] * 4, play, tokenizer)
-    assert nothing.advantages == [0.0] * 4
+    assert nothing.advantages.tolist() == [0.0] * 4
     assert math.isnan(nothing.mean_reward)
     assert nothing.metrics["reward"].read() is None
 
@@ -108,19 +108,20 @@ def test_records_come_in_row_order_if_asked_for(play, tokenizer):
     assert [record["completion"] for record in found.records] == ["a", "", "ab", "cab"]
     assert [record["length"] for record in found.records] == [1.0, 0.0, 2.0, 3.0]
     assert [record["step"] for record in found.records] == [5] * 4
-    by_row = dict(zip([2, 0, 3, 1], found.advantages))
+    by_row = dict(zip([2, 0, 3, 1], found.advantages.tolist()))
     assert [record["advantage"] for record in found.records] == [by_row[row] for row in range(4)]
 
 
-def test_micro_batches_take_rows_by_number(play, tokenizer):
+def test_the_batch_holds_the_rows_in_order(play, tokenizer):
     found = make_generation(length, play, tokenizer)
-    batch = found.micro_batch([3, 1], mask_truncated=False)
+    batch = found.batch.select([3, 1])
     assert batch.row_index is not None
     assert batch.row_index.tolist() == [3, 1]
-    assert batch.advantages.tolist() == pytest.approx([found.advantages[3], found.advantages[1]])
+    assert batch.advantages.tolist() == pytest.approx([found.advantages.tolist()[3], found.advantages.tolist()[1]])
     assert batch.offsets.tolist() == [0, 1, 3]
-    assert batch.prompt_offsets.tolist() == [0, 2, 3]
-    masked = found.micro_batch([2, 3], mask_truncated=True)
+    assert batch.prompt_offsets.tolist() == [0, 1, 3]
+    assert batch.prompt_of_row.tolist() == [1, 0]
+    masked = make_generation(length, play, tokenizer, mask_truncated=True).batch.select([2, 3])
     assert masked.trained.tolist() == [False] * 3 + [True]
 
 
@@ -132,7 +133,7 @@ def test_a_rank_without_rows_takes_part(play, tokenizer):
         return [0.0] * len(completions)
 
     found = make_generation(note, play, tokenizer, request(rows=[]))
-    assert (found.rollouts, found.advantages, found.num_tokens, calls) == ([], [], 0, [])
+    assert (found.rollouts, found.advantages.tolist(), found.num_tokens, calls) == ([], [], 0, [])
 
 
 def test_timings_tell_sampling_from_scoring(play, tokenizer):

@@ -36,7 +36,7 @@ def evaluator(model: Any, tokenizer: Any, **options: Any) -> Evaluator:
     maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
     reference = Reference(model, adapter_is_fresh=False, follows=False) if options.get("beta") else None
     frozen = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
-    return Evaluator(model, maker, frozen, PolicyOptions(**options), ForwardOptions(), 2, False, 0.0, "cpu")
+    return Evaluator(model, maker, frozen, PolicyOptions(**options), ForwardOptions(), 2, 0.0, "cpu")
 
 
 def run(evaluate: Evaluator, batch: EvalBatch = BATCH) -> Any:
@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_the_present_policy(model, tokenizer):
     """At ratio 1 the token mean of -A is -sum(length * A) / sum(length), the row mean -mean(A) = 0."""
     scored, metrics = run(evaluator(model, tokenizer))
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in scored.rollouts], dtype=torch.float64)
-    advantages = torch.tensor(scored.advantages, dtype=torch.float64)
+    advantages = scored.advantages
     assert len(set(lengths.tolist())) > 1
     expected = -float((lengths * advantages).sum() / lengths.sum())
     assert abs(expected) > 1e-3

@@ -33,7 +33,7 @@ def test_experts_train_with_shared_prompts_and_their_balance(make_trainer: Any, 
     trainers = []
     for weight in (0.25, 0.0):
         trainers.append(make_trainer(model=make_any(name, router_aux_loss_coef=weight), max_steps=2))
-        assert trainers[-1].paths.engine.name == "native"
+        assert trainers[-1].execution.engine.name == "native"
         assert layout_for(trainers[-1].model, trainers[-1].setup.forward_options) == "shared"
         trainers[-1].train()
         assert max(logged(trainers[-1], "sampling/logp_mismatch")) < 1e-5
@@ -57,8 +57,8 @@ def test_recurrent_layers_train_in_rows_of_their_own(make_trainer: Any, make_any
             optim="sgd",
             learning_rate=0.01,
         )
-        assert trainer.paths.layout.layout == "dense" and trainer.paths.layout.tiled_head
-        assert trainer.paths.engine.name == "transformers"
+        assert trainer.execution.layout.layout == "dense" and trainer.execution.layout.tiled_head
+        assert trainer.execution.engine.name == "transformers"
         trainer.train()
         log = trainer.state.log_history[:2]
         lengths = [entry["completions/max_length"] - entry["completions/min_length"] for entry in log]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.metrics import maximum, mean_of
-from groupgrad.trainer.mismatch_watch import DropWatch, MismatchWatch, computing_types, has_dropout, tolerance
+from groupgrad.metrics import maximum, mean_of, merge_all
+from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
+from groupgrad.trainer.mismatch_watch import MISMATCH, MismatchWatch, computing_types, has_dropout, tolerance
 
 
 def test_it_warns_once_and_again_after_tenfold_growth(caplog):
@@ -19,9 +20,7 @@ def test_it_warns_once_and_again_after_tenfold_growth(caplog):
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            for gap in gaps:
-                watch.observe(maximum(torch.tensor(gap)))
-            watch.end_step(step)
+            watch.end_step(step, merge_all({MISMATCH: maximum(torch.tensor(gap))} for gap in gaps))
         if caplog.records:
             warned.append(step)
             assert f"step {step}: " in caplog.text
@@ -50,16 +49,21 @@ def test_dropout_is_found_wherever_it_is(make_model):
 
 
 def test_more_than_a_quarter_dropped_is_said_once_and_again_above_half(caplog):
-    watch, warned = DropWatch(), []
+    watch, warned = MismatchWatch(1e-4), []
     for step, (tokens, rows) in enumerate([(25, 25), (26, 0), (40, 50), (0, 51), (100, 100)]):
         caplog.clear()
-        for share in (0, 2):  # two micro-batches, of which the mean counts
-            watch.observe(mean_of(tokens * share / 100, 1), mean_of(rows * share / 100, 1))
-        watch.end_step(step)
+        micro_batches = [
+            {
+                FRAC_DROPPED_TOKENS: mean_of(tokens * share / 100, 1),
+                FRAC_DROPPED_ROWS: mean_of(rows * share / 100, 1),
+            }
+            for share in (0, 2)  # their mean counts
+        ]
+        watch.end_step(step, merge_all(micro_batches))
         if caplog.records:
             warned.append(step)
             assert f"step {step}: " in caplog.text
             assert f"drops {rows} % of the completions and {tokens} % of the tokens" in caplog.text
             assert "Raise vllm_importance_sampling_clip_max" in caplog.text
     assert warned == [1, 3]
-    watch.end_step(9)  # nothing was measured
+    watch.end_step(9, {})

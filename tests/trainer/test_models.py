@@ -109,11 +109,11 @@ def test_the_reference_is_mixed(make_trainer, make_policy, adapter):
         max_steps=1,
         trainer={"peft_config": lora()} if adapter else {},
     )
-    own = trainer._parts.reference.state_dict()
+    own = trainer._policy.reference.state_dict()
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     end = dict(trainer.model.named_parameters())
-    moved = trainer._parts.reference.state_dict()
+    moved = trainer._policy.reference.state_dict()
     assert len(moved) == (8 if adapter else len(start))
     for name in own:
         assert torch.allclose(moved[name], 0.25 * end[name] + 0.75 * start[name], atol=1e-7)
@@ -262,7 +262,7 @@ def test_cast_lm_head_to_fp32(make_trainer, make_policy, passes):
         trainer.train()
         scores.append(passes[-1][1])
         assert policy.lm_head.weight.dtype == (torch.float32 if cast else torch.bfloat16)
-        assert trainer._parts.reference.module.lm_head.weight.dtype == policy.lm_head.weight.dtype
+        assert trainer._policy.reference.module.lm_head.weight.dtype == policy.lm_head.weight.dtype
         assert policy.model.embed_tokens.weight.dtype == torch.bfloat16
     assert not torch.equal(scores[0][:3], scores[1][:3])
 

@@ -400,5 +400,5 @@ def test_settings_are_read_again_at_each_training(make_trainer):
     assert entry["entropy_coef"] == 0.3
     assert trainer.entropy_controller.coef == pytest.approx(0.305)
     assert entry["reward"] == pytest.approx(2 * entry["rewards/letters_reward/mean"])
-    assert trainer.setup.forward_options.temperature == 0.5
-    assert dataclasses.asdict(trainer.setup.policy_options)["loss_type"] == "dapo"
+    assert trainer.components.forward_options.temperature == 0.5
+    assert dataclasses.asdict(trainer.components.policy_options)["loss_type"] == "dapo"

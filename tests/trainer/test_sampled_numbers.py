@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from groupgrad.batch import Batch, StepTotals
+from groupgrad.batching import micro_batches
 from groupgrad.modeling.scoring.forward import score_without_gradient
+from groupgrad.objectives import FORWARD_AND_BACKWARD
 from groupgrad.trainer import trainer as trainer_module
 
 # Where a gradient is 0 but for rounding, AdamW with its usual epsilon would take a full step in a random direction.
@@ -25,6 +27,11 @@ def some_groups_flat(completion_ids: list[list[int]], **kwargs: Any) -> list[flo
     return [float(len(ids) + ids[0] % 3) if i // 4 % 2 else 1.0 for i, ids in enumerate(completion_ids)]
 
 
+def all_live(batch: Batch, *args: Any, **terms: Any) -> torch.Tensor:
+    """The passes of a step that skips nothing."""
+    return torch.full_like(batch.prompt_of_row, FORWARD_AND_BACKWARD)
+
+
 class ExactEngine:
     """Another engine's samples with the log-probs and entropies that the policy's modules give them."""
 
@@ -35,7 +42,7 @@ class ExactEngine:
 
     def sample(self, requests, options):
         samples = self.inner.sample(requests, options)
-        forward_options = self.trainer.setup.forward_options
+        forward_options = self.trainer.components.forward_options
         found = []
         for request, sample in zip(requests, samples):
             batch = one_row(request.prompt_ids, sample.ids)
@@ -97,7 +104,7 @@ def train(make_trainer, make_policy, tools, monkeypatch):
             prepare(trainer)
         with monkeypatch.context() as patch:
             if not share:
-                patch.setattr(trainer_module, "assign_micro_batches", lambda batches, *args, **terms: list(batches))
+                patch.setattr(micro_batches, "required_passes", all_live)
             trainer.train()
         return trainer, tools.weights(policy)
 
@@ -106,7 +113,7 @@ def train(make_trainer, make_policy, tools, monkeypatch):
 
 def use_engine(trainer: Any, kind: type) -> None:
     trainer.engine = kind(trainer)
-    trainer.paths = replace(trainer.paths, engine=replace(trainer.paths.engine, engine=trainer.engine))
+    trainer.execution = replace(trainer.execution, engine=replace(trainer.execution.engine, engine=trainer.engine))
     trainer._start_anew()
 
 
@@ -144,10 +151,10 @@ def test_numbers_of_sampling_change_nothing(train, tools, case):
 
 def test_only_live_rows_are_forwarded_on_policy(train, passes):
     trainer, _ = train(exact=True, max_steps=1)
-    live = [int((b.advantages != 0)[b.row_of_token].sum()) for b in trainer.buffer.get(0)]
-    whole = sum(b.num_tokens for b in trainer.buffer.get(0))
+    batch = trainer.buffer.get(0)
+    live = int((batch.advantages != 0)[batch.row_of_token].sum())
     assert [grad for _, grad in passes] == [True] * len(passes)
-    assert sum(tokens for tokens, _ in passes) == sum(live) < whole
+    assert sum(tokens for tokens, _ in passes) == live < batch.num_tokens
     assert len(passes) == 2  # the two live groups, whole; the other two micro-batches cost nothing
 
 
@@ -155,26 +162,26 @@ def test_only_live_rows_are_forwarded_on_policy(train, passes):
 def test_later_steps_of_a_round_measure_dead_rows_without_gradient(train, passes, exact):
     """The first of two steps over one round needs no pass for them with an exact engine, and a forward without."""
     trainer, _ = train(exact=exact, num_iterations=2, max_steps=2)
-    dead = sum(int((b.advantages == 0)[b.row_of_token].sum()) for b in trainer.buffer.get(0))
-    live = sum(int((b.advantages != 0)[b.row_of_token].sum()) for b in trainer.buffer.get(0))
+    batch = trainer.buffer.get(0)
+    dead = int((batch.advantages == 0)[batch.row_of_token].sum())
+    live = int((batch.advantages != 0)[batch.row_of_token].sum())
     assert sum(tokens for tokens, grad in passes if grad) == 2 * live
     assert sum(tokens for tokens, grad in passes if not grad) == (1 if exact else 2) * dead > 0
 
 
 def test_old_logprobs_are_those_of_sampling(train, monkeypatch):
     asked: list[bool] = []
-    frozen = trainer_module.assembly.OldAndRefScorer
-    plain = frozen.__call__
+    scorer = trainer_module.build.OldAndRefScorer
+    plain = scorer.policy
     monkeypatch.setattr(
-        frozen, "__call__", lambda self, batch, *, old: asked.append(old) or plain(self, batch, old=old)
+        scorer, "policy", lambda self, batch, **options: asked.append(True) or plain(self, batch, **options)
     )
     trainer, _ = train(exact=True, **TWO_STEPS)
-    assert asked and not any(asked)
-    for batch in trainer.buffer.get(1):
-        assert torch.equal(batch.old_logprobs, batch.sampling_logprobs)
-    asked.clear()
+    assert not asked
+    batch = trainer.buffer.get(1)
+    assert torch.equal(batch.old_logprobs, batch.sampling_logprobs)
     train(exact=False, **TWO_STEPS)
-    assert asked and all(asked)
+    assert asked
 
 
 def test_a_missing_logprob_brings_the_pass_back(train):
@@ -185,12 +192,11 @@ def test_a_missing_logprob_brings_the_pass_back(train):
         ]
 
     trainer, _ = train(exact=True, prepare=lame, learning_rate=0.0, **{**TWO_STEPS, "max_steps": 1})
-    batches = trainer.buffer.get(0)
-    assert bool(batches[1].sampling_logprobs.isnan().any())
-    for batch in batches:
-        assert bool(batch.old_logprobs.isfinite().all())
-        known = batch.sampling_logprobs.isfinite()
-        torch.testing.assert_close(batch.old_logprobs[known], batch.sampling_logprobs[known], rtol=0, atol=1e-5)
+    batch = trainer.buffer.get(0)
+    known = batch.sampling_logprobs.isfinite()
+    assert not bool(known.all())
+    assert bool(batch.old_logprobs.isfinite().all())
+    torch.testing.assert_close(batch.old_logprobs[known], batch.sampling_logprobs[known], rtol=0, atol=1e-5)
 
 
 def test_a_step_without_signal_still_decays(train, tools):
@@ -219,7 +225,7 @@ def test_a_wrong_engine_is_warned_of_once(train, caplog):
 def test_with_dropout_training_is_apart_from_sampling(train, passes):
     trainer, _ = train(exact=True, dropout=0.3, max_steps=1)
     assert "sampling/logp_mismatch" not in trainer.state.log_history[0]
-    assert sum(tokens for tokens, _ in passes) == sum(b.num_tokens for b in trainer.buffer.get(0))
+    assert sum(tokens for tokens, _ in passes) == trainer.buffer.get(0).num_tokens
     assert any(not grad for _, grad in passes)
 
 

@@ -220,7 +220,7 @@ def test_prompts_must_fit_into_vllms_context(make_trainer, monkeypatch, served):
 def test_the_correction_is_what_the_configuration_says(make_trainer, served):
     bounds = {"vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5}
     trainer = make_trainer(**VLLM, **STEPS, vllm_importance_sampling_mode="sequence_truncate", **bounds)
-    assert trainer.setup.policy_options.mismatch == MismatchOptions("sequence_truncate", 0.5, 2.0)
+    assert trainer.components.policy_options.mismatch == MismatchOptions("sequence_truncate", 0.5, 2.0)
 
 
 def test_a_resumed_run_sends_its_weights(make_trainer, served, tmp_path):

@@ -11,12 +11,16 @@ from groupgrad.types import Prompt, Rollout
 
 
 def collate(
-    rollouts: Sequence[Rollout], advantages: torch.Tensor, *, mask_truncated: bool, totals: StepTotals | None = None
+    rollouts: Sequence[Rollout],
+    advantages: torch.Tensor | Sequence[float],
+    *,
+    mask_truncated: bool,
+    totals: StepTotals | None = None,
 ) -> Batch:
     """A batch of the rollouts, each distinct prompt once, on the CPU.
 
-    `advantages` (B,) may have any floating-point type. `mask_truncated` takes the tokens of truncated rollouts out of
-    the loss; their rows still count as rows. `totals` may be filled in later, when the optimizer step is known.
+    `advantages` are (B,). `mask_truncated` takes the tokens of truncated rollouts out of the loss; their rows still
+    count as rows. `totals` may be filled in later, when the optimizer step is known.
     """
     # Environments may begin each rollout of a group with another prompt, so prompts are told apart by their tokens.
     identities = [rollout.prompt.identity for rollout in rollouts]
@@ -37,7 +41,7 @@ def collate(
         trained=torch.tensor(
             [flag for rollout in rollouts for flag in _loss_mask(rollout, mask_truncated)], dtype=torch.bool
         ),
-        advantages=advantages.float(),
+        advantages=torch.as_tensor(advantages, dtype=torch.float32),
         totals=totals or StepTotals(rows=float(len(rollouts)), tokens=0.0),
         sampling_logprobs=_reported([rollout.sampling_logprobs for rollout in rollouts], lengths),
         row_index=_integers([rollout.index for rollout in rollouts]),

@@ -43,6 +43,8 @@ class Experience:
     """This rank's part of a finished generation batch."""
 
     rollouts: list[Rollout]
+    advantages: torch.Tensor
+    """(B,) float64."""
     batch: Batch
     """The rollouts with their advantages, on the CPU; the totals are filled in with the optimizer step."""
     metrics: dict[str, Metric]
@@ -106,7 +108,7 @@ class ExperienceCollector:
             metrics["sampling/policy_lag"] = maximum(float(lag))
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
         records = self._records(rollouts, table, advantages, request.step)
-        return Experience(rollouts, batch, metrics, tokens, _mean_reward(result), records)
+        return Experience(rollouts, advantages, batch, metrics, tokens, _mean_reward(result), records)
 
     def close(self) -> None:
         """Release the engine, tools and environments that make rollouts. May be called any number of times."""

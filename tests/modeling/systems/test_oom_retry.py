@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bigram_step import as_step, scored
 
-from groupgrad.batch import Batch
-from groupgrad.batching.micro_batches import assign_micro_batches, has_gradient
-from groupgrad.batching.packing import row_costs, total_cost
+from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.metrics import merge_all
-from groupgrad.modeling.systems.oom_retry import MemoryGuard, Trained, between_groups, cut, obstacle_to_cutting
-from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, policy_loss
-from groupgrad.trainer.needed_scores import needed_scores
+from groupgrad.modeling.systems.oom_retry import MemoryGuard, obstacle_to_cutting
+from groupgrad.objectives import LOSSES, NO_PASS, OnPolicyInfo, PolicyLoss, PolicyOptions, policy_loss
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -34,44 +32,44 @@ class Machine:
         self.attempts: list[tuple[int, str]] = []
         self.guard = MemoryGuard(policy.zero_grad)
 
-    def attempt(self, batch: Batch) -> Trained:
-        self.guard.gradients_are_whole = True
+    def forward(self, part: MicroBatch) -> PolicyLoss:
+        batch, scores = scored(part, self.policy)
         self.attempts.append((batch.num_tokens, "ok"))
-        if batch.num_tokens > self.max_forward:
+        if part.passes != NO_PASS and batch.num_tokens > self.max_forward:
             self.attempts[-1] = (batch.num_tokens, "forward")
             raise self.error
-        result = policy_loss(needed_scores(batch, self.policy, self.policy), batch, self.options, **self.terms)
-        self.guard.gradients_are_whole = False
-        if batch.num_tokens > self.max_backward:
-            self.attempts[-1] = (batch.num_tokens, "backward")
+        return policy_loss(scores, batch, self.options, **self.terms)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        tokens, _ = self.attempts[-1]
+        if tokens > self.max_backward:
+            self.attempts[-1] = (tokens, "backward")
             self.policy.last.grad = torch.full_like(self.policy.last, 77.0)
             raise self.error
-        if has_gradient(batch):
-            result.loss.backward()
-        return Trained(result.loss.detach(), result.metrics)
+        loss.backward()
 
-    def step(self, batches: list[Batch]):
+    def step(self, micro_batches: list[MicroBatch]):
         """Loss, metrics and gradient of a step."""
         self.policy.zero_grad()
         self.attempts = []
         self.guard.begin_step()
-        results = [self.guard.train(batch, self.attempt) for batch in batches]
-        metrics = merge_all(result.metrics for result in results)
-        loss = float(sum(result.loss for result in results))
-        return loss, {name: metric.read() for name, metric in metrics.items()}, self.policy.gradient()
+        losses = [loss for each in micro_batches for loss in self.guard.train(each, self.forward, self.backward)]
+        metrics = merge_all(loss.metrics for loss in losses)
+        total = float(sum(loss.loss for loss in losses))
+        return total, {name: metric.read() for name, metric in metrics.items()}, self.policy.gradient()
 
 
 @pytest.fixture
 def make_machine(policy, sample):
-    """`make_machine(options)`: a machine and the three micro-batches of a step."""
+    """`make_machine(options)`: a machine and the three micro-batches of a step; without `skip` all rows are live."""
 
     def make(options: PolicyOptions, *, skip: bool = True, **terms):
-        batches = sample(policy)
-        totals = step_totals(batches)
-        batches = [replace(batch, totals=totals) for batch in batches]
-        if skip:
-            batches = assign_micro_batches(batches, options, OnPolicyInfo(5, True), entropy_coef=0.0, aux_loss=False)
-        return Machine(policy, options, **terms), batches
+        batch, planned = as_step(sample(policy))
+        batch = replace(batch, totals=step_totals(batch, len(planned)))
+        micro_batches = assign_micro_batches(
+            batch, planned, options, OnPolicyInfo(5, True), entropy_coef=0.0, aux_loss=not skip
+        )
+        return Machine(policy, options, **terms), micro_batches
 
     return make
 
@@ -87,7 +85,7 @@ def assert_same(found, expected) -> None:
 def test_parts_sum_to_the_whole(make_machine, loss_type, where):
     machine, batches = make_machine(PolicyOptions(loss_type=loss_type), skip=loss_type != "dapo")
     expected = machine.step(batches)
-    largest = max(batch.num_tokens for batch in batches)
+    largest = max(batch.layout().num_tokens for batch in batches)
     setattr(machine, where, largest // 2)
     assert_same(machine.step(batches), expected)
     failed = [kind for _, kind in machine.attempts if kind != "ok"]
@@ -112,8 +110,8 @@ def test_every_way_of_running_out_is_known(make_machine, error):
 
 def test_a_failed_backward_pass_repeats_the_steps_earlier_batches_and_a_failed_forward_pass_does_not(make_machine):
     machine, batches = make_machine(PolicyOptions(loss_type="bnpo"), skip=False)
-    batches = sorted(batches, key=lambda batch: batch.num_tokens)
-    sizes = [batch.num_tokens for batch in batches]
+    batches = sorted(batches, key=lambda batch: batch.layout().num_tokens)
+    sizes = [batch.layout().num_tokens for batch in batches]
     machine.max_forward = sizes[1]
     machine.step(batches)
     assert [n for n, kind in machine.attempts if kind == "ok"][:2] == sizes[:2]
@@ -166,14 +164,15 @@ def test_other_errors_pass(make_machine, error):
     assert len(machine.attempts) == 1
 
 
-def test_parts_share_what_is_measured_once_a_micro_batch(policy, sample):
-    whole = replace(sample(policy)[0], totals=step_totals(sample(policy)))
-    parts = cut(whole, 2)
-    shares = [whole.totals.micro_batches / part.totals.micro_batches for part in parts]
+def test_parts_share_what_is_measured_once_a_micro_batch(make_machine):
+    _, (whole, *_) = make_machine(PolicyOptions(), skip=False)
+    parts = whole.split(2)
+    shares = [3 / part.layout().totals.micro_batches for part in parts]
     assert sum(shares) == pytest.approx(1.0)
-    assert shares == pytest.approx([int(part.trained.sum()) / int(whole.trained.sum()) for part in parts])
-    masked = replace(whole, trained=torch.zeros_like(whole.trained))
-    assert [part.totals.micro_batches for part in cut(masked, 2)] == [6.0, 6.0]
+    tokens = [int(part.layout().trained.sum()) for part in parts]
+    assert shares == pytest.approx([count / sum(tokens) for count in tokens])
+    masked = replace(whole, step=replace(whole.step, loss_tokens=[0] * len(whole.step.loss_tokens)))
+    assert [part.layout().totals.micro_batches for part in masked.split(2)] == [6.0, 6.0]
 
 
 class _Arguments:
@@ -206,20 +205,18 @@ def test_batches_are_cut_between_groups_for_comfort_alone(make_machine, loss_typ
     machine.guard = MemoryGuard(machine.policy.zero_grad, comfortable_tokens=1)
     assert_same(machine.step(batches), expected)
     assert sum(n for n, _ in machine.attempts) == sum(whole)
-    assert len(machine.attempts) == sum(len(batch.prompt_of_row.unique()) for batch in batches)
+    assert len(machine.attempts) == sum(len(batch.layout().prompt_of_row.unique()) for batch in batches)
 
 
 def test_parts_between_groups_are_of_like_cost_and_hold_each_prompt_once(make_machine):
-    _, batches = make_machine(PolicyOptions(), skip=False)
-    batch = Batch.concat(batches)
-    costs = total_cost(row_costs(batch))
-    assert between_groups(batch, costs) == [batch]
-    halves = between_groups(batch, costs - 1)
+    _, (first, *others) = make_machine(PolicyOptions(), skip=False)
+    whole = replace(first, rows=sorted(row for each in (first, *others) for row in each.rows))
+    assert whole.split_between_groups(whole.cost) == [whole]
+    halves = whole.split_between_groups(whole.cost - 1)
     assert len(halves) == 2
-    sizes = [total_cost(row_costs(half)) for half in halves]
-    assert sum(sizes) == costs
-    assert max(sizes) < 0.8 * costs
-    assert sorted(torch.cat([half.row_index for half in halves]).tolist()) == sorted(batch.row_index.tolist())
+    assert sum(half.cost for half in halves) == whole.cost
+    assert max(half.cost for half in halves) < 0.8 * whole.cost
+    assert sorted(row for half in halves for row in half.rows) == whole.rows
 
 
 def test_a_run_whose_batches_must_stay_whole_is_not_made_comfortable(make_machine):
