@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import Trainer
+from transformers import trainer as hf_trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
@@ -172,7 +172,7 @@ class TrainingRun(Trainer):
         args, further = self.args, {}
         every = args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
-            clear_device_cache()
+            hf_trainer.clear_device_cache()
         if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
             further["learning_rate"] = self._get_learning_rate()
         if self.is_deepspeed_enabled:

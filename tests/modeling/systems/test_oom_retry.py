@@ -34,10 +34,11 @@ class Machine:
 
     def forward(self, part: MicroBatch) -> PolicyLoss:
         batch, scores = scored(part, self.policy)
-        self.attempts.append((batch.num_tokens, "ok"))
-        if part.passes != NO_PASS and batch.num_tokens > self.max_forward:
-            self.attempts[-1] = (batch.num_tokens, "forward")
-            raise self.error
+        if part.passes != NO_PASS:
+            self.attempts.append((batch.num_tokens, "ok"))
+            if batch.num_tokens > self.max_forward:
+                self.attempts[-1] = (batch.num_tokens, "forward")
+                raise self.error
         return policy_loss(scores, batch, self.options, **self.terms)
 
     def backward(self, loss: torch.Tensor) -> None:
