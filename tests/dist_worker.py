@@ -42,9 +42,9 @@ def main(rank: int, folder: Path) -> None:
     }
     at_exit.append(atexit._ncallbacks())  # pyright: ignore[reportAttributeAccessIssue]
     found["at_exit"] = [count - at_exit[0] for count in at_exit]
-    found["different"] = failure_of(lambda: dist.copy_from_main(nn.Linear(2, 3 + rank)))
+    found["different"] = failure_of(lambda: dist.broadcast_module(nn.Linear(2, 3 + rank)))
     found["uneven"] = failure_of(lambda: dist.average_gradients(list(nn.Linear(2, 3).parameters())[rank:]))
-    found["freeze"] = failure_of(lambda: dist.copy_from_main(nn.Linear(2, 3).requires_grad_(rank == 0)))
+    found["freeze"] = failure_of(lambda: dist.broadcast_module(nn.Linear(2, 3).requires_grad_(rank == 0)))
     found["copied"] = copied(rank)
     torch.save({size: averaged(rank, size) for size in BUCKETS}, folder / f"{rank}.pt")
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -77,14 +77,14 @@ def copied(rank: int) -> list[Any]:
         module.weight.copy_(torch.arange(6.0).view(3, 2) + 10 * rank)
         module.weight.data = module.weight.data.t().contiguous().t()
         module.bias.fill_(rank)
-    dist.copy_from_main(module, buffers=False)
+    dist.broadcast_module(module, buffers=False)
     kept = [module.flag.item(), module.table.tolist()]
-    dist.copy_from_main(module)
+    dist.broadcast_module(module)
     return [module.weight.tolist(), module.bias.tolist(), module.flag.item(), module.table.tolist(), kept]
 
 
 def failure(error: BaseException | None) -> list[str] | None:
-    return failure_of(lambda: dist.raise_together(error))
+    return failure_of(lambda: dist.raise_on_all_ranks(error))
 
 
 def failure_of(action: Callable[[], None]) -> list[str] | None:

@@ -20,9 +20,9 @@ def test_alone_every_collective_is_the_identity():
     assert dist.all_gather_objects("x") == ["x"]
     assert dist.all_gather_rows(values) is values
     assert dist.all_sum([1, 2.5]) == [1.0, 2.5]
-    dist.raise_together(None)
+    dist.raise_on_all_ranks(None)
     with pytest.raises(KeyError, match="mine"):
-        dist.raise_together(KeyError("mine"))
+        dist.raise_on_all_ranks(KeyError("mine"))
     layer = torch.nn.Linear(1, 1)
     layer.weight.grad = torch.full((1, 1), 3.0)
     dist.average_gradients(layer.parameters())
@@ -122,4 +122,4 @@ def test_ranks_with_different_models_are_told(ranks):
 def test_who_met_others_over_gloo_rests_once_before_the_end(ranks):
     """And so ends well though the group is left standing; without the rest about every third process was aborted."""
     assert both(ranks, "at_exit") == [0, 1, 1]
-    assert dist.GLOO_REST_S <= 0.5
+    assert dist.GLOO_EXIT_DELAY_S <= 0.5

@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 LARGE_BYTES = 2**20
 """A gradient from this size on travels alone, from where it lies: a call costs little beside it, a copy does not."""
 
-GLOO_REST_S = 0.25
+GLOO_EXIT_DELAY_S = 0.25
 """How long a process that met others over gloo rests before its interpreter shuts down."""
 
 
@@ -145,7 +145,7 @@ class _Bucket:
 
 
 @torch.no_grad()
-def copy_from_main(module: nn.Module, *, buffers: bool = True) -> None:
+def broadcast_module(module: nn.Module, *, buffers: bool = True) -> None:
     """Collective. The parameters of `module`, and its buffers, are rank 0's from here on.
 
     RuntimeError, on all ranks, if names, shapes, types or what is frozen differ. Quantized weights that are tensors of
@@ -166,10 +166,10 @@ def copy_from_main(module: nn.Module, *, buffers: bool = True) -> None:
             )
     for tensor in tensors.values():
         if type(tensor.data) is torch.Tensor:
-            overwrite_with_main(tensor.data)
+            broadcast_tensor(tensor.data)
 
 
-def overwrite_with_main(tensor: torch.Tensor) -> None:
+def broadcast_tensor(tensor: torch.Tensor) -> None:
     """Collective. The numbers of `tensor` are rank 0's from here on; on all ranks it has one shape and type."""
     if is_active():
         # As bytes, since not every way between ranks knows every type.
@@ -180,17 +180,17 @@ def overwrite_with_main(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def errors_on_all_ranks() -> Iterator[None]:
     """Collective at its end. What is raised inside on any rank is raised on all; inside there is no collective."""
     error: BaseException | None = None
     try:
         yield
     except Exception as problem:
         error = problem
-    raise_together(error)
+    raise_on_all_ranks(error)
 
 
-def raise_together(error: BaseException | None) -> None:
+def raise_on_all_ranks(error: BaseException | None) -> None:
     """Collective. If any rank failed, raise on all of them, so that none is left waiting in the next collective.
 
     The rank that failed raises its own error; the others raise a RuntimeError that quotes it.
@@ -218,4 +218,4 @@ def _rest_at_exit() -> None:
     with https://github.com/pytorch/pytorch/issues/190489.
     """
     if "gloo" in str(torch_dist.get_backend_config()):
-        atexit.register(time.sleep, GLOO_REST_S)
+        atexit.register(time.sleep, GLOO_EXIT_DELAY_S)

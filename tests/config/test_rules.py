@@ -11,7 +11,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from groupgrad import GRPOConfig
 from groupgrad.config import rules
 from groupgrad.config.field_rules import CHOICES, RANGES, nearest
-from groupgrad.config.unused_settings import IDLE
+from groupgrad.config.unused_settings import UNUSED
 from groupgrad.errors import ConfigError
 from groupgrad.trainer import options
 
@@ -182,7 +182,7 @@ def test_all_broken_rules_are_reported_at_once():
 
 def test_the_tables_name_existing_fields_and_their_defaults_pass():
     config = GRPOConfig(use_cpu=True)
-    for name in [*RANGES, *CHOICES, *rules.UNAVAILABLE, *(f for row in IDLE for f in row.fields)]:
+    for name in [*RANGES, *CHOICES, *rules.UNAVAILABLE, *(f for row in UNUSED for f in row.fields)]:
         assert hasattr(config, name), name
     assert rules.problems(config) == []
     assert rules.warnings_for(config) == []

@@ -291,7 +291,7 @@ def test_collectives_do_not_grow_with_micro_batches(make_trainer, monkeypatch):
     counts = []
     for split in ((16, 1), (1, 16)):
         calls = []
-        for name in ("all_gather_objects", "all_gather_rows", "all_sum", "raise_together"):
+        for name in ("all_gather_objects", "all_gather_rows", "all_sum", "raise_on_all_ranks"):
             plain = getattr(dist, name)
             monkeypatch.setattr(dist, name, lambda *args, n=name, f=plain, calls=calls: (calls.append(n), f(*args))[1])
         trainer = make_trainer(

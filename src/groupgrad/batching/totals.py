@@ -30,7 +30,7 @@ def step_totals(
     rows, tokens = dist.all_sum([float(batch.num_rows), float(batch.trained.sum())])
     threshold = num_kept = None
     if keep_entropy < 1.0 and entropy_of is not None:
-        with dist.together():
+        with dist.errors_on_all_ranks():
             entropy = entropy_of(batch)[batch.trained]
         entropies = dist.all_gather_rows(entropy)
         if len(entropies):

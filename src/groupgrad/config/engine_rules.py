@@ -62,7 +62,7 @@ def _vllm_rows(c: GRPOConfig) -> str | None:
 def uncorrected(c: GRPOConfig) -> str | None:
     """A remark: vLLM tells log-probs before cuts, penalties and temperature, or after them; a regex cuts before
     both."""
-    if not c.use_vllm or not c.vllm_importance_sampling_correction or sampling.tells_comparable_logprobs(c):
+    if not c.use_vllm or not c.vllm_importance_sampling_correction or sampling.has_comparable_logprobs(c):
         return None
     fields = sampling.vllm_fields(c)
     shaped, remedy = shaping(fields), ""

@@ -45,6 +45,6 @@ def vllm_fields(config: GRPOConfig) -> dict[str, Any]:
     return sampling_fields(sampling, regex=config.vllm_structured_outputs_regex)
 
 
-def tells_comparable_logprobs(config: GRPOConfig) -> bool:
+def has_comparable_logprobs(config: GRPOConfig) -> bool:
     """Whether vLLM can tell log-probs of the distribution that is trained, given how completions are drawn."""
     return logprobs_mode(vllm_fields(config)) is not None

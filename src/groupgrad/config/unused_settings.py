@@ -22,7 +22,7 @@ class UnusedSetting:
     why: str
 
 
-IDLE: tuple[UnusedSetting, ...] = (
+UNUSED: tuple[UnusedSetting, ...] = (
     UnusedSetting(
         ("sapo_temperature_neg", "sapo_temperature_pos"), lambda c: c.loss_type != "sapo", "loss_type is not 'sapo'"
     ),
@@ -196,7 +196,7 @@ IDLE: tuple[UnusedSetting, ...] = (
 def unused_settings(config: GRPOConfig) -> list[str]:
     """One text for each group of settings that were changed although they do nothing: their values, and why."""
     found = []
-    for row in IDLE:
+    for row in UNUSED:
         changed = [name for name in row.fields if _is_changed(config, name)]
         if changed and row.when(config):
             found.append(f"{', '.join(f'{name}={getattr(config, name)!r}' for name in changed)} ({row.why})")

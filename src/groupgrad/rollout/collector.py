@@ -84,7 +84,7 @@ class ExperienceCollector:
         """
         rollouts = self._prefetcher(request, upcoming)
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
-        with dist.together(), self.timings.phase("rewards"):
+        with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
             if rollouts:
                 table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)

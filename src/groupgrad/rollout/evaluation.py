@@ -64,7 +64,7 @@ class Evaluator:
             keep_entropy=self.policy_options.top_entropy_quantile,
             entropy_of=lambda batch: (self.scorer.policy(batch) if known is None else known).entropy,
         )
-        with dist.together():
+        with dist.errors_on_all_ranks():
             loss = self._loss(replace(experience.batch, totals=totals), known)
         return experience, {**experience.metrics, **loss}
 

@@ -119,7 +119,7 @@ class RolloutPrefetcher:
         """Collective. The rollouts of a round; whether any rank has none, since the weights were lost."""
         rollouts: list[Rollout] | None = None
         self._refresh(request.step)
-        with self._timings.phase("sampling"), self._around(), dist.together():
+        with self._timings.phase("sampling"), self._around(), dist.errors_on_all_ranks():
             try:
                 rollouts = self.source(request)
             except WeightsLost as error:
@@ -142,7 +142,7 @@ class RolloutPrefetcher:
         """Collective. The rollouts of a round that was begun, waited for; whether any rank has none."""
         rollouts: list[Rollout] | None = None
         job = self._jobs.pop(request.number, None)
-        with dist.together(), self._timings.phase("sampling"):
+        with dist.errors_on_all_ranks(), self._timings.phase("sampling"):
             if job is not None:
                 try:
                     rollouts = job.result()

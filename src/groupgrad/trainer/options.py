@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import LoaderOptions
-from groupgrad.config.sampling import mapping, tells_comparable_logprobs, temperature
+from groupgrad.config.sampling import has_comparable_logprobs, mapping, temperature
 from groupgrad.engines.selection import EngineOptions
 from groupgrad.envs.tools import ToolOptions
 from groupgrad.modeling.scoring.forward import ForwardOptions
@@ -79,7 +79,7 @@ def engine_options(config: GRPOConfig) -> EngineOptions:
 def policy_options(config: GRPOConfig) -> PolicyOptions:
     """The objective. Sampler/trainer mismatch needs correction only with an engine of its own weights."""
     mismatch = None
-    if config.use_vllm and config.vllm_importance_sampling_correction and tells_comparable_logprobs(config):
+    if config.use_vllm and config.vllm_importance_sampling_correction and has_comparable_logprobs(config):
         mismatch = MismatchOptions(
             mode=cast(MismatchMode, config.vllm_importance_sampling_mode),
             clip_min=config.vllm_importance_sampling_clip_min,

@@ -222,7 +222,7 @@ class GRPOTrainer(TrainingRun):
         experience = self.components.collector(request, trainer_state=self.state, upcoming=upcoming)
         self._log_experience(experience)
         batch, scorer, size = experience.batch, self.components.scorer, self.plan.micro_batch_rows
-        with self.timings.phase("scoring"), dist.together():
+        with self.timings.phase("scoring"), dist.errors_on_all_ranks():
             old = None
             if not self.plan.is_on_policy:
                 old = self.sampler_logprobs.old_logprobs(batch)

@@ -50,7 +50,7 @@ def serve_policy(config: GRPOConfig, model: nn.Module, parts: PolicyBundle, roll
     for problem in compat.unsupported_versions(["vllm"]):
         warnings.warn(problem)
     served: VLLMPolicy | None = None
-    with dist.together():
+    with dist.errors_on_all_ranks():
         make = _server if config.vllm_mode == "server" else _colocate
         served = make(config, model, parts.tokenizer, sampling)
     assert served is not None

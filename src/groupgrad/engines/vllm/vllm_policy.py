@@ -48,7 +48,7 @@ class VLLMPolicy:
             return
         self._version = None
         stamp = ""
-        with dist.together():
+        with dist.errors_on_all_ranks():
             push = self.engine.push_adapter if self._sends_adapter else self.engine.push
             stamp = push(self._model, version)
         if hasattr(self.engine, "expect"):

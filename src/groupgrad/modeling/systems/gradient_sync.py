@@ -29,7 +29,7 @@ class GradientSync:
 
     def begin(self) -> None:
         """Collective. Every rank has rank 0's model."""
-        dist.copy_from_main(self._model, buffers=self._buffers)
+        dist.broadcast_module(self._model, buffers=self._buffers)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
@@ -40,15 +40,15 @@ class GradientSync:
         except Exception as error:
             if dist.is_active():
                 release_frames(error)  # the others are told by way of the device, which may be full
-            dist.raise_together(error)
+            dist.raise_on_all_ranks(error)
         if not is_last:
             return
-        dist.raise_together(None)
+        dist.raise_on_all_ranks(None)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         dist.average_gradients(trained, bucket_bytes=self._bucket_bytes)
         if self._buffers:
             for statistics in _running_statistics(self._model):
-                dist.overwrite_with_main(statistics)
+                dist.broadcast_tensor(statistics)
 
 
 def _running_statistics(model: nn.Module) -> Iterator[torch.Tensor]:
