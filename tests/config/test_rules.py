@@ -10,7 +10,9 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from groupgrad import GRPOConfig
 from groupgrad.config import rules
-from groupgrad.config.field_rules import CHOICES, RANGES, nearest
+from groupgrad.config.conditions import divisors_near
+from groupgrad.config.field_rules import CHOICES, DICTS, RANGES, nearest
+from groupgrad.config.launcher import zero_stage
 from groupgrad.config.unused_settings import UNUSED
 from groupgrad.errors import ConfigError
 from groupgrad.trainer import options
@@ -182,7 +184,7 @@ def test_all_broken_rules_are_reported_at_once():
 
 def test_the_tables_name_existing_fields_and_their_defaults_pass():
     config = GRPOConfig(use_cpu=True)
-    for name in [*RANGES, *CHOICES, *rules.UNAVAILABLE, *(f for row in UNUSED for f in row.fields)]:
+    for name in [*RANGES, *CHOICES, *DICTS, *(name for row in (*rules.RULES, *UNUSED) for name in row.fields)]:
         assert hasattr(config, name), name
     assert rules.problems(config) == []
     assert rules.warnings_for(config) == []
@@ -218,7 +220,7 @@ def test_proposed_batch_settings_work(batch, group, accumulation):
 
 
 def test_processes_count_in_the_arithmetic(monkeypatch):
-    monkeypatch.setattr(rules, "world_size", lambda config: 3)
+    monkeypatch.setattr(GRPOConfig, "world_size", 3)
     config = GRPOConfig(use_cpu=True, per_device_train_batch_size=2, steps_per_generation=4, num_generations=8)
     assert (config.generation_batch_size_resolved, config.steps_per_generation_resolved) == (24, 4)
     config = GRPOConfig(use_cpu=True, per_device_train_batch_size=2, generation_batch_size=30, num_generations=5)
@@ -230,7 +232,7 @@ def test_processes_count_in_the_arithmetic(monkeypatch):
 @pytest.mark.parametrize("optim", ["adalomo", "lomo"])
 def test_processes_join_gradients_before_weights_change(monkeypatch, optim):
     GRPOConfig(use_cpu=True, optim=optim)
-    monkeypatch.setattr(rules, "world_size", lambda config: 2)
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
     with pytest.raises(ConfigError, match=f"optim='{optim}' changes weights .*2 processes.* Set optim='adamw_torch'"):
         GRPOConfig(use_cpu=True, optim=optim)
 
@@ -258,19 +260,19 @@ def test_the_launcher_is_heard(monkeypatch):
 def test_zero_stage_is_read_from_dict_file_and_launcher(stage, seen, tmp_path, monkeypatch):
     config = GRPOConfig(use_cpu=True)
     config.deepspeed = {"zero_optimization": {"stage": stage}}
-    assert rules.zero_stage(config) == seen
+    assert zero_stage(config) == seen
     path = tmp_path / "ds.json"
     path.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
     config.deepspeed = str(path)
-    assert rules.zero_stage(config) == seen
+    assert zero_stage(config) == seen
     config.deepspeed = None
-    assert rules.zero_stage(config) is None
+    assert zero_stage(config) is None
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
-    assert rules.zero_stage(config) == seen
+    assert zero_stage(config) == seen
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
-    assert rules.zero_stage(config) == seen
+    assert zero_stage(config) == seen
 
 
 @pytest.mark.parametrize(
@@ -327,6 +329,6 @@ def test_ordinary_configs_are_silent(settings):
 def test_nearest():
     assert nearest("DAPO", CHOICES["loss_type"]) == "dapo"
     assert nearest("xyz", CHOICES["loss_type"]) is None
-    assert rules.divisors_near(24, 7, least=2) == [4, 6, 8]
-    assert rules.divisors_near(7, 3, least=2) == [7]
-    assert rules.divisors_near(1, 3, least=2) == []
+    assert divisors_near(24, 7, least=2) == [4, 6, 8]
+    assert divisors_near(7, 3, least=2) == [7]
+    assert divisors_near(1, 3, least=2) == []

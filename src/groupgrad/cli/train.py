@@ -48,13 +48,12 @@ def main(argv: Sequence[str]) -> int:
 def build(parsed: Parsed) -> Any:
     """The trainer for a command line."""
     from groupgrad.cli.dataset import load_splits
-    from groupgrad.config.rules import evaluates
 
     # First what is quick to check, then the data, and last the model, which takes longest.
     rewards = load_rewards(parsed.script)
     model = model_name(parsed.model, parsed.config)
     further = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
-    train_dataset, eval_dataset = load_splits(parsed.script, evaluates(parsed.config))
+    train_dataset, eval_dataset = load_splits(parsed.script, parsed.config.evaluates)
     trainer_class = import_module("groupgrad.trainer").GRPOTrainer
     return trainer_class(
         model=model,

@@ -1,4 +1,4 @@
-"""The flat configuration that users fill in, the rules that it must obey, and what older scripts still set."""
+"""The flat configuration of a run, the rules it must obey, and fields of earlier releases."""
 
 from __future__ import annotations
 

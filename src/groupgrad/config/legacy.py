@@ -1,8 +1,8 @@
-"""Fields that scripts written for earlier releases still set: what becomes of each.
+"""Fields of earlier releases that scripts may still set.
 
 transformers 5 dropped many `TrainingArguments` fields, and some GRPO fields were renamed. `LEGACY` lists them all, and
-`LegacyArguments` makes them fields again. `take_over` moves each value to where it lives now and puts the old field
-back to its default, so that a copy of a config says everything once.
+`LegacyArguments` makes them fields again. `take_over` moves each value to the field that replaces it and resets the
+old one to its default, so that a copy of a config has everything once.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
+from groupgrad.config.field_rules import changed
 from groupgrad.errors import ConfigError
 
 
 @dataclass(slots=True, frozen=True)
 class Legacy:
-    """One field of the past."""
+    """One field of an earlier release."""
 
     type: Any
     default: Any
-    why: str
-    """Without `into` or `act`: why it has no effect. With one of them: what it became."""
+    why: str = ""
+    """The reason why it has no effect, or what `act` sets."""
     into: str | None = None
-    """The field that takes the value."""
+    """Field that receives the value."""
     act: Callable[[Any, Any], None] | None = None
     """Called with the config and the value, for what a plain renaming cannot do."""
     renamed: bool = False
-    """True for a GRPO field that has a new name: using the old one is worth a warning."""
+    """True for a GRPO field with a new name, whose use emits a warning."""
 
 
 def _warmup_ratio(config: Any, ratio: float) -> None:
-    # A count of steps always had precedence over the ratio; a fraction is the same quantity, and the newer wish.
+    # A count of steps always had precedence over the ratio. A fraction is the same quantity, and the ratio wins.
     if config.warmup_steps >= 1:
-        _say(f"warmup_ratio={ratio} is not used, because warmup_steps={config.warmup_steps} is set too")
+        _warn(f"warmup_ratio={ratio} is not used, because warmup_steps={config.warmup_steps} is set too")
     else:
         config.warmup_steps = ratio
 
@@ -57,7 +58,7 @@ def _hub_model_id(config: Any, name: str) -> None:
 
 
 def _hub_organization(config: Any, organization: str) -> None:
-    # Without a model name the repository is called after the output folder, as it always was.
+    # Without a model name the repository is named after the output folder.
     if config.hub_model_id is None:
         name = os.path.basename(os.path.normpath(config.output_dir or "trainer_output"))
         config.hub_model_id = f"{organization}/{name}"
@@ -72,15 +73,15 @@ _str, _int, _bool = str | None, int | None, bool | None
 
 LEGACY: dict[str, Legacy] = {
     # --- dropped by transformers 5, still meaningful ---
-    "per_gpu_train_batch_size": Legacy(_int, None, "per_device_train_batch_size", into="per_device_train_batch_size"),
-    "per_gpu_eval_batch_size": Legacy(_int, None, "per_device_eval_batch_size", into="per_device_eval_batch_size"),
+    "per_gpu_train_batch_size": Legacy(_int, None, into="per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": Legacy(_int, None, into="per_device_eval_batch_size"),
     "warmup_ratio": Legacy(float, 0.0, "a fraction given as warmup_steps", act=_warmup_ratio),
     "logging_dir": Legacy(_str, None, "the TENSORBOARD_LOGGING_DIR environment variable", act=_logging_dir),
-    "no_cuda": Legacy(bool, False, "use_cpu", into="use_cpu"),
+    "no_cuda": Legacy(bool, False, into="use_cpu"),
     "adafactor": Legacy(bool, False, "optim='adafactor'", act=_adafactor),
     "push_to_hub_model_id": Legacy(_str, None, "hub_model_id", act=_hub_model_id),
     "push_to_hub_organization": Legacy(_str, None, "the owner in hub_model_id", act=_hub_organization),
-    "push_to_hub_token": Legacy(_str, None, "hub_token", into="hub_token"),
+    "push_to_hub_token": Legacy(_str, None, into="hub_token"),
     "torchdynamo": Legacy(_str, None, "torch_compile_backend", act=_torchdynamo),
     # --- dropped by transformers 5, without meaning today ---
     "overwrite_output_dir": Legacy(bool, False, "training never empties the output folder"),
@@ -103,45 +104,31 @@ LEGACY: dict[str, Legacy] = {
     "mp_parameters": Legacy(str, "", "SageMaker's model parallelism is not supported"),
     "ray_scope": Legacy(_str, "last", "give the scope to hyperparameter_search instead"),
     "include_tokens_per_second": Legacy(bool, False, "tokens are always counted; see num_tokens in the log"),
-    # --- GRPO fields with a new name ---
-    "use_liger_loss": Legacy(_bool, None, "use_liger_kernel", into="use_liger_kernel", renamed=True),
-    "wandb_log_unique_prompts": Legacy(_bool, None, "log_unique_prompts", into="log_unique_prompts", renamed=True),
-    "vllm_guided_decoding_regex": Legacy(
-        _str, None, "vllm_structured_outputs_regex", into="vllm_structured_outputs_regex", renamed=True
-    ),
-    "vllm_importance_sampling_cap": Legacy(
-        float | None,
-        3.0,
-        "vllm_importance_sampling_clip_max",
-        into="vllm_importance_sampling_clip_max",
-        renamed=True,
-    ),
-    "use_transformers_paged": Legacy(
-        bool,
-        False,
-        "use_transformers_continuous_batching",
-        into="use_transformers_continuous_batching",
-        renamed=True,
-    ),
+    # --- GRPO fields with a new name, or without meaning today ---
+    "use_liger_loss": Legacy(_bool, None, into="use_liger_kernel", renamed=True),
+    "wandb_log_unique_prompts": Legacy(_bool, None, into="log_unique_prompts", renamed=True),
+    "vllm_guided_decoding_regex": Legacy(_str, None, into="vllm_structured_outputs_regex", renamed=True),
+    "vllm_importance_sampling_cap": Legacy(float | None, 3.0, into="vllm_importance_sampling_clip_max", renamed=True),
+    "use_transformers_paged": Legacy(bool, False, into="use_transformers_continuous_batching", renamed=True),
     "max_prompt_length": Legacy(
         _int, None, "prompts are never cut; filter the data set before training, by the length you want"
     ),
 }
 
 
-def _fields() -> list[tuple[str, Any, Any]]:
-    # A transformers release that still has one of these fields knows best what to do with it.
-    present = {f.name for f in dataclasses.fields(TrainingArguments)}
-    made = []
+def _legacy_fields() -> list[tuple[str, Any, Any]]:
+    # A transformers release that still has one of these fields handles it itself.
+    present = {field.name for field in dataclasses.fields(TrainingArguments)}
+    fields = []
     for name, row in LEGACY.items():
         if name not in present:
-            moved = row.into or row.act
-            text = f"For older scripts. {'Now: ' + row.why if moved else 'No effect: ' + row.why}."
-            made.append((name, row.type, dataclasses.field(default=row.default, metadata={"help": text})))
-    return made
+            use = f"Now: {row.into or row.why}" if row.into or row.act else f"No effect: {row.why}"
+            metadata = {"help": f"For older scripts. {use}."}
+            fields.append((name, row.type, dataclasses.field(default=row.default, metadata=metadata)))
+    return fields
 
 
-ADDED: tuple[str, ...] = tuple(name for name, _, _ in _fields())
+ADDED: tuple[str, ...] = tuple(name for name, _, _ in _legacy_fields())
 """Names of the legacy fields that the installed transformers lacks and that `LegacyArguments` adds."""
 
 if TYPE_CHECKING:
@@ -151,48 +138,44 @@ if TYPE_CHECKING:
 
 else:
     LegacyArguments = dataclasses.make_dataclass(
-        "LegacyArguments", _fields(), bases=(TrainingArguments,), repr=False, namespace={"__module__": __name__}
+        "LegacyArguments", _legacy_fields(), bases=(TrainingArguments,), repr=False, namespace={"__module__": __name__}
     )
 
 
 def take_over(config: Any) -> None:
-    """Give every legacy value of `config` to the field that has its meaning now, and put the legacy field back to its
-    default.
+    """Moves every legacy value of `config` to the field that replaces it, and resets the legacy field to its default.
 
     Emits one FutureWarning for all fields without effect, and one for each renamed GRPO field. ConfigError if both
     names of a field are set, to different values.
     """
     inert = []
-    for name in ADDED:
+    for name in changed(config, ADDED):
         row, value = LEGACY[name], getattr(config, name)
-        if value == row.default or value is None:
-            setattr(config, name, row.default)
+        if value is None:
             continue
         if row.into is not None:
             if row.renamed:
-                _refuse_two_values(config, name, value, row.into)
+                _check_one_value(config, name, value, row.into)
+                _warn(f"{name} has a new name, {row.into}, which took the value {value!r}; use that name")
             setattr(config, row.into, value)
         elif row.act is not None:
             row.act(config, value)
         else:
             inert.append(f"{name}={value!r} ({row.why})")
-        if row.renamed:
-            _say(f"{name} has a new name, {row.into}, which took the value {value!r}; use that name")
+    # Only now, since the two fields of a hub repository's name read each other.
     for name in ADDED:
         setattr(config, name, LEGACY[name].default)
     if inert:
-        _say(f"these settings have no effect and can go: {'; '.join(inert)}")
+        _warn(f"these settings have no effect and can go: {'; '.join(inert)}")
 
 
-def _refuse_two_values(config: Any, old: str, value: Any, new: str) -> None:
-    chosen = getattr(config, new)
-    default = next(field.default for field in dataclasses.fields(config) if field.name == new)
-    if chosen not in (default, value):
+def _check_one_value(config: Any, old: str, value: Any, new: str) -> None:
+    if changed(config, [new]) and getattr(config, new) != value:
         raise ConfigError(
-            [f"{old}={value!r} is the earlier name of {new}={chosen!r}: set one of the two, to one value"]
+            [f"{old}={value!r} is the earlier name of {new}={getattr(config, new)!r}: set one of the two, to one value"]
         )
 
 
-def _say(text: str) -> None:
-    # The frames between the user's call and here: _say, take_over, __post_init__, the generated __init__.
+def _warn(text: str) -> None:
+    # The frames between the user's call and here: _warn, take_over, __post_init__, the generated __init__.
     warnings.warn(text, FutureWarning, stacklevel=5)

@@ -1,443 +1,359 @@
-"""What a configuration must obey. Every broken rule is one sentence: the value seen, why it cannot work, what to set.
+"""Combinations of settings that cannot work, and those that work but deserve a warning.
 
-Rules are rows of tables: the values of single settings (`values.py`), parts that do not exist yet, combinations, and
-settings without effect beside the others (`idle.py`), which only cause a warning.
+A new rule is one row in `RULES`: the settings it compares, when it is broken, and a sentence with the values seen, the
+reason and the remedy. Rules about one setting alone are rows of `field_rules.py`. Settings without effect beside the
+others are rows of `unused_settings.py`.
 """
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from groupgrad.config.engine_rules import ENGINE_RULES, uncorrected
-from groupgrad.config.field_rules import CHOICES, DTYPES, RANGES, choice_problem, is_count, is_number, range_problem
-from groupgrad.config.launcher import env_on, uses_deepspeed, zero_3_problem, zero_stage
+from groupgrad.compat import env_flag
+from groupgrad.config import conditions
+from groupgrad.config.field_rules import CHOICES, DICTS, DTYPES, RANGES, field_problem, is_number, parse_bytes
+from groupgrad.config.launcher import uses_deepspeed, zero_stage
+from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
-
-if TYPE_CHECKING:
-    from groupgrad.config.grpo_config import GRPOConfig
-
-Check = Callable[["GRPOConfig"], "str | None"]
 
 
 @dataclass(slots=True, frozen=True)
-class Unavailable:
-    """A documented setting whose part of groupgrad does not exist in this version."""
+class Rule:
+    """A combination of settings that must not occur, or that deserves a warning."""
 
-    used: Callable[[GRPOConfig], bool]
-    instead: str
+    fields: tuple[str, ...]
+    """Settings that the rule compares. The rule is skipped if one of them has a value that is wrong by itself."""
+    broken: Callable[[GRPOSettings], object]
+    """Truthy if the rule is broken."""
+    sentence: str
+    """Message. `{c.NAME}` stands for the value of a setting, `{found}` for the result of `broken`."""
+    warns: bool = False
+    """The settings work, and the message is a warning."""
+
+    def message(self, config: GRPOSettings) -> str | None:
+        """Returns the rule's sentence if the config breaks it, else None."""
+        found = self.broken(config)
+        return self.sentence.format(c=config, found=found) if found else None
 
 
-DICT_FIELDS = (
-    "model_init_kwargs",
-    "reward_model_init_kwargs",
-    "generation_kwargs",
-    "chat_template_kwargs",
-    "transformers_continuous_batching_config",
-)
-"""Fields that hold a dict and also accept it as JSON text."""
-
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that `generation_kwargs` may override."""
-
-OWNED_KEYS: dict[str, str] = {
-    "max_length": "set max_completion_length, which does not count the prompt",
-    "min_length": "set min_new_tokens, which does not count the prompt",
-    "num_return_sequences": "set num_generations",
-    "do_sample": "completions are always sampled; set a low temperature instead",
-    "return_dict_in_generate": "the trainer decides what the sampler returns",
-    "output_scores": "the trainer decides what the sampler returns",
-    "output_logits": "the trainer decides what the sampler returns",
-    "pad_token_id": "it is the tokenizer's",
-    "input_ids": "the prompts come from the data set",
-    "inputs": "the prompts come from the data set",
-    "attention_mask": "the prompts come from the data set",
-    "generation_config": "give its entries one by one",
-    "streamer": "completions are read when they are finished",
-    "guidance_scale": "completions are drawn from the distribution that is trained, not from a guided one",
-    "prompt_lookup_num_tokens": "completions are sampled token by token",
-    "assistant_model": "completions are sampled token by token from the policy alone",
-}
-"""Keys of generation_kwargs that the trainer sets itself, and what to do instead."""
-
-UNAVAILABLE: dict[str, Unavailable] = {
-    "use_transformers_continuous_batching": Unavailable(
-        lambda c: bool(c.use_transformers_continuous_batching), "leave it False"
+CHECKPOINTING_KWARGS = Rule(
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    lambda c: (
+        isinstance(old := c.gradient_checkpointing_kwargs, dict)
+        and isinstance(new := getattr(c, "activation_checkpointing_kwargs", None), dict)
+        and old != new
     ),
-    "log_completions_hub_repo": Unavailable(
+    "gradient_checkpointing_kwargs={c.gradient_checkpointing_kwargs} and activation_checkpointing_kwargs="
+    "{c.activation_checkpointing_kwargs} are one setting with two names. Set both to the same",
+)
+"""Checked before `TrainingArguments` overwrites one of the two, and so not in `RULES`."""
+
+RULES: tuple[Rule, ...] = (
+    # --- models ---
+    Rule(
+        ("model_init_kwargs", "reward_model_init_kwargs"),
+        conditions.unknown_dtype,
+        f"{{found}}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}",
+    ),
+    Rule(
+        ("reward_model_init_kwargs", "reward_model_device", "reward_model_offload"),
+        conditions.device_beside_map,
+        "reward_model_init_kwargs has device_map={c.reward_model_init_kwargs[device_map]!r}, by which models stay "
+        "where it puts them, and {found} puts them elsewhere. Set one of the two",
+    ),
+    Rule(
+        ("sync_ref_model", "beta"),
+        lambda c: c.sync_ref_model and c.beta == 0,
+        "sync_ref_model=True moves a reference, but beta=0.0 keeps none. Set beta above 0, or sync_ref_model=False",
+    ),
+    # --- sampling ---
+    Rule(
+        ("generation_kwargs",),
+        conditions.owned_keys,
+        "generation_kwargs has {found}: the trainer sets that itself. Take it out",
+    ),
+    Rule(("generation_kwargs",), conditions.overridden_sampling, "in generation_kwargs, {found}"),
+    Rule(
+        ("engine_kv_memory",),
+        lambda c: c.engine_kv_memory is not None and parse_bytes(c.engine_kv_memory) is None,
+        "engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' "
+        "or '512MB', or leave it unset",
+    ),
+    Rule(
+        ("use_transformers_continuous_batching",),
+        lambda c: c.use_transformers_continuous_batching,
+        "use_transformers_continuous_batching=True is not part of this version of groupgrad; leave it False",
+    ),
+    # --- groups and batches ---
+    Rule(
+        ("generation_batch_size", "steps_per_generation"),
+        lambda c: c.generation_batch_size is not None and c.steps_per_generation is not None,
+        "generation_batch_size={c.generation_batch_size} and steps_per_generation={c.steps_per_generation} both say "
+        "how many completions are sampled at a time. Set one of them to None",
+    ),
+    Rule(
+        (
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"),
+            *("generation_batch_size", "steps_per_generation"),
+        ),
+        conditions.cut_group,
+        "{found}",
+    ),
+    Rule(
+        ("per_device_eval_batch_size", "num_generations", "num_generations_eval"),
+        conditions.cut_evaluation_group,
+        "{found}",
+    ),
+    Rule(
+        ("auto_find_batch_size",),
+        lambda c: c.auto_find_batch_size,
+        "auto_find_batch_size=True would change the batch, and with it the groups. Set it to False",
+    ),
+    Rule(
+        ("train_sampling_strategy",),
+        lambda c: getattr(c, "train_sampling_strategy", "random") != "random",
+        "train_sampling_strategy={c.train_sampling_strategy!r} would break up the groups. Leave it at 'random'; "
+        "shuffle_dataset=False keeps the order of the data set",
+    ),
+    # --- objective ---
+    Rule(
+        ("loss_type", "epsilon_high"),
+        lambda c: c.loss_type == "cispo" and c.epsilon_high == 0,
+        "epsilon_high=0 with loss_type='cispo' is a ceiling that makes every weight 0. Set epsilon_high to 5.0",
+    ),
+    Rule(
+        ("loss_type", "epsilon_high"),
+        lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
+        "loss_type='cispo' without epsilon_high uses {c.epsilon_high_resolved} as the ceiling of the importance weight "
+        "(arXiv:2510.13786); set epsilon_high to say so",
+        warns=True,
+    ),
+    Rule(
+        ("loss_type", "importance_sampling_level"),
+        lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
+        "loss_type='luspo' is defined for importance_sampling_level='sequence', and the level is 'token'",
+        warns=True,
+    ),
+    Rule(
+        ("loss_type", "importance_sampling_level"),
+        lambda c: c.loss_type == "vespo" and c.importance_sampling_level != "token",
+        "loss_type='vespo' weighs whole sequences itself; importance_sampling_level='sequence' does so twice",
+        warns=True,
+    ),
+    Rule(
+        ("loss_type", "importance_sampling_level"),
+        lambda c: c.importance_sampling_level == "sequence" and c.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"),
+        "importance_sampling_level='sequence' with loss_type={c.loss_type!r}, which sums over tokens, makes long "
+        "completions count more; loss_type='grpo' counts each completion once",
+        warns=True,
+    ),
+    Rule(
+        ("loss_type", "delta", "epsilon"),
+        lambda c: (
+            c.loss_type not in ("cispo", "sapo", "vespo")
+            and c.delta is not None
+            and c.delta <= 1 + c.epsilon
+            and f"{1 + c.epsilon:g}"
+        ),
+        "delta={c.delta} is not above 1 + epsilon={found} and cuts ratios inside the trust region",
+        warns=True,
+    ),
+    Rule(
+        ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
+        lambda c: c.use_adaptive_entropy and c.entropy_coef_min > c.entropy_coef_max,
+        "entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}. Set entropy_coef_min to "
+        "at most {c.entropy_coef_max}",
+    ),
+    Rule(
+        ("use_adaptive_entropy", "entropy_coef", "entropy_coef_min", "entropy_coef_max"),
+        lambda c: (
+            c.use_adaptive_entropy
+            and c.entropy_coef_min <= c.entropy_coef_max
+            and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max
+        ),
+        "entropy_coef={c.entropy_coef} is outside {c.entropy_coef_min} to {c.entropy_coef_max}, its adaptive bounds. "
+        "Set it between them",
+    ),
+    Rule(
+        ("label_smoothing_factor",),
+        lambda c: c.label_smoothing_factor != 0,
+        "label_smoothing_factor={c.label_smoothing_factor} smooths labels, and GRPO has none. Set it to 0",
+    ),
+    # --- rewards and logs ---
+    Rule(
+        ("reward_weights",),
+        lambda c: (
+            (weights := c.reward_weights) is not None
+            and not (isinstance(weights, (list, tuple)) and weights and all(map(is_number, weights)))
+        ),
+        "reward_weights={c.reward_weights!r} is not a list of finite numbers. Give one for each reward function, or "
+        "None",
+    ),
+    Rule(
+        ("log_completions_hub_repo", "log_completions"),
+        lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
+        "log_completions_hub_repo={c.log_completions_hub_repo!r} has nothing to receive. Set log_completions=True",
+    ),
+    Rule(
+        ("log_completions_hub_repo",),
         lambda c: c.log_completions_hub_repo is not None,
-        "leave it unset and upload the 'completions' folder of output_dir",
+        "log_completions_hub_repo={c.log_completions_hub_repo!r} is not part of this version of groupgrad; leave it "
+        "unset and upload the 'completions' folder of output_dir",
     ),
-    "fsdp": Unavailable(lambda c: bool(c.fsdp) or env_on("ACCELERATE_USE_FSDP"), "use plain data parallelism"),
-}
-
-# --- Small helpers ---
-
-
-def world_size(config: GRPOConfig) -> int:
-    """Number of processes that train together."""
-    state = getattr(config, "distributed_state", None)
-    return state.num_processes if state is not None else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def evaluates(config: GRPOConfig) -> bool:
-    """True if the run evaluates while it trains."""
-    strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
-    return strategy != "no" or bool(config.eval_on_start)
-
-
-def divisors_near(total: int, wanted: int, least: int, most: int = 3) -> list[int]:
-    """Up to `most` divisors of `total` that are at least `least`, those closest to `wanted`, ascending."""
-    found = [d for d in range(least, total + 1) if total % d == 0]
-    return sorted(sorted(found, key=lambda d: abs(d - wanted))[:most])
-
-
-# --- Rules that look at several settings ---
-
-
-def _json_dicts(c: GRPOConfig) -> str | None:
-
-    bad = [f"{n}={getattr(c, n)!r}" for n in DICT_FIELDS if not isinstance(getattr(c, n), (dict, type(None)))]
-    if not bad:
-        return None
-    return f"{', '.join(bad)} is not a dict. Give a dict, or one as JSON text such as '{{\"key\": 1}}'"
-
-
-def _dtype(c: GRPOConfig) -> str | None:
-    for name in ("model_init_kwargs", "reward_model_init_kwargs"):
-        given = getattr(c, name) if isinstance(getattr(c, name), dict) else {}
-        dtype = given.get("dtype", given.get("torch_dtype"))
-        if dtype is not None and dtype not in DTYPES:
-            return f"{name} has dtype={dtype!r}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}"
-    return None
-
-
-def _reward_model_place(c: GRPOConfig) -> str | None:
-    given = c.reward_model_init_kwargs if isinstance(c.reward_model_init_kwargs, dict) else {}
-    if given.get("device_map") is None or (c.reward_model_device is None and not c.reward_model_offload):
-        return None
-    other = "reward_model_offload=True" if c.reward_model_offload else f"reward_model_device={c.reward_model_device!r}"
-    return (
-        f"reward_model_init_kwargs has device_map={given['device_map']!r}, by which models stay where it puts them, "
-        f"and {other} puts them elsewhere. Set one of the two"
-    )
-
-
-def _owned_generation_keys(c: GRPOConfig) -> str | None:
-    given = c.generation_kwargs if isinstance(c.generation_kwargs, dict) else {}
-    bad = [f"{key}={given[key]!r} ({OWNED_KEYS[key]})" for key in given if key in OWNED_KEYS]
-    return f"generation_kwargs has {', '.join(bad)}: the trainer sets that itself. Take it out" if bad else None
-
-
-def _overridden_sampling(c: GRPOConfig) -> str | None:
-    given = c.generation_kwargs if isinstance(c.generation_kwargs, dict) else {}
-    ranges = {key: key for key in SAMPLING_FIELDS}
-    ranges["max_new_tokens"] = "max_completion_length"
-    found = [range_problem(ranges[key], given[key]) for key in given if key in ranges]
-    texts = [text for text in found if text]
-    return f"in generation_kwargs, {'; '.join(texts)}" if texts else None
-
-
-def _two_batch_settings(c: GRPOConfig) -> str | None:
-    if c.generation_batch_size is None or c.steps_per_generation is None:
-        return None
-    return (
-        f"generation_batch_size={c.generation_batch_size} and steps_per_generation={c.steps_per_generation} both say "
-        f"how much one round samples. Set one of them to None"
-    )
-
-
-def _batch_arithmetic(c: GRPOConfig) -> str | None:
-    counts = (c.per_device_train_batch_size, c.gradient_accumulation_steps, c.num_generations)
-    if not all(is_count(x) for x in counts) or (c.generation_batch_size and c.steps_per_generation):
-        return None
-    rows, group = c.per_device_train_batch_size * world_size(c), int(c.num_generations or 0)
-    total, steps = c.generation_batch_size, c.steps_per_generation
-    if total is not None and (not is_count(total) or total % rows):
-        low = max(rows, total // rows * rows) if is_count(total) else rows
-        return (
-            f"generation_batch_size={total} is not a multiple of the {rows} completions of one micro-batch over all "
-            f"processes (per_device_train_batch_size={c.per_device_train_batch_size} x {world_size(c)}). "
-            f"Set it to {low} or {low + rows}"
-        )
-    if steps is not None and not is_count(steps):
-        return None
-    size = total or rows * (steps or c.gradient_accumulation_steps)
-    if size % group == 0:
-        return None
-    need = group // math.gcd(rows, group)
-    near = divisors_near(size, group, least=2)
-    either = f"num_generations to {' or '.join(map(str, near))}, or " if near else ""
-    have = size // rows
-    few = max(need, have // need * need)
-    more = sorted({few, few + need} - {have})
-    return (
-        f"num_generations={group} does not divide the {size} completions of a generation round "
-        f"(per_device_train_batch_size={rows // world_size(c)} x {world_size(c)} ranks x {have} micro-batches), so "
-        f"a group would be cut. Set {either}steps_per_generation (or gradient_accumulation_steps) to "
-        f"{' or '.join(map(str, more))}, or generation_batch_size to {' or '.join(str(m * rows) for m in more)}"
-    )
-
-
-def _evaluation_batch(c: GRPOConfig) -> str | None:
-    group = c.num_generations if c.num_generations_eval is None else c.num_generations_eval
-    if not evaluates(c) or not is_count(c.per_device_eval_batch_size) or not is_count(group):
-        return None
-    ranks, group = world_size(c), int(group or 1)
-    rows = c.per_device_eval_batch_size * ranks
-    if rows % group == 0:
-        return None
-    need = group // math.gcd(ranks, group)
-    low = max(need, c.per_device_eval_batch_size // need * need)
-    near = divisors_near(rows, group, least=1)
-    return (
-        f"per_device_eval_batch_size={c.per_device_eval_batch_size} x {ranks} processes gives {rows} completions, "
-        f"which groups of {group} do not divide. Set per_device_eval_batch_size to {low} or {low + need}, or "
-        f"num_generations_eval to {' or '.join(map(str, near))}"
-    )
-
-
-def _reference_sync(c: GRPOConfig) -> str | None:
-    if not c.sync_ref_model or c.beta != 0:
-        return None
-    return "sync_ref_model=True moves a reference, but beta=0.0 keeps none. Set beta above 0, or sync_ref_model=False"
-
-
-def _reward_weights(c: GRPOConfig) -> str | None:
-    weights: Any = c.reward_weights
-    if weights is None or (isinstance(weights, (list, tuple)) and weights and all(is_number(w) for w in weights)):
-        return None
-    return f"reward_weights={weights!r} is not a list of finite numbers. Give one for each reward function, or None"
-
-
-def _cispo_ceiling(c: GRPOConfig) -> str | None:
-    if c.loss_type != "cispo" or c.epsilon_high is None or c.epsilon_high != 0:
-        return None
-    return "epsilon_high=0 with loss_type='cispo' is a ceiling that makes every weight 0. Set epsilon_high to 5.0"
-
-
-def _entropy_bounds(c: GRPOConfig) -> str | None:
-    low, high = c.entropy_coef_min, c.entropy_coef_max
-    if not c.use_adaptive_entropy or not (is_number(low) and is_number(high) and is_number(c.entropy_coef)):
-        return None
-    if low > high:
-        return f"entropy_coef_min={low} is above entropy_coef_max={high}. Set entropy_coef_min to at most {high}"
-    if not low <= c.entropy_coef <= high:
-        return f"entropy_coef={c.entropy_coef} is outside {low} to {high}, its adaptive bounds. Set it between them"
-    return None
-
-
-def _stochastic_rounding(c: GRPOConfig) -> str | None:
-    optim, plain = getattr(c.optim, "value", c.optim), ("adamw_torch", "adamw_torch_fused")
-    others = {f"optim={optim!r}": optim not in plain, f"optim_args={c.optim_args!r}": bool(c.optim_args)}
-    bad = [
-        text for text, given in {**others, "fp16=True": c.fp16, "deepspeed": zero_stage(c) is not None}.items() if given
-    ]
-    if not c.stochastic_rounding or not bad:
-        return None
-    return (
-        f"stochastic_rounding=True is an AdamW of its own over bfloat16 weights, which {', '.join(bad)} excludes. Set "
-        "stochastic_rounding=False, or take the other out (optim='adamw_torch')"
-    )
-
-
-def _update_in_backward(c: GRPOConfig) -> str | None:
-    optim = str(getattr(c.optim, "value", c.optim))
-    if world_size(c) == 1 or uses_deepspeed(c) or not ("lomo" in optim or "layerwise" in optim):
-        return None
-    return (
-        f"optim={optim!r} changes weights while gradients are made, before those of the {world_size(c)} processes are "
-        "joined, so that each would train a model of its own. Set optim='adamw_torch', or train in one process"
-    )
-
-
-def _hub_repo(c: GRPOConfig) -> str | None:
-    if c.log_completions_hub_repo is None or c.log_completions:
-        return None
-    return f"log_completions_hub_repo={c.log_completions_hub_repo!r} has nothing to receive. Set log_completions=True"
-
-
-def _auto_batch(c: GRPOConfig) -> str | None:
-    if not c.auto_find_batch_size:
-        return None
-    return "auto_find_batch_size=True would change the batch, and with it the groups. Set it to False"
-
-
-def _parallelism(c: GRPOConfig) -> str | None:
-    names = ("cp_size", "sp_size", "tp_size", "dp_shard_size")
-    used = [f"{n}={getattr(c.parallelism_config, n)}" for n in names if (getattr(c.parallelism_config, n, 1) or 1) > 1]
-    if not used:
-        return None
-    return (
-        f"parallelism_config with {', '.join(used)} splits sequences or weights over processes, which is not part of "
-        f"this version. Set those sizes to 1"
-    )
-
-
-def _accelerator(c: GRPOConfig) -> str | None:
-    bad = [n for n in ("split_batches", "dispatch_batches") if getattr(c.accelerator_config, n, None)]
-    if not bad:
-        return None
-    return f"accelerator_config has {bad[0]}=True: the trainer deals out the groups itself. Set {bad[0]} to False"
-
-
-def _accumulation(c: GRPOConfig) -> str | None:
-    given = getattr(c.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    if given.get("num_steps", 1) == 1:
-        return None
-    return (
-        f"accelerator_config has num_steps={given['num_steps']}, which would change the step behind the batch "
-        f"arithmetic. Take it out and set gradient_accumulation_steps"
-    )
-
-
-def _full_precision_evaluation(c: GRPOConfig) -> str | None:
-    bad = [n for n in ("bf16_full_eval", "fp16_full_eval") if getattr(c, n, False)]
-    if not bad:
-        return None
-    return (
-        f"{bad[0]}=True would convert the weights themselves, those that train, to evaluate. Set {bad[0]} to False: "
-        f"evaluation computes in the precision of training (bf16, fp16)"
-    )
-
-
-def _labels(c: GRPOConfig) -> str | None:
-    if c.label_smoothing_factor == 0:
-        return None
-    return f"label_smoothing_factor={c.label_smoothing_factor} smooths labels, and GRPO has none. Set it to 0"
-
-
-def _sampling_order(c: GRPOConfig) -> str | None:
-    strategy = getattr(c, "train_sampling_strategy", "random")
-    if strategy == "random":
-        return None
-    return (
-        f"train_sampling_strategy={strategy!r} would break up the groups. Leave it at 'random'; "
-        f"shuffle_dataset=False keeps the order of the data set"
-    )
-
-
-def checkpointing_options(c: GRPOConfig) -> str | None:
-    """What is wrong with the two names that the options of gradient checkpointing have, or None."""
-    old, new = c.gradient_checkpointing_kwargs, getattr(c, "activation_checkpointing_kwargs", None)
-    if not (isinstance(old, dict) and isinstance(new, dict)) or old == new:
-        return None
-    return (
-        f"gradient_checkpointing_kwargs={old} and activation_checkpointing_kwargs={new} are one setting with two "
-        f"names. Set both to the same"
-    )
-
-
-RULES: tuple[Check, ...] = (
-    _json_dicts,
-    _dtype,
-    _reward_model_place,
-    _owned_generation_keys,
-    _overridden_sampling,
-    _two_batch_settings,
-    _batch_arithmetic,
-    _evaluation_batch,
-    _reference_sync,
-    _reward_weights,
-    _cispo_ceiling,
-    _entropy_bounds,
-    _stochastic_rounding,
-    _update_in_backward,
-    zero_3_problem,
-    _hub_repo,
-    _auto_batch,
-    _parallelism,
-    _accelerator,
-    _accumulation,
-    _full_precision_evaluation,
-    _labels,
-    _sampling_order,
-    *ENGINE_RULES,
+    # --- optimizer, precision and processes ---
+    Rule(
+        ("stochastic_rounding", "optim", "optim_args", "fp16", "deepspeed"),
+        lambda c: c.stochastic_rounding and conditions.beside_stochastic_rounding(c),
+        "stochastic_rounding=True is an AdamW of its own over bfloat16 weights, which {found} excludes. Set "
+        "stochastic_rounding=False, or take the other out (optim='adamw_torch')",
+    ),
+    Rule(
+        ("optim",),
+        lambda c: (
+            any(name in c.optimizer_name for name in ("lomo", "layerwise"))
+            and c.world_size > 1
+            and not uses_deepspeed(c)
+        ),
+        "optim={c.optimizer_name!r} changes weights while gradients are made, before those of the {c.world_size} "
+        "processes are joined, so that each would train a model of its own. Set optim='adamw_torch', or train in one "
+        "process",
+    ),
+    Rule(
+        ("bf16_full_eval", "fp16_full_eval"),
+        lambda c: next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(c, name, False)), None),
+        "{found}=True would convert the weights themselves, those that train, to evaluate. Set {found} to False: "
+        "evaluation computes in the precision of training (bf16, fp16)",
+    ),
+    Rule(
+        ("deepspeed", "ds3_gather_for_generation", "use_vllm"),
+        lambda c: zero_stage(c) == 3 and not (c.ds3_gather_for_generation or c.use_vllm),
+        "ds3_gather_for_generation=False with DeepSpeed ZeRO-3: sampling in this process needs whole weights. Set it "
+        "to True, or use_vllm to True where they do not fit on one device",
+    ),
+    Rule(
+        ("deepspeed", "cast_lm_head_to_fp32"),
+        lambda c: zero_stage(c) == 3 and c.cast_lm_head_to_fp32,
+        "cast_lm_head_to_fp32=True does not go with DeepSpeed ZeRO-3. Set it to False, or use ZeRO stage 1 or 2",
+    ),
+    Rule(
+        ("deepspeed", "sync_ref_model"),
+        lambda c: zero_stage(c) == 3 and c.sync_ref_model,
+        "sync_ref_model=True does not go with DeepSpeed ZeRO-3. Set it to False, or use ZeRO stage 1 or 2",
+    ),
+    Rule(
+        ("fsdp",),
+        lambda c: (
+            (c.fsdp and f"fsdp={c.fsdp!r}")
+            or (env_flag("ACCELERATE_USE_FSDP") and "fsdp, which the launcher turned on,")
+        ),
+        "{found} is not part of this version of groupgrad; use plain data parallelism",
+    ),
+    Rule(
+        ("parallelism_config",),
+        conditions.parallel_sizes,
+        "parallelism_config with {found} splits sequences or weights over processes, which is not part of this "
+        "version. Set those sizes to 1",
+    ),
+    Rule(
+        ("accelerator_config",),
+        conditions.batch_options,
+        "accelerator_config has {found}=True: the trainer deals out the groups itself. Set {found} to False",
+    ),
+    Rule(
+        ("accelerator_config",),
+        lambda c: (steps := conditions.accumulation_kwargs(c).get("num_steps", 1)) != 1 and str(steps),
+        "accelerator_config has num_steps={found}, which would change the step behind the batch arithmetic. Take it "
+        "out and set gradient_accumulation_steps",
+    ),
+    Rule(
+        ("accelerator_config",),
+        conditions.loading_options,
+        "accelerator_config has {found}, without effect: the trainer reads its data itself",
+        warns=True,
+    ),
+    Rule(
+        ("accelerator_config",),
+        lambda c: conditions.accumulation_kwargs(c).get("sync_each_batch", False),
+        "accelerator_config has sync_each_batch=True, without effect: processes join their gradients once a step",
+        warns=True,
+    ),
+    # --- vLLM ---
+    Rule(
+        ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+        lambda c: (
+            (low := c.vllm_importance_sampling_clip_min) is not None
+            and (high := c.vllm_importance_sampling_clip_max) is not None
+            and low >= high
+        ),
+        "vllm_importance_sampling_clip_min={c.vllm_importance_sampling_clip_min} is not below "
+        "vllm_importance_sampling_clip_max={c.vllm_importance_sampling_clip_max}. Set "
+        "vllm_importance_sampling_clip_min below {c.vllm_importance_sampling_clip_max}",
+    ),
+    Rule(
+        ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+        lambda c: (
+            c.vllm_importance_sampling_mode.endswith("_truncate")
+            and c.vllm_importance_sampling_clip_min is None
+            and c.vllm_importance_sampling_clip_max is None
+        ),
+        "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} cuts ratios, but both bounds are None. Set "
+        "vllm_importance_sampling_clip_max, for example to 3.0",
+    ),
+    Rule(
+        ("loss_type", "use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+        lambda c: (
+            c.loss_type == "vespo"
+            and c.use_vllm
+            and c.vllm_importance_sampling_correction
+            and c.vllm_importance_sampling_mode.startswith("sequence")
+        ),
+        "loss_type='vespo' needs the correction of each token, but vllm_importance_sampling_mode="
+        "{c.vllm_importance_sampling_mode!r} gives one for the sequence. Set vllm_importance_sampling_mode to "
+        "'token_truncate' or 'token_mask'",
+    ),
+    Rule(
+        ("use_vllm", "generation_kwargs", "max_completion_length", *SAMPLING_FIELDS),
+        lambda c: c.use_vllm and conditions.fields_of_rows(c),
+        "{found}",
+    ),
+    Rule(
+        ("use_vllm", "vllm_mode", "vllm_max_model_length", "max_completion_length"),
+        lambda c: (
+            c.use_vllm
+            and c.vllm_mode == "colocate"
+            and c.vllm_max_model_length is not None
+            and c.vllm_max_model_length <= (c.max_completion_length or 0)
+        ),
+        "vllm_max_model_length={c.vllm_max_model_length} holds prompt and completion together, and completions alone "
+        "may have max_completion_length={c.max_completion_length} tokens. Set vllm_max_model_length above that, or "
+        "lower max_completion_length",
+    ),
+    Rule(
+        ("rollout_ahead", "use_vllm", "vllm_mode"),
+        lambda c: (
+            c.rollout_ahead
+            and not (c.use_vllm and c.vllm_mode == "server")
+            and (f"vllm_mode={c.vllm_mode!r}" if c.use_vllm else "use_vllm=False")
+        ),
+        "rollout_ahead={c.rollout_ahead} samples while the model trains, but with {found} both would use the same "
+        "device at once. Set use_vllm=True and vllm_mode='server', or rollout_ahead=0",
+    ),
+    Rule(("use_vllm", "vllm_importance_sampling_correction"), conditions.uncorrected, "{found}", warns=True),
 )
 
 
-# --- Remarks: it works, but the user should know ---
+def problems(config: GRPOSettings) -> list[str]:
+    """Returns one sentence for each broken rule; empty if the config can work."""
+    values = {name: getattr(config, name) for name in (*CHOICES, *RANGES, *DICTS)}
+    wrong = {name: text for name, value in values.items() if (text := field_problem(name, value))}
+    messages = (rule.message(config) for rule in RULES if not rule.warns and wrong.keys().isdisjoint(rule.fields))
+    return [*wrong.values(), *filter(None, messages)]
 
 
-def _cispo_default(c: GRPOConfig) -> str | None:
-    if c.loss_type != "cispo" or c.epsilon_high is not None:
-        return None
-    return (
-        f"loss_type='cispo' without epsilon_high uses {c.epsilon_high_resolved} as the ceiling of the importance "
-        f"weight (arXiv:2510.13786); set epsilon_high to say so"
-    )
-
-
-def _ratio_level(c: GRPOConfig) -> str | None:
-    level, loss = c.importance_sampling_level, c.loss_type
-    if loss == "luspo" and level != "sequence":
-        return "loss_type='luspo' is defined for importance_sampling_level='sequence', and the level is 'token'"
-    if loss == "vespo" and level != "token":
-        return "loss_type='vespo' weighs whole sequences itself; importance_sampling_level='sequence' does so twice"
-    if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        return (
-            f"importance_sampling_level='sequence' with loss_type={loss!r}, which sums over tokens, makes long "
-            f"completions count more; loss_type='grpo' counts each completion once"
-        )
-    return None
-
-
-def _low_delta(c: GRPOConfig) -> str | None:
-    if c.delta is None or c.loss_type in ("cispo", "sapo", "vespo") or c.delta > 1 + c.epsilon:
-        return None
-    return f"delta={c.delta} is not above 1 + epsilon={1 + c.epsilon:g} and cuts ratios inside the trust region"
-
-
-def _accelerator_loading(c: GRPOConfig) -> str | None:
-    usual = {"even_batches": True, "use_seedable_sampler": True, "non_blocking": False}
-    found = {n: getattr(c.accelerator_config, n, value) for n, value in usual.items()}
-    changed = [f"{n}={value!r}" for n, value in found.items() if value != usual[n]]
-    if not changed:
-        return None
-    return f"accelerator_config has {', '.join(changed)}, without effect: the trainer reads its data itself"
-
-
-def _accelerator_syncs(c: GRPOConfig) -> str | None:
-    given = getattr(c.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    if not given.get("sync_each_batch", False):
-        return None
-    return "accelerator_config has sync_each_batch=True, without effect: processes join their gradients once a step"
-
-
-REMARKS: tuple[Check, ...] = (
-    _cispo_default,
-    _ratio_level,
-    _low_delta,
-    _accelerator_loading,
-    _accelerator_syncs,
-    uncorrected,
-)
-
-
-# --- What the config calls ---
-
-
-def problems(config: GRPOConfig) -> list[str]:
-    """Every broken rule in one sentence each; empty if the config can work."""
-    found = [choice_problem(name, getattr(config, name)) for name in CHOICES]
-    found += [range_problem(name, getattr(config, name)) for name in RANGES]
-    found += [rule(config) for rule in RULES]
-    for name, row in UNAVAILABLE.items():
-        if row.used(config):
-            value = getattr(config, name)
-            shown = f"{name}={value!r}" if value else f"{name}, which the launcher turned on,"
-            found.append(f"{shown} is not part of this version of groupgrad; {row.instead}")
-    return [text for text in found if text]
-
-
-def warnings_for(config: GRPOConfig) -> list[str]:
-    """What is worth a warning in a config that can work: choices that are filled in or unusual, settings that do
-    nothing."""
-    found = [remark(config) for remark in REMARKS]
-    idle = unused_settings(config)
-    if idle:
-        found.append(f"these settings have no effect here: {'; '.join(idle)}")
-    return [text for text in found if text]
+def warnings_for(config: GRPOSettings) -> list[str]:
+    """Returns the warnings about a config that can work: surprising combinations, and settings without effect."""
+    texts = [text for rule in RULES if rule.warns and (text := rule.message(config))]
+    if unused := unused_settings(config):
+        texts.append(f"these settings have no effect here: {'; '.join(unused)}")
+    return texts

@@ -1,233 +1,177 @@
-"""Settings that do nothing: beside the others, or at all."""
+"""Settings that have no effect beside the others, or none at all.
+
+A new option that works only together with others gets one row in `UNUSED`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from groupgrad.config.field_rules import changed
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
-
-if TYPE_CHECKING:
-    from groupgrad.config.grpo_config import GRPOConfig
+from groupgrad.config.settings import GRPOSettings
 
 
 @dataclass(slots=True, frozen=True)
-class UnusedSetting:
-    """Settings that mean nothing beside the others."""
+class UnusedSettings:
+    """Settings that have no effect under a condition."""
 
     fields: tuple[str, ...]
-    when: Callable[[GRPOConfig], bool]
     why: str
+    when: Callable[[GRPOSettings], bool] = lambda c: True
 
 
-UNUSED: tuple[UnusedSetting, ...] = (
-    UnusedSetting(
-        ("sapo_temperature_neg", "sapo_temperature_pos"), lambda c: c.loss_type != "sapo", "loss_type is not 'sapo'"
+def _fields(prefix: str) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(GRPOSettings) if field.name.startswith(prefix))
+
+
+UNUSED: tuple[UnusedSettings, ...] = (
+    # --- objective ---
+    UnusedSettings(_fields("sapo_"), "loss_type is not 'sapo'", lambda c: c.loss_type != "sapo"),
+    UnusedSettings(_fields("vespo_"), "loss_type is not 'vespo'", lambda c: c.loss_type != "vespo"),
+    UnusedSettings(
+        ("delta",),
+        "this loss_type does not clip the ratio",
+        lambda c: c.loss_type in ("cispo", "sapo", "vespo"),
     ),
-    UnusedSetting(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        lambda c: c.loss_type != "vespo",
-        "loss_type is not 'vespo'",
+    UnusedSettings(
+        ("epsilon",), "this loss_type has no lower clip", lambda c: c.loss_type in ("cispo", "sapo", "vespo")
     ),
-    UnusedSetting(
-        ("delta",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type does not clip the ratio"
+    UnusedSettings(("epsilon_high",), "this loss_type has no upper clip", lambda c: c.loss_type in ("sapo", "vespo")),
+    UnusedSettings(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model is False", lambda c: not c.sync_ref_model
     ),
-    UnusedSetting(
-        ("epsilon",), lambda c: c.loss_type in ("cispo", "sapo", "vespo"), "this loss_type has no lower clip"
-    ),
-    UnusedSetting(("epsilon_high",), lambda c: c.loss_type in ("sapo", "vespo"), "this loss_type has no upper clip"),
-    UnusedSetting(
-        ("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda c: not c.sync_ref_model, "sync_ref_model is False"
-    ),
-    UnusedSetting(("use_bias_correction_kl",), lambda c: c.beta == 0, "beta is 0"),
-    UnusedSetting(
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        lambda c: not c.use_adaptive_entropy,
+    UnusedSettings(("use_bias_correction_kl",), "beta is 0", lambda c: c.beta == 0),
+    UnusedSettings(
+        (*_fields("entropy_coef_"), "entropy_target"),
         "use_adaptive_entropy is False",
+        lambda c: not c.use_adaptive_entropy,
     ),
-    UnusedSetting(
+    UnusedSettings(
         ("scale_rewards",),
-        lambda c: c.multi_objective_aggregation == "normalize_then_sum",
         "normalize_then_sum scales each reward in its group and the sum over the batch",
+        lambda c: c.multi_objective_aggregation == "normalize_then_sum",
     ),
-    UnusedSetting(
+    # --- logs, sampling, rewards ---
+    UnusedSettings(
         ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
-        lambda c: not c.log_completions,
         "log_completions is False",
+        lambda c: not c.log_completions,
     ),
-    UnusedSetting(
+    UnusedSettings(
         ("transformers_continuous_batching_config",),
-        lambda c: not c.use_transformers_continuous_batching,
         "use_transformers_continuous_batching is False",
+        lambda c: not c.use_transformers_continuous_batching,
     ),
-    UnusedSetting(
+    UnusedSettings(
         ("engine_kv_memory", "engine_pack_weights"),
-        lambda c: c.rollout_engine == "transformers",
         "rollout_engine is 'transformers', and they are the native engine's",
+        lambda c: c.rollout_engine == "transformers",
     ),
-    UnusedSetting(
+    UnusedSettings(
         ("reward_model_offload",),
-        lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
         "reward models run on the CPU, in host memory",
+        lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
     ),
-    UnusedSetting(("pad_to_multiple_of",), lambda c: True, "nothing is padded"),
-    UnusedSetting(("ds3_gather_for_generation",), lambda c: zero_stage(c) != 3, "DeepSpeed ZeRO-3 is not in use"),
-    UnusedSetting(
+    UnusedSettings(("pad_to_multiple_of",), "nothing is padded"),
+    UnusedSettings(("ds3_gather_for_generation",), "DeepSpeed ZeRO-3 is not in use", lambda c: zero_stage(c) != 3),
+    UnusedSettings(
         ("ds3_gather_for_generation",),
+        "vLLM samples, and receives the weights part by part",
         lambda c: zero_stage(c) == 3 and c.use_vllm,
-        "vLLM samples, which is given the weights part by part",
     ),
-    UnusedSetting(
+    # --- vLLM ---
+    UnusedSettings(_fields("vllm_"), "use_vllm is False", lambda c: not c.use_vllm),
+    UnusedSettings(
         (
-            "vllm_mode",
-            "vllm_model_impl",
-            "vllm_enable_sleep_mode",
-            "vllm_structured_outputs_regex",
-            "vllm_server_base_url",
-            "vllm_server_host",
-            "vllm_server_port",
-            "vllm_server_timeout",
-            "vllm_group_port",
-            "vllm_gpu_memory_utilization",
-            "vllm_max_model_length",
-            "vllm_tensor_parallel_size",
-            "vllm_lora_updates",
-            "vllm_importance_sampling_correction",
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min",
+            *("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
+            *("vllm_tensor_parallel_size", "vllm_model_impl"),
         ),
-        lambda c: not c.use_vllm,
-        "use_vllm is False",
-    ),
-    UnusedSetting(
-        (
-            "vllm_enable_sleep_mode",
-            "vllm_gpu_memory_utilization",
-            "vllm_max_model_length",
-            "vllm_tensor_parallel_size",
-            "vllm_model_impl",
-        ),
-        lambda c: c.use_vllm and c.vllm_mode == "server",
         "vllm_mode is 'server', whose settings are those of `groupgrad vllm-serve`",
+        lambda c: c.use_vllm and c.vllm_mode == "server",
     ),
-    UnusedSetting(
-        (
-            "vllm_server_base_url",
-            "vllm_server_host",
-            "vllm_server_port",
-            "vllm_server_timeout",
-            "vllm_group_port",
-        ),
-        lambda c: c.use_vllm and c.vllm_mode == "colocate",
+    UnusedSettings(
+        (*_fields("vllm_server_"), "vllm_group_port"),
         "vllm_mode is 'colocate', so there is no server",
+        lambda c: c.use_vllm and c.vllm_mode == "colocate",
     ),
-    UnusedSetting(
+    UnusedSettings(
         ("vllm_server_host", "vllm_server_port"),
+        "vllm_server_base_url is the server's address",
         lambda c: c.use_vllm and c.vllm_mode == "server" and c.vllm_server_base_url is not None,
-        "vllm_server_base_url says where the server is",
     ),
-    UnusedSetting(
-        (
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min",
-        ),
-        lambda c: c.use_vllm and not c.vllm_importance_sampling_correction,
+    UnusedSettings(
+        ("vllm_importance_sampling_mode", *_fields("vllm_importance_sampling_clip_")),
         "vllm_importance_sampling_correction is False",
+        lambda c: c.use_vllm and not c.vllm_importance_sampling_correction,
     ),
-    UnusedSetting(
+    UnusedSettings(
         ("rollout_engine", "engine_kv_memory", "engine_pack_weights", "cache_implementation"),
-        lambda c: c.use_vllm,
         "use_vllm is True",
+        lambda c: c.use_vllm,
     ),
     # --- fields of TrainingArguments ---
-    UnusedSetting(
+    UnusedSettings(
         (
-            "prediction_loss_only",
-            "eval_accumulation_steps",
-            "eval_do_concat_batches",
-            "eval_use_gather_object",
-            "include_for_metrics",
-            "batch_eval_metrics",
+            *("prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches"),
+            *("eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"),
         ),
-        lambda c: True,
         "evaluation samples and scores completions; there are no predictions to collect",
     ),
-    UnusedSetting(("label_names",), lambda c: True, "GRPO has no labels"),
-    UnusedSetting(("length_column_name",), lambda c: True, "nothing is grouped by length"),
-    UnusedSetting(("average_tokens_across_devices",), lambda c: True, "the loss always counts over all processes"),
-    UnusedSetting(("dataloader_in_order",), lambda c: True, "generation rounds are always read in order"),
-    UnusedSetting(
+    UnusedSettings(("label_names",), "GRPO has no labels"),
+    UnusedSettings(("length_column_name",), "nothing is grouped by length"),
+    UnusedSettings(("average_tokens_across_devices",), "the loss always counts over all processes"),
+    UnusedSettings(("dataloader_in_order",), "generation batches are always read in order"),
+    UnusedSettings(
         ("ddp_find_unused_parameters", "ddp_static_graph"),
-        lambda c: True,
-        "processes join their gradients when those of a step are complete, whichever parameters have one",
+        "processes average the gradients of a step when all are computed, whichever parameters have one",
     ),
-    UnusedSetting(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), uses_deepspeed, "DeepSpeed joins the gradients"),
-    UnusedSetting(
+    UnusedSettings(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), "DeepSpeed joins the gradients", uses_deepspeed),
+    UnusedSettings(
         ("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
-        lambda c: c.dataloader_num_workers == 0,
         "dataloader_num_workers is 0",
+        lambda c: c.dataloader_num_workers == 0,
     ),
-    UnusedSetting(("liger_kernel_config",), lambda c: not c.use_liger_kernel, "use_liger_kernel is False"),
-    UnusedSetting(("fsdp_config",), lambda c: not c.fsdp, "fsdp is not in use"),
-    UnusedSetting(
+    UnusedSettings(("liger_kernel_config",), "use_liger_kernel is False", lambda c: not c.use_liger_kernel),
+    UnusedSettings(("fsdp_config",), "fsdp is not in use", lambda c: not c.fsdp),
+    UnusedSettings(
         ("optim_target_modules",),
-        lambda c: not _name(c.optim).startswith(("galore", "apollo")),
         "only the GaLore and APOLLO optimizers have target modules",
+        lambda c: not c.optimizer_name.startswith(("galore", "apollo")),
     ),
-    UnusedSetting(
+    UnusedSettings(
         ("optim_args",),
-        lambda c: _name(c.optim) in ("adamw_torch", "adamw_torch_fused", "adafactor"),
         "this optimizer takes no further options",
+        lambda c: c.optimizer_name in ("adamw_torch", "adamw_torch_fused", "adafactor"),
     ),
-    UnusedSetting(("run_name",), lambda c: not c.report_to, "report_to names no tracker"),
-    UnusedSetting(
-        ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-        lambda c: "trackio" not in (c.report_to or ()),
+    UnusedSettings(("run_name",), "report_to names no tracker", lambda c: not c.report_to),
+    UnusedSettings(
+        ("project", *_fields("trackio_")),
         "report_to does not name trackio",
+        lambda c: "trackio" not in (c.report_to or ()),
     ),
 )
-"""In the order in which a warning lists them. A field that the installed transformers lacks is passed over."""
+"""In the order in which a warning lists them. Fields that the installed transformers lacks are skipped."""
+
+_REWARD_MODEL_FIELDS = _fields("reward_model_")
 
 
-def unused_settings(config: GRPOConfig) -> list[str]:
-    """One text for each group of settings that were changed although they do nothing: their values, and why."""
-    found = []
+def unused_settings(config: GRPOSettings) -> list[str]:
+    """Describes settings that were changed although they have no effect: their values, and why."""
+    texts = []
     for row in UNUSED:
-        changed = [name for name in row.fields if _is_changed(config, name)]
-        if changed and row.when(config):
-            found.append(f"{', '.join(f'{name}={getattr(config, name)!r}' for name in changed)} ({row.why})")
-    return found
+        names = changed(config, row.fields)
+        if names and row.when(config):
+            texts.append(f"{', '.join(f'{name}={getattr(config, name)!r}' for name in names)} ({row.why})")
+    return texts
 
 
-def unused_reward_settings(config: GRPOConfig, *, models: bool, by_name: bool) -> str | None:
-    """Which settings of reward models were changed although there are no such `models`, or none loaded `by_name`."""
-    names = _REWARD_MODEL_FIELDS[:1] if models else _REWARD_MODEL_FIELDS
-    changed = [name for name in names if _is_changed(config, name)]
-    if by_name or not changed:
+def unused_reward_settings(config: GRPOSettings, *, models: bool, by_name: bool) -> str | None:
+    """Describes reward model settings that were changed although there are no reward `models`, or none `by_name`."""
+    names = changed(config, _REWARD_MODEL_FIELDS[:1] if models else _REWARD_MODEL_FIELDS)
+    if by_name or not names:
         return None
-    which = "reward model is given by name" if models else "reward function is a reward model"
-    return f"{', '.join(changed)} {'has' if len(changed) == 1 else 'have'} no effect: no {which}"
-
-
-_REWARD_MODEL_FIELDS = (
-    "reward_model_init_kwargs",
-    "reward_model_device",
-    "reward_model_batch_tokens",
-    "reward_model_offload",
-)
-
-
-def _is_changed(config: GRPOConfig, name: str) -> bool:
-    field = config.__dataclass_fields__.get(name)
-    if field is None:
-        return False
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return getattr(config, name) != default
-
-
-def _name(value: object) -> str:
-    return str(getattr(value, "value", value))
+    reason = "reward model is given by name" if models else "reward function is a reward model"
+    return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: no {reason}"

@@ -19,7 +19,8 @@ from groupgrad import compat
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
-from groupgrad.config.sampling import mapping, sampling_options
+from groupgrad.config.sampling import sampling_options
+from groupgrad.config.settings import mapping
 from groupgrad.config.unused_settings import unused_reward_settings
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.engines.base import Engine, SamplingOptions

@@ -1,34 +1,26 @@
-"""The flat configuration cut into the small frozen options that each floor takes."""
+"""Converts the flat configuration into the options of each room. No room below reads `GRPOConfig`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import dataclasses
+from typing import cast
 
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import LoaderOptions
-from groupgrad.config.sampling import has_comparable_logprobs, mapping, temperature
+from groupgrad.config import GRPOConfig
+from groupgrad.config.sampling import has_comparable_logprobs
+from groupgrad.config.settings import mapping
 from groupgrad.engines.selection import EngineOptions
 from groupgrad.envs.tools import ToolOptions
 from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.objectives import (
-    Aggregation,
-    LossType,
-    MismatchMode,
-    MismatchOptions,
-    PolicyOptions,
-    RatioLevel,
-    ScaleRewards,
-)
+from groupgrad.objectives import Aggregation, MismatchMode, MismatchOptions, PolicyOptions, ScaleRewards
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
 
-if TYPE_CHECKING:
-    from groupgrad.config.grpo_config import GRPOConfig
-
 
 def generation_plan(config: GRPOConfig) -> GenerationPlan:
-    """The arithmetic of a generation round."""
+    """Returns the sizes of generation batches, micro-batches and groups."""
     return GenerationPlan(
         micro_batch_rows=config.per_device_train_batch_size,
         world_size=config.world_size,
@@ -40,7 +32,7 @@ def generation_plan(config: GRPOConfig) -> GenerationPlan:
 
 
 def loader_options(config: GRPOConfig) -> LoaderOptions:
-    """How the training data is read."""
+    """Returns the options of the training data loader."""
     return LoaderOptions(
         shuffle=bool(config.shuffle_dataset),
         seed=config.seed if config.data_seed is None else config.data_seed,
@@ -54,7 +46,7 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
 
 
 def agent_options(config: GRPOConfig) -> AgentOptions:
-    """How agents call tools and environments."""
+    """Returns the options of agents, their tools and environments."""
     return AgentOptions(
         max_tool_rounds=config.max_tool_calling_iterations,
         tools=ToolOptions(
@@ -67,7 +59,7 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
 
 
 def engine_options(config: GRPOConfig) -> EngineOptions:
-    """Which engine samples, and its own settings."""
+    """Returns the choice of sampling engine and its options."""
     return EngineOptions(
         engine=config.rollout_engine,
         kv_memory=config.engine_kv_memory_resolved,
@@ -77,7 +69,7 @@ def engine_options(config: GRPOConfig) -> EngineOptions:
 
 
 def policy_options(config: GRPOConfig) -> PolicyOptions:
-    """The objective. Sampler/trainer mismatch needs correction only with an engine of its own weights."""
+    """Returns the options of the objective. Only vLLM, which has weights of its own, needs a mismatch correction."""
     mismatch = None
     if config.use_vllm and config.vllm_importance_sampling_correction and has_comparable_logprobs(config):
         mismatch = MismatchOptions(
@@ -85,31 +77,15 @@ def policy_options(config: GRPOConfig) -> PolicyOptions:
             clip_min=config.vllm_importance_sampling_clip_min,
             clip_max=config.vllm_importance_sampling_clip_max,
         )
-    return PolicyOptions(
-        loss_type=cast(LossType, config.loss_type),
-        importance_sampling_level=cast(RatioLevel, config.importance_sampling_level),
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high_resolved,
-        delta=config.delta,
-        beta=config.beta,
-        use_bias_correction_kl=config.use_bias_correction_kl,
-        max_completion_length=cast(int, config.max_completion_length),
-        sapo_temperature_neg=config.sapo_temperature_neg,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        vespo_k_pos=config.vespo_k_pos,
-        vespo_lambda_pos=config.vespo_lambda_pos,
-        vespo_k_neg=config.vespo_k_neg,
-        vespo_lambda_neg=config.vespo_lambda_neg,
-        off_policy_mask_threshold=config.off_policy_mask_threshold,
-        top_entropy_quantile=config.top_entropy_quantile,
-        mismatch=mismatch,
-    )
+    # Most fields have the same name in both records.
+    values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(PolicyOptions)}
+    return PolicyOptions(**{**values, "epsilon_high": config.epsilon_high_resolved, "mismatch": mismatch})
 
 
 def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> ForwardOptions:
-    """How completion tokens are scored."""
+    """Returns the options of a forward pass that scores completion tokens."""
     return ForwardOptions(
-        temperature=temperature(config),
+        temperature=config.temperature_resolved,
         pad_id=pad_id,
         entropy_gradient=config.entropy_coef != 0.0 or config.use_adaptive_entropy,
         aux_loss=aux_loss,
@@ -117,7 +93,7 @@ def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> Forwa
 
 
 def reward_model_options(config: GRPOConfig) -> RewardModelOptions:
-    """How reward models are loaded and run: fetched as the policy is, and otherwise by settings of their own."""
+    """Returns the options of reward models. They share only the policy's download options."""
     return RewardModelOptions(
         device=config.reward_model_device or config.device,
         init_kwargs={
@@ -132,9 +108,10 @@ def reward_model_options(config: GRPOConfig) -> RewardModelOptions:
 
 
 def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> ScoringOptions:
-    """How rewards become advantages, of `num_rewards` functions and `num_own` environments, which weigh 1 each.
+    """Returns the options of the way from rewards to advantages.
 
-    ValueError if there is not one weight a reward function.
+    `num_own` environments score rollouts with a reward of their own, whose weight is 1. ValueError if `reward_weights`
+    does not have `num_rewards` entries.
     """
     weights = config.reward_weights
     if weights is not None and len(weights) != num_rewards:
@@ -143,7 +120,7 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> S
             "give one weight for each"
         )
     return ScoringOptions(
-        reward_weights=(*(float(w) for w in weights or (1.0,) * num_rewards), *(1.0,) * num_own),
+        reward_weights=(*(float(weight) for weight in weights or (1.0,) * num_rewards), *(1.0,) * num_own),
         scale_rewards=cast(ScaleRewards, str(config.scale_rewards)),
         aggregation=cast(Aggregation, config.multi_objective_aggregation),
         mask_truncated=config.mask_truncated_completions,

@@ -1,0 +1,188 @@
+"""Conditions of rules that are too long for a row of `rules.py`.
+
+Each returns the text that its rule's sentence shows as `{found}`, empty or None if the rule holds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from groupgrad.config.field_rules import DTYPES, field_problem
+from groupgrad.config.launcher import zero_stage
+from groupgrad.config.sampling import has_comparable_logprobs, vllm_fields
+from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
+from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
+
+OWNED_KEYS: dict[str, str] = {
+    "max_length": "set max_completion_length, which does not count the prompt",
+    "min_length": "set min_new_tokens, which does not count the prompt",
+    "num_return_sequences": "set num_generations",
+    "do_sample": "completions are always sampled; set a low temperature instead",
+    "return_dict_in_generate": "the trainer decides what the sampler returns",
+    "output_scores": "the trainer decides what the sampler returns",
+    "output_logits": "the trainer decides what the sampler returns",
+    "pad_token_id": "it is the tokenizer's",
+    "input_ids": "the prompts come from the data set",
+    "inputs": "the prompts come from the data set",
+    "attention_mask": "the prompts come from the data set",
+    "generation_config": "give its entries one by one",
+    "streamer": "completions are read when they are finished",
+    "guidance_scale": "completions are sampled from the distribution that is trained, not from a guided one",
+    "prompt_lookup_num_tokens": "completions are sampled token by token",
+    "assistant_model": "completions are sampled token by token from the policy alone",
+}
+"""Keys of generation_kwargs that the trainer sets itself, and what to do instead."""
+
+
+def unknown_dtype(c: GRPOSettings) -> str | None:
+    """Finds a dtype in which models are not loaded."""
+    for name in ("model_init_kwargs", "reward_model_init_kwargs"):
+        kwargs = mapping(getattr(c, name))
+        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        if dtype is not None and dtype not in DTYPES:
+            return f"{name} has dtype={dtype!r}"
+    return None
+
+
+def device_beside_map(c: GRPOSettings) -> str | None:
+    """Finds a setting that moves reward models which a device map has placed."""
+    if mapping(c.reward_model_init_kwargs).get("device_map") is None:
+        return None
+    if c.reward_model_offload:
+        return "reward_model_offload=True"
+    return c.reward_model_device and f"reward_model_device={c.reward_model_device!r}"
+
+
+def owned_keys(c: GRPOSettings) -> str:
+    """Lists the entries of `generation_kwargs` that the trainer sets itself."""
+    kwargs = mapping(c.generation_kwargs)
+    return ", ".join(f"{key}={kwargs[key]!r} ({OWNED_KEYS[key]})" for key in kwargs if key in OWNED_KEYS)
+
+
+def overridden_sampling(c: GRPOSettings) -> str:
+    """Lists the entries of `generation_kwargs` whose values the overridden fields may not have."""
+    names = {"max_new_tokens": "max_completion_length", **{name: name for name in SAMPLING_FIELDS}}
+    kwargs = mapping(c.generation_kwargs)
+    return "; ".join(filter(None, (field_problem(names[key], kwargs[key]) for key in kwargs if key in names)))
+
+
+def cut_group(c: GRPOSettings) -> str | None:
+    """Checks that whole micro-batches and whole groups make up a generation batch."""
+    if c.generation_batch_size and c.steps_per_generation:
+        return None
+    batch, ranks, rows = c.per_device_train_batch_size, c.world_size, c.micro_batch_rows
+    size, group = c.generation_batch_size_resolved, int(c.num_generations or 0)
+    if size % rows:
+        low = max(rows, size // rows * rows)
+        return (
+            f"generation_batch_size={size} is not a multiple of the {rows} completions of one micro-batch over all "
+            f"processes (per_device_train_batch_size={batch} x {ranks}). Set it to {low} or {low + rows}"
+        )
+    if size % group == 0:
+        return None
+    num_steps, divisor = size // rows, group // math.gcd(rows, group)
+    low = max(divisor, num_steps // divisor * divisor)
+    steps = sorted({low, low + divisor} - {num_steps})
+    groups = divisors_near(size, group, least=2)
+    set_group = f"num_generations to {_either(groups)}, or " if groups else ""
+    return (
+        f"num_generations={group} does not divide the {size} completions of a generation batch "
+        f"(per_device_train_batch_size={batch} x {ranks} ranks x {num_steps} micro-batches), so a group would be cut. "
+        f"Set {set_group}steps_per_generation (or gradient_accumulation_steps) to {_either(steps)}, or "
+        f"generation_batch_size to {_either([n * rows for n in steps])}"
+    )
+
+
+def cut_evaluation_group(c: GRPOSettings) -> str | None:
+    """Checks that whole groups make up an evaluation batch."""
+    batch, ranks, group = c.per_device_eval_batch_size, c.world_size, c.num_generations_eval_resolved
+    if not c.evaluates or batch * ranks % group == 0:
+        return None
+    divisor = group // math.gcd(ranks, group)
+    low = max(divisor, batch // divisor * divisor)
+    groups = divisors_near(batch * ranks, group, least=1)
+    return (
+        f"per_device_eval_batch_size={batch} x {ranks} processes gives {batch * ranks} completions, which groups of "
+        f"{group} do not divide. Set per_device_eval_batch_size to {low} or {low + divisor}, or num_generations_eval "
+        f"to {_either(groups)}"
+    )
+
+
+def divisors_near(total: int, target: int, least: int) -> list[int]:
+    """Returns up to three divisors of `total` from `least` on, those closest to `target`, in ascending order."""
+    divisors = [d for d in range(least, total + 1) if total % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - target))[:3])
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def beside_stochastic_rounding(c: GRPOSettings) -> str:
+    """Lists settings that exclude an AdamW with stochastic rounding."""
+    conflicts = {
+        f"optim={c.optimizer_name!r}": c.optimizer_name not in ("adamw_torch", "adamw_torch_fused"),
+        f"optim_args={c.optim_args!r}": c.optim_args,
+        "fp16=True": c.fp16,
+        "deepspeed": zero_stage(c) is not None,
+    }
+    return ", ".join(text for text, is_set in conflicts.items() if is_set)
+
+
+def parallel_sizes(c: GRPOSettings) -> str:
+    """Lists sizes above 1 of parallelism that is not supported."""
+    names = ("cp_size", "sp_size", "tp_size", "dp_shard_size")
+    sizes = {name: getattr(c.parallelism_config, name, 1) or 1 for name in names}
+    return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+
+
+def batch_options(c: GRPOSettings) -> str | None:
+    """Finds an option of accelerate that distributes batches over processes."""
+    names = ("split_batches", "dispatch_batches")
+    return next((name for name in names if getattr(c.accelerator_config, name, None)), None)
+
+
+def accumulation_kwargs(c: GRPOSettings) -> dict[str, Any]:
+    """Returns accelerate's options of gradient accumulation."""
+    return mapping(getattr(c.accelerator_config, "gradient_accumulation_kwargs", None))
+
+
+def loading_options(c: GRPOSettings) -> str:
+    """Lists accelerate's options of data loading that were changed."""
+    defaults = {"even_batches": True, "use_seedable_sampler": True, "non_blocking": False}
+    values = {name: getattr(c.accelerator_config, name, default) for name, default in defaults.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != defaults[name])
+
+
+def fields_of_rows(c: GRPOSettings) -> str | None:
+    """Finds entries of `generation_kwargs` that groupgrad sets for each row of vLLM's requests."""
+    if overridden_sampling(c):
+        return None
+    try:
+        vllm_fields(c)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def uncorrected(c: GRPOSettings) -> str | None:
+    """Checks that vLLM's log-probs can be compared with those of training.
+
+    vLLM returns log-probs before cuts, penalties and temperature, or after them; a regex cuts before both.
+    """
+    if not c.use_vllm or not c.vllm_importance_sampling_correction or has_comparable_logprobs(c):
+        return None
+    fields, remedy = vllm_fields(c), ""
+    shown = {name: f"{name}={fields[name]!r}" for name in shaping(fields)}
+    if STRUCTURE not in shown:
+        settings = f"{', '.join(shown.values())} beside temperature={fields['temperature']!r}"
+        remedy = f"; with temperature=1.0, or without {' and '.join(shown)}, it is"
+    else:
+        if c.vllm_structured_outputs_regex is not None:
+            shown[STRUCTURE] = f"vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r}"
+        settings = ", ".join(shown.values())
+    return (
+        f"{settings} with use_vllm=True: vLLM returns a token's log-prob among the tokens that were left, and training "
+        f"does not know which were, so that the difference between the two is not corrected for{remedy}"
+    )

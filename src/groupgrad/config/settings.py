@@ -1,0 +1,299 @@
+# ruff: noqa: RUF009 - _option makes dataclass fields
+"""The fields of a configuration and the values derived from them.
+
+Fields hold what the user set. They are never filled in with values derived from other fields, so that a copy
+(`dataclasses.replace`, `GRPOConfig(**config.to_dict())`, `copy`, `pickle`) equals the original and can change any one
+of them. Derived values are read-only properties.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from groupgrad.config.field_rules import CHOICES, parse_bytes
+from groupgrad.config.legacy import LegacyArguments
+
+CISPO_CEILING = 5.0
+"""Ceiling of the importance weight that `loss_type="cispo"` uses without `epsilon_high` (arXiv:2510.13786)."""
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that `generation_kwargs` may override."""
+
+
+def _option(default: Any, help: str, **kwargs: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help}, **kwargs)
+
+
+def _choices(name: str) -> str:
+    *first, last = CHOICES[name]
+    return f"{', '.join(first)} or {last}"
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Copies a dict-valued field; an empty dict for None."""
+    return dict(value or {})
+
+
+@dataclass(repr=False)
+class GRPOSettings(LegacyArguments):
+    """All fields of a GRPO run: those of `transformers.TrainingArguments` and the ones below. Nothing is checked."""
+
+    # --- Defaults that differ from TrainingArguments ---
+    learning_rate: float = _option(1e-6, "Peak learning rate of the optimizer.")
+    logging_steps: float = _option(10, "Optimizer steps between two logs; a value below 1 is a share of all steps.")
+    gradient_checkpointing: bool | None = _option(
+        None,
+        "Recompute activations in the backward pass instead of keeping them: less memory, a third slower. Unset: yes "
+        "on accelerators; on a CPU for micro-batches whose activations would not fit.",
+    )
+    bf16: bool | None = _option(
+        None, "Compute in bfloat16 mixed precision. Unset: yes, unless fp16 is set or no accelerator computes in it."
+    )
+    remove_unused_columns: bool | None = _option(
+        False, "Keep only the prompt, image and environment columns; reward functions then see no others."
+    )
+    # to_dict, repr and comparison leave the token out, so that no copy or log reveals it.
+    hub_token: str | None = _option(
+        None, "Access token for the hub; unset: the one stored by `hf auth login`.", compare=False
+    )
+
+    # --- Model ---
+    model_init_kwargs: dict | str | None = _option(
+        None, "Keyword arguments for from_pretrained if the model is given by name; dict or JSON text."
+    )
+    trust_remote_code: bool = _option(False, "Run model and tokenizer code that comes with a checkpoint.")
+    router_aux_loss_coef: float | None = _option(
+        None, "Weight of a mixture of experts' load-balancing loss; unset: the model's own; 0: off."
+    )
+    disable_dropout: bool = _option(False, "Set every dropout probability of policy and reference to 0.")
+    cast_lm_head_to_fp32: bool = _option(False, "Keep the output head in float32 and multiply in float32.")
+    stochastic_rounding: bool = _option(
+        False,
+        "Train bfloat16 weights by an AdamW with stochastic rounding, so that small updates are not lost; needs no "
+        "float32 copy of the weights.",
+    )
+
+    # --- Reference model ---
+    beta: float = _option(0.0, "Weight of the KL divergence from the reference model; 0: no reference model is kept.")
+    sync_ref_model: bool = _option(False, "Mix the policy into the reference model every ref_model_sync_steps.")
+    ref_model_mixup_alpha: float = _option(0.6, "Share of the policy in the reference at each update, 0 to 1.")
+    ref_model_sync_steps: int = _option(512, "Optimizer steps between two updates of the reference.")
+
+    # --- Data and groups ---
+    num_generations: int | None = _option(8, "Completions sampled for each prompt, the group size G; at least 2.")
+    num_generations_eval: int | None = _option(None, "Group size in evaluation; unset: num_generations.")
+    max_completion_length: int | None = _option(256, "Maximum length of a completion, in tokens.")
+    shuffle_dataset: bool | None = _option(True, "Shuffle the training prompts, by data_seed or seed.")
+    pad_to_multiple_of: int | str | None = _option(
+        None, "Accepted for older scripts; nothing is padded. 'auto', a number or unset."
+    )
+    ds3_gather_for_generation: bool = _option(True, "DeepSpeed ZeRO-3: gather the weights to sample.")
+
+    # --- Generation ---
+    rollout_engine: str = _option(
+        "auto",
+        "Engine that samples: 'native', 'transformers' (generate), or 'auto': native if the model and "
+        "generation_kwargs allow it, otherwise transformers, with a warning that says why.",
+    )
+    engine_kv_memory: str | None = _option(
+        None, "Native engine: memory for keys and values, such as '4GiB'; rows wait if it is full. Unset: what is free."
+    )
+    engine_pack_weights: bool = _option(
+        False,
+        "Native engine on a CPU in float32 without compiled kernels: repack layers' weights for each generation batch; "
+        "faster, but takes memory for a copy while sampling.",
+    )
+    generation_batch_size: int | None = _option(
+        None, "Completions of a generation batch, over all processes; excludes steps_per_generation."
+    )
+    steps_per_generation: int | None = _option(
+        None, "Micro-batches of a generation batch on each process; unset: gradient_accumulation_steps."
+    )
+    temperature: float = _option(1.0, "Sampling temperature, above 0; scores are computed at the same one.")
+    top_p: float = _option(1.0, "Sample from the most likely tokens that make up this probability; 1: from all.")
+    top_k: int | None = _option(None, "Sample from this many most likely tokens; unset or 0: from all.")
+    min_p: float | None = _option(None, "Leave out tokens less likely than this share of the most likely one, 0 to 1.")
+    repetition_penalty: float = _option(1.0, "Above 1: make tokens that came before less likely; below 1: more.")
+    generation_kwargs: dict | str | None = _option(
+        None,
+        "Further sampling parameters, which override the ones above; dict or JSON text. One that the native engine "
+        "lacks is an error with rollout_engine='native'; 'auto' samples with transformers instead and warns.",
+    )
+    chat_template_kwargs: dict | str | None = _option(
+        None, "Arguments for every rendering of the chat template; dict or JSON text."
+    )
+    cache_implementation: str | None = _option(None, "Type of key-value cache of the transformers engine.")
+    use_transformers_continuous_batching: bool = _option(False, "Sample with transformers' continuous batching.")
+    transformers_continuous_batching_config: dict | str | None = _option(
+        None, "Options of continuous batching; dict or JSON text."
+    )
+    max_tool_calling_iterations: int | None = _option(
+        None, "Maximum number of turns with tool calls in a completion; unset: no limit."
+    )
+    tool_timeout_s: float = _option(
+        60.0, "Timeout of a tool call and of an environment's reset or reward, in seconds; the model gets an error."
+    )
+    tool_max_result_chars: int = _option(20_000, "Maximum length of a tool result in characters; the rest is cut.")
+    tool_threads: int = _option(64, "Maximum number of synchronous tools and environments that run at once.")
+
+    # --- vLLM ---
+    use_vllm: bool = _option(False, "Sample with vLLM.")
+    vllm_mode: str = _option("colocate", "Where vLLM runs: 'colocate' (in this process) or 'server'.")
+    vllm_model_impl: str = _option("vllm", "Model code that vLLM runs: 'vllm' or 'transformers'.")
+    vllm_enable_sleep_mode: bool = _option(False, "Colocate: free vLLM's memory while training.")
+    vllm_structured_outputs_regex: str | None = _option(None, "Regular expression that every completion must match.")
+    vllm_server_base_url: str | None = _option(None, "Server: URL, which replaces host and port.")
+    vllm_server_host: str = _option("0.0.0.0", "Server: host name or address.")
+    vllm_server_port: int = _option(8000, "Server: HTTP port.")
+    vllm_server_timeout: float = _option(
+        240.0, "Server: seconds to wait for its start, for a weight transfer and for each token."
+    )
+    vllm_group_port: int = _option(51216, "Server: port for the transfer of weights.")
+    vllm_gpu_memory_utilization: float = _option(0.3, "Colocate: share of the accelerator's memory for vLLM, 0 to 1.")
+    vllm_max_model_length: int | None = _option(
+        None, "Colocate: maximum length of prompt and completion together, in tokens."
+    )
+    vllm_tensor_parallel_size: int = _option(1, "Colocate: number of accelerators that share one copy of the model.")
+    vllm_lora_updates: str = _option(
+        "auto",
+        "Transfer of a LoRA adapter to vLLM: 'adapter' (the adapter alone), 'merge' (all weights, merged), or 'auto': "
+        "adapter if vLLM can load it, otherwise merge.",
+    )
+    rollout_ahead: int = _option(
+        0, "Server: generation batches sampled ahead while training; their weights are as many batches old."
+    )
+
+    # --- Objective ---
+    loss_type: str = _option("dapo", f"Surrogate and its reduction: {_choices('loss_type')}.")
+    importance_sampling_level: str = _option("token", "Level of the policy ratio: 'token' or 'sequence'.")
+    num_iterations: int = _option(1, "Number of times that each generation batch is trained on.")
+    epsilon: float = _option(0.2, "Lower clip width: the ratio's trust region begins at 1 - epsilon.")
+    epsilon_high: float | None = _option(
+        None, f"Upper clip width; unset: epsilon. For cispo the ceiling of the weight itself; unset: {CISPO_CEILING}."
+    )
+    delta: float | None = _option(None, "Ceiling of the ratio on the unclipped side, above 1; unset: none.")
+    sapo_temperature_neg: float = _option(1.05, "sapo: temperature of the gate where the advantage is not positive.")
+    sapo_temperature_pos: float = _option(1.0, "sapo: temperature of the gate where the advantage is positive.")
+    vespo_k_pos: float = _option(2.0, "vespo: power of the weight where the advantage is not negative.")
+    vespo_lambda_pos: float = _option(3.0, "vespo: decay of the weight where the advantage is not negative.")
+    vespo_k_neg: float = _option(3.0, "vespo: power of the weight where the advantage is negative.")
+    vespo_lambda_neg: float = _option(2.0, "vespo: decay of the weight where the advantage is negative.")
+    mask_truncated_completions: bool = _option(False, "Leave truncated completions out of the loss.")
+    top_entropy_quantile: float = _option(1.0, "Share of tokens, by entropy, that the policy term trains; 1: all.")
+    use_bias_correction_kl: bool = _option(False, "Multiply the KL estimate by the policy ratio to make it unbiased.")
+    off_policy_mask_threshold: float | None = _option(
+        None, "Leave out completions of negative advantage that drifted further than this (nats a token)."
+    )
+    entropy_coef: float = _option(0.0, "Weight of the entropy bonus; the first value if it is adaptive.")
+    use_adaptive_entropy: bool = _option(False, "Adapt entropy_coef so that entropy stays near entropy_target.")
+    entropy_coef_min: float = _option(0.0, "Adaptive: smallest entropy_coef.")
+    entropy_coef_max: float = _option(1.0, "Adaptive: largest entropy_coef.")
+    entropy_coef_delta: float = _option(0.005, "Adaptive: change of entropy_coef in one optimizer step.")
+    entropy_target: float = _option(0.2, "Adaptive: entropy to hold, in nats a token.")
+
+    # --- Rewards ---
+    reward_weights: list[float] | None = _option(None, "One weight for each reward function; unset: 1 each.")
+    scale_rewards: str = _option("group", "Divide advantages by the rewards' deviation: 'group', 'batch' or 'none'.")
+    multi_objective_aggregation: str = _option(
+        "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (each by itself first)."
+    )
+    reward_model_init_kwargs: dict | str | None = _option(
+        None,
+        "Keyword arguments for loading reward models given by name (dtype, revision, device_map, ...); dict or JSON "
+        "text. Of model_init_kwargs only download options (token, cache_dir) apply to them too. Unset: as saved.",
+    )
+    reward_model_device: str | None = _option(
+        None, "Device of reward models, such as 'cpu' or 'cuda:1'; unset: the training device."
+    )
+    reward_model_batch_tokens: int = _option(
+        16_384, "Maximum number of tokens, padding included, in a reward model's forward pass."
+    )
+    reward_model_offload: bool = _option(
+        False, "Keep reward models in host memory and move them to their device only to score."
+    )
+
+    # --- Correction of the difference between vLLM and the trainer ---
+    vllm_importance_sampling_correction: bool = _option(True, "Correct the difference by importance sampling.")
+    vllm_importance_sampling_mode: str = _option(
+        "sequence_mask", f"Level and bounding of the ratio: {_choices('vllm_importance_sampling_mode')}."
+    )
+    vllm_importance_sampling_clip_max: float | None = _option(3.0, "Upper bound of the ratio; unset: none.")
+    vllm_importance_sampling_clip_min: float | None = _option(None, "Lower bound of the ratio; unset: none.")
+
+    # --- Logging ---
+    log_completions: bool = _option(False, "Print and store sampled completions, and send them to the trackers.")
+    log_multimodal: bool = _option(True, "Include images in the trackers' table of completions.")
+    num_completions_to_print: int | None = _option(None, "Rows to print; unset: all of them.")
+    log_unique_prompts: bool = _option(False, "Keep one completion for each prompt in the trackers' table.")
+    log_completions_hub_repo: str | None = _option(None, "Data set on the hub that receives the stored completions.")
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that train together, also before the base class has set up its devices."""
+        return super().world_size if hasattr(self, "distributed_state") else int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the run evaluates while it trains."""
+        return getattr(self.eval_strategy, "value", self.eval_strategy) != "no" or bool(self.eval_on_start)
+
+    @property
+    def optimizer_name(self) -> str:
+        """`optim` as text."""
+        return str(getattr(self.optim, "value", self.optim))
+
+    @property
+    def num_generations_eval_resolved(self) -> int:
+        """Group size in evaluation: `num_generations_eval`, or `num_generations` if unset."""
+        return self.num_generations_eval or self.num_generations or 0
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Number of completions in one micro-batch over all processes."""
+        return self.per_device_train_batch_size * self.world_size
+
+    @property
+    def steps_per_generation_resolved(self) -> int:
+        """Number of micro-batches of each process in one generation batch."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size // self.micro_batch_rows
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def generation_batch_size_resolved(self) -> int:
+        """Number of completions in one generation batch over all processes."""
+        return self.generation_batch_size or self.micro_batch_rows * self.steps_per_generation_resolved
+
+    @property
+    def epsilon_high_resolved(self) -> float:
+        """Upper clip width: `epsilon_high`, or `epsilon` if unset. For cispo the ceiling of the importance weight,
+        `CISPO_CEILING` if unset."""
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return CISPO_CEILING if self.loss_type == "cispo" else self.epsilon
+
+    @property
+    def engine_kv_memory_resolved(self) -> int | None:
+        """`engine_kv_memory` in bytes; None if unset."""
+        return None if self.engine_kv_memory is None else parse_bytes(self.engine_kv_memory)
+
+    @property
+    def sampling_resolved(self) -> dict[str, Any]:
+        """`temperature`, `top_p`, `top_k` (None: off), `min_p` and `repetition_penalty`, overridden by
+        `generation_kwargs`."""
+        overrides = mapping(self.generation_kwargs)
+        sampling = {name: overrides.get(name, getattr(self, name)) for name in SAMPLING_FIELDS}
+        return {**sampling, "top_k": sampling["top_k"] or None}
+
+    @property
+    def temperature_resolved(self) -> float:
+        """Temperature of sampling and of scoring."""
+        return float(self.sampling_resolved["temperature"])
+
+    @property
+    def generation_kwargs_resolved(self) -> dict[str, Any]:
+        """Entries of `generation_kwargs` that are not in `sampling_resolved`."""
+        return {key: value for key, value in mapping(self.generation_kwargs).items() if key not in SAMPLING_FIELDS}
