@@ -1,6 +1,6 @@
 """groupgrad: group relative policy optimization (GRPO) for language models.
 
-`from groupgrad import GRPOTrainer, GRPOConfig` gives the trainer; `groupgrad.rewards` the built-in reward functions.
+`from groupgrad import GRPOTrainer, GRPOConfig` imports the trainer; `groupgrad.rewards` has built-in reward functions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from groupgrad._version import __version__
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
-_HOMES = {"GRPOConfig": "groupgrad.config", "GRPOTrainer": "groupgrad.trainer"}
+_MODULES = {"GRPOConfig": "groupgrad.config", "GRPOTrainer": "groupgrad.trainer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'groupgrad' has no attribute {name!r}")

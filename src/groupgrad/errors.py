@@ -1,11 +1,13 @@
-"""Errors with a name of their own. Everything else is a `ValueError` or `TypeError` that says the value seen, why it
-cannot work and what to set."""
+"""Errors that callers may want to tell apart. All others are ValueError or TypeError.
+
+Every message has the value seen, the reason and the remedy.
+"""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work; the message lists every broken rule."""
+    """The configuration cannot work. The message lists every broken rule, `problems` too."""
 
     def __init__(self, problems: list[str]):
         self.problems = problems
@@ -17,16 +19,16 @@ class ConfigError(ValueError):
 
 
 class UnavailableError(ValueError):
-    """A documented feature whose part of groupgrad does not exist in this version."""
+    """The feature is not part of this version of groupgrad."""
 
 
 class RewardError(ValueError):
-    """A reward function failed or returned something that cannot be used; the message names function, step and row."""
+    """A reward function failed or returned unusable values; the message names function, step and row."""
 
 
 class RolloutError(ValueError):
-    """Rollouts could not be made: environments that fail, or a rollout function that returns what cannot be used."""
+    """Rollouts failed: environments raised, or a rollout function returned unusable values."""
 
 
 class WeightsLost(RuntimeError):
-    """An engine no longer has the weights that rows were to be sampled from, and they cannot be sent again."""
+    """An engine lost the weights that a request needs, and they cannot be sent again."""

@@ -1,8 +1,7 @@
-"""One measured quantity and how it is combined over micro-batches, ranks and steps: sums over counts, never means of
-means.
+"""Metrics that are combined exactly over micro-batches, ranks and steps: sums over counts, never means of means.
 
-A metric's value may be a 0-dim tensor, so that measuring on an accelerator does not wait for it; it becomes a float
-when it is read.
+A metric's value may be a 0-dim tensor, so that measuring does not wait for the accelerator. It becomes a float when it
+is read.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ Scalar = float | int | torch.Tensor
 
 @dataclass(slots=True, frozen=True)
 class Metric:
-    """A value with its rule of combination.
+    """A measured value with its reduction.
 
-    `mean` holds a total and the weight (count) it is to be divided by; `sum`, `min` and `max` hold the value itself;
-    `last` keeps the most recent one (ranks are expected to agree). A mean of weight 0 and a NaN extremum are "nothing
-    measured".
+    `mean` holds a total and the weight (count) that divides it; `sum`, `min` and `max` hold the value itself; `last`
+    keeps the most recent value, which all ranks share. A mean of weight 0 and a NaN value mean "nothing measured".
     """
 
     kind: Literal["mean", "sum", "min", "max", "last"]
@@ -30,49 +28,49 @@ class Metric:
     weight: Scalar = 1.0
 
     def read(self) -> float | None:
-        """The number, or None if nothing was measured."""
+        """Returns the number, or None if nothing was measured."""
         value, weight = float(self.value), float(self.weight)
         if self.kind == "mean":
             return None if weight == 0 else value / weight
         return None if value != value else value
 
     def detached(self) -> Metric:
-        """The same metric as plain floats; waits for the device."""
+        """Returns the same metric with plain floats; waits for the device."""
         return Metric(self.kind, float(self.value), float(self.weight))
 
 
 def mean_of(total: Scalar, count: Scalar) -> Metric:
-    """A metric that reads `total / count`."""
-    return Metric("mean", _free(total), _free(count))
+    """Metric whose value is `total / count`."""
+    return Metric("mean", _detached(total), _detached(count))
 
 
 def average(value: Scalar) -> Metric:
-    """A metric that averages the values added, each with weight 1."""
+    """Metric that averages its values, each with weight 1."""
     return mean_of(value, 1.0)
 
 
 def minimum(value: Scalar) -> Metric:
-    """A metric that reads the smallest value added; NaN is "no value"."""
-    return Metric("min", _free(value))
+    """Metric that keeps the smallest value; NaN is "no value"."""
+    return Metric("min", _detached(value))
 
 
 def maximum(value: Scalar) -> Metric:
-    """A metric that reads the largest value added; NaN is "no value"."""
-    return Metric("max", _free(value))
+    """Metric that keeps the largest value; NaN is "no value"."""
+    return Metric("max", _detached(value))
 
 
 def total(value: Scalar) -> Metric:
-    """A metric that reads the sum of the values added."""
-    return Metric("sum", _free(value))
+    """Metric that adds its values."""
+    return Metric("sum", _detached(value))
 
 
 def latest(value: Scalar) -> Metric:
-    """A metric that reads the value added last."""
-    return Metric("last", _free(value))
+    """Metric that keeps the last value."""
+    return Metric("last", _detached(value))
 
 
 def merge(first: Metric, second: Metric) -> Metric:
-    """Combine two measurements of one quantity; both must be of the same kind (ValueError otherwise)."""
+    """Combines two measurements of one quantity. ValueError if their reductions differ."""
     if first.kind != second.kind:
         raise ValueError(f"cannot merge a '{first.kind}' metric with a '{second.kind}' metric; log it in one way only")
     if first.kind == "mean":
@@ -89,14 +87,14 @@ def merge(first: Metric, second: Metric) -> Metric:
     return first if (a <= b) == (first.kind == "min") else second
 
 
-def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine several sets of metrics key by key; a key may be missing from some."""
+def merge_all(sets: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Combines sets of metrics key by key; a key may be missing from some."""
     merged: dict[str, Metric] = {}
-    for part in parts:
-        for key, metric in part.items():
+    for metrics in sets:
+        for key, metric in metrics.items():
             merged[key] = merge(merged[key], metric) if key in merged else metric
     return merged
 
 
-def _free(value: Scalar) -> Scalar:
+def _detached(value: Scalar) -> Scalar:
     return value.detach() if isinstance(value, torch.Tensor) else value
