@@ -1,1 +1,1 @@
-"""The `groupgrad` command. Every module here is thin: it reads arguments and calls what lies below."""
+"""The `groupgrad` command. Its modules read arguments and call the rooms below."""

@@ -1,4 +1,4 @@
-"""What `groupgrad train` reads beside `GRPOConfig`: the data, the rewards and the model."""
+"""Arguments of `groupgrad train` beside `GRPOConfig`: the data, the rewards and the model."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class ScriptArguments:
         None, "Data set or file to evaluate on, like dataset_name; unset: the test split of dataset_name."
     )
     dataset_streaming: bool = _option(
-        False, "Read rows while training, without downloading all first; needs max_steps."
+        False, "Read rows while training instead of downloading all first; needs max_steps."
     )
     max_train_rows: int | None = _option(None, "Train on the first rows only, at most this many.")
     prompt_column: str | None = _option(None, "Column that holds the prompt; unset: 'prompt'.")
     solution_column: str | None = _option(None, "Column that holds the answer; reward functions get it as 'solution'.")
     solution_pattern: str | None = _option(
-        None, "Regular expression whose first group is the solution within the answer, searched for from the left."
+        None, "Regular expression whose first match in the answer has the solution as its first group."
     )
     system_prompt: str | None = _option(None, "System message put before each prompt; makes prompts conversational.")
     conversational: bool | None = _option(
-        None, "Make a text prompt one user message; unset: if prompt_column or system_prompt is set."
+        None, "Turn a text prompt into a user message; unset: yes if prompt_column or system_prompt is set."
     )
 
     # --- Rewards ---
@@ -50,49 +50,45 @@ class ScriptArguments:
 
 @dataclass
 class ModelArguments:
-    """The model that is trained and the adapter put on it."""
+    """The model to train, its adapter and its quantization."""
 
     # --- Model ---
     model_name_or_path: str | None = _option(None, "Model to train: a hub id or a local folder.")
     model_revision: str | None = _option(None, "Branch, tag or commit of the model on the hub.")
-    dtype: str | None = _option(None, "Type of the weights: auto, bfloat16, float16 or float32; unset: float32.")
+    dtype: str | None = _option(None, "Dtype of the weights: auto, bfloat16, float16 or float32; unset: float32.")
     attn_implementation: str | None = _option(
         None, "Attention: eager, sdpa, flash_attention_2, ...; unset: the model's."
     )
 
     # --- Adapter ---
     use_peft: bool = _option(False, "Train an adapter instead of all weights.")
-    peft_method: str = _option("lora", "Kind of adapter: lora or ia3.")
+    peft_method: str = _option("lora", "Adapter method: lora or ia3.")
     lora_r: int = _option(16, "LoRA: rank.")
     lora_alpha: int = _option(32, "LoRA: scale, divided by the rank.")
     lora_dropout: float = _option(0.05, "LoRA: dropout probability.")
     lora_target_modules: list[str] | None = _option(
-        None, "LoRA: modules to adapt, or all-linear; unset: usual ones of the architecture."
+        None, "LoRA: modules to adapt, or all-linear; unset: the architecture's usual ones."
     )
     lora_target_parameters: list[str] | None = _option(
         None,
-        "LoRA: parameters that no linear layer holds, such as mlp.experts.down_proj of a mixture of experts; needs "
-        "lora_dropout 0.",
+        "LoRA: parameters outside linear layers, such as mlp.experts.down_proj; needs lora_dropout 0.",
     )
     lora_modules_to_save: list[str] | None = _option(None, "LoRA: modules trained in full and saved with the adapter.")
-    lora_task_type: str = _option(
-        "CAUSAL_LM", "LoRA: task written into the adapter; CAUSAL_LM is what is trained here."
-    )
+    lora_task_type: str = _option("CAUSAL_LM", "LoRA: task type written into the adapter's configuration.")
     use_rslora: bool = _option(False, "LoRA: scale by the square root of the rank.")
-    use_dora: bool = _option(False, "LoRA: train magnitude and direction apart (DoRA).")
+    use_dora: bool = _option(False, "LoRA: train magnitude and direction separately (DoRA).")
     ia3_target_modules: list[str] | None = _option(
-        None, "IA3: modules to adapt, or all-linear; unset: usual ones of the architecture."
+        None, "IA3: modules to adapt, or all-linear; unset: the architecture's usual ones."
     )
     ia3_feedforward_modules: list[str] | None = _option(
         None,
-        "IA3: those of ia3_target_modules whose input is scaled instead of their output; unset: usual ones of the "
-        "architecture.",
+        "IA3: target modules whose input is scaled instead of their output; unset: the architecture's usual ones.",
     )
     ia3_modules_to_save: list[str] | None = _option(None, "IA3: modules trained in full and saved with the adapter.")
-    load_in_8bit: bool = _option(False, "Load the weights in 8 bits (bitsandbytes); an adapter is trained over them.")
-    load_in_4bit: bool = _option(False, "Load the weights in 4 bits (bitsandbytes); an adapter is trained over them.")
-    bnb_4bit_quant_type: str = _option("nf4", "4 bits: kind of numbers, nf4 or fp4.")
+    load_in_8bit: bool = _option(False, "Load the weights in 8 bits (bitsandbytes) and train an adapter.")
+    load_in_4bit: bool = _option(False, "Load the weights in 4 bits (bitsandbytes) and train an adapter.")
+    bnb_4bit_quant_type: str = _option("nf4", "4 bits: data type, nf4 or fp4.")
     use_bnb_nested_quant: bool = _option(False, "4 bits: quantize the scales too, which saves 0.4 bits a weight.")
     bnb_4bit_quant_storage: str | None = _option(
-        None, "4 bits: type that the packed weights are stored as, such as bfloat16 for FSDP; unset: uint8."
+        None, "4 bits: storage dtype of the packed weights, such as bfloat16; unset: uint8."
     )

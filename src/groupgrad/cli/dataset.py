@@ -1,4 +1,4 @@
-"""Data sets as `groupgrad train` names them, and their rows as the trainer wants them: `prompt` and `solution`."""
+"""Loads the data sets of `groupgrad train` and converts rows into the columns `prompt` and `solution`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from groupgrad.cli.arguments import ScriptArguments
 
 FILES: dict[str, str] = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Ending of a file -> the loader of `datasets` that reads it."""
+"""File suffix -> loader of `datasets`."""
 
 
 def load_splits(script: ScriptArguments, evaluate: bool) -> tuple[Any, Any]:
-    """The training data and, if `evaluate`, the evaluation data (else None), ready for the trainer.
+    """Loads the training data and, if `evaluate`, the evaluation data (else None), ready for the trainer.
 
-    ValueError, with what to set, for a data set that is not there or rows that do not fit.
+    ValueError, with what to set, for a missing data set or rows that do not fit.
     """
     if not script.dataset_name:
         raise ValueError(
@@ -46,21 +46,21 @@ def _load(name: str, split: str, script: ScriptArguments, setting: str) -> Any:
     if path.suffix in FILES:
         if not path.is_file():
             raise ValueError(f"there is no file {name}; set dataset_name (or dataset_test_name) to one that exists")
-        kind = FILES[path.suffix]
-        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=script.dataset_streaming)
-    saved = path.is_dir() and any((path / f).is_file() for f in ("dataset_dict.json", "state.json"))
+        loader = FILES[path.suffix]
+        return datasets.load_dataset(loader, data_files=str(path), split="train", streaming=script.dataset_streaming)
+    is_saved = path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
     try:
-        if not saved:
+        if not is_saved:
             return datasets.load_dataset(name, script.dataset_config, split=split, streaming=script.dataset_streaming)
-        found = datasets.load_from_disk(str(path))
-        found = found[split] if isinstance(found, datasets.DatasetDict) else found
+        dataset = datasets.load_from_disk(str(path))
+        dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
     except (KeyError, ValueError) as error:
         raise ValueError(f"{name} cannot be read with {setting}={split!r}: {error}") from error
-    return found.to_iterable_dataset() if script.dataset_streaming else found
+    return dataset.to_iterable_dataset() if script.dataset_streaming else dataset
 
 
 def prepare(dataset: Any, script: ScriptArguments) -> Any:
-    """The data set with a `prompt` column, conversational if asked for, and a `solution` column if one is named.
+    """Adds a `prompt` column, conversational if configured, and a `solution` column if one is named.
 
     All other columns stay, for the reward functions. ValueError if a named column is missing or the pattern does not
     match.
@@ -83,16 +83,16 @@ def prepare(dataset: Any, script: ScriptArguments) -> Any:
         return dataset
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
-        made: dict[str, Any] = {"prompt": conversation(row[source], script.system_prompt) if chat else row[source]}
+        columns: dict[str, Any] = {"prompt": conversation(row[source], script.system_prompt) if chat else row[source]}
         if script.solution_column:
-            made["solution"] = solution(row[script.solution_column], pattern)
-        return made
+            columns["solution"] = solution(row[script.solution_column], pattern)
+        return columns
 
     return dataset.map(convert, remove_columns=[source] if renamed and source != script.solution_column else None)
 
 
 def conversation(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
-    """A prompt as messages: a text becomes the user's, and the system prompt comes first unless there is one."""
+    """Converts a prompt into messages. Text becomes a user message; a system prompt comes first unless there is one."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
@@ -100,15 +100,15 @@ def conversation(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]
 
 
 def solution(answer: Any, pattern: re.Pattern[str] | None) -> Any:
-    """The solution in an answer: all of it, or the first group of the pattern. ValueError if that does not match."""
+    """Extracts the solution of an answer: the pattern's first group, or all of it. ValueError without a match."""
     if pattern is None:
         return answer
-    found = pattern.search(str(answer))
-    if found is None:
+    match = pattern.search(str(answer))
+    if match is None:
         raise ValueError(
             f"solution_pattern={pattern.pattern!r} is not found in the answer {answer!r}; change the pattern"
         )
-    return found.group(1).strip()
+    return match.group(1).strip()
 
 
 def _pattern(script: ScriptArguments) -> re.Pattern[str] | None:

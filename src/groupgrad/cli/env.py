@@ -1,4 +1,4 @@
-"""`groupgrad env`: versions and devices of this machine, and how a model would run on it."""
+"""`groupgrad env`: prints versions and devices of this machine, and how a model would run on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from groupgrad import compat
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line for each library and device, then what is out of its supported range; returns 0.
+    """Prints one line for each library and device, and warnings about unsupported releases. Returns 0.
 
-    With a model, also which engine samples from it and how it is scored, and why; 1 if it cannot be loaded.
+    With a model, also prints the engine that samples from it and how it is scored, and why. Returns 1 if the model
+    cannot be loaded.
     """
     parser = argparse.ArgumentParser(prog="groupgrad env", description="Print versions and devices, for a bug report.")
     parser.add_argument("--model_name_or_path", "--model", help="also print how this model would be sampled and scored")
@@ -26,12 +27,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:<{width}}  {value}")
     for text in compat.unsupported_versions():
         print(f"warning: {text}")
-    if arguments.model_name_or_path is None:
+    name = arguments.model_name_or_path
+    if name is None:
         return 0
     try:
-        lines = model_lines(arguments.model_name_or_path, arguments.dtype, arguments.trust_remote_code)
+        lines = model_lines(name, arguments.dtype, arguments.trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        print(f"groupgrad env: error: {arguments.model_name_or_path!r} cannot be loaded: {error}", file=sys.stderr)
+        print(f"groupgrad env: error: {name!r} cannot be loaded: {error}", file=sys.stderr)
         return 1
     print()
     for name, value in lines.items():
@@ -40,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str]:
-    """How the model would be sampled and scored: both ways are tried on random tokens, and on an image if it sees."""
+    """Describes how the model would be sampled and scored, tried on random tokens and, for a VLM, on an image."""
     import torch
 
     from groupgrad.engines.base import SamplingOptions
@@ -73,7 +75,7 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
 
 
 def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """A prompt with an image of the model's own processor, if it sees, and what is to be said about images."""
+    """Returns a VLM's prompt with an image from its own processor, and a line about images; None and "" for others."""
     from groupgrad.modeling import load
     from groupgrad.modeling.vlm import is_multimodal
     from groupgrad.multimodal.vlm_prompts import example_prompt
@@ -90,7 +92,7 @@ def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
 
 def _tools_line(model: Any, name: str, trust_remote_code: bool) -> str:
-    """What the model's chat template does with tools."""
+    """Describes the tool calls of the model's chat template."""
     from groupgrad.chat import ChatFormat
     from groupgrad.modeling import load
 

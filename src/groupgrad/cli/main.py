@@ -1,4 +1,4 @@
-"""Entry point of the `groupgrad` command. Nothing heavy is imported before a command is chosen."""
+"""Entry point of the `groupgrad` command. It imports torch only for a command that needs it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "vllm-serve": ("groupgrad.cli.vllm_serve", "serve a model with vLLM, for a trainer that pushes weights to it"),
     "env": ("groupgrad.cli.env", "print versions and devices, for a bug report"),
 }
-"""Command -> (module with `main(argv) -> exit status`, one line of help)."""
+"""Command -> (module with `main(argv)`, which returns the exit status; one line of help)."""
 
 
 def usage() -> str:
-    """The text of `groupgrad --help`."""
+    """Returns the text of `groupgrad --help`."""
     rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
     return (
         f"usage: groupgrad COMMAND [options]\n\n"
@@ -28,8 +28,8 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the process's arguments) names; returns the exit status, 2 for a command
-    line that cannot be understood."""
+    """Runs the command named in `argv` (default: the process's arguments). Returns the exit status, 2 for an unknown
+    command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage(), end="")
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         import difflib
 
-        like = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"; did you mean {like[0]!r}?" if like else ""
+        similar = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         print(f"groupgrad: error: there is no command {command!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
     return import_module(COMMANDS[command][0]).main(rest)

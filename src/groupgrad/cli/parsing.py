@@ -1,7 +1,7 @@
-"""Flags and YAML files into the three records of a training run.
+"""Parses flags and YAML files into the three records of a training run.
 
-A YAML key is a default for the flag of the same name, so the command line wins. A key or flag that nobody knows is an
-error that names the one spelled most like it.
+A YAML key is the default of the flag of the same name, so the command line wins. An unknown key or flag is an error
+that names the most similar one.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ SECTIONS: dict[str, str] = {
     "use_vllm": "vLLM",
     "loss_type": "Objective",
     "reward_weights": "Advantages",
+    "reward_model_init_kwargs": "Reward models",
     "vllm_importance_sampling_correction": "Correction of the difference between vLLM and the trainer",
     "log_completions": "Logging of completions",
 }
-"""Field that opens a section of `--help` -> its title; a section ends where the next one begins."""
+"""First field of a section of `--help` -> the section's title."""
 
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
 
-NO_VALUE = ("none", "null")
+UNSET = ("none", "null")
+"""Texts that set an optional number to None."""
 
 
 @dataclass(slots=True)
 class Parsed:
-    """One command line."""
+    """The records of one command line."""
 
     script: ScriptArguments
     model: ModelArguments
@@ -54,7 +56,7 @@ class Parsed:
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """One spelling of each flag, without the name of its value repeated."""
+    """Shows one spelling of each flag, and VALUE instead of the flag's name in capitals."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=44, width=120)
@@ -62,16 +64,16 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        longest = next((o for o in action.option_strings if o.startswith("--")), action.option_strings[0])
-        shown = {0: "", "?": " [VALUE]", "+": " VALUE ..."}.get(action.nargs or "", " VALUE")
-        return longest + ("" if action.nargs == 0 else shown)
+        flag = next((option for option in action.option_strings if option.startswith("--")), action.option_strings[0])
+        value = "VALUE" if action.metavar is None else str(action.metavar)
+        return flag + {0: "", "?": f" [{value}]", "+": f" {value} ..."}.get(action.nargs, f" {value}")
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 class TrainParser(HfArgumentParser):
-    """All fields of the three records as flags, in sections."""
+    """Parser with all fields of the three records as flags, in sections."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -87,48 +89,47 @@ class TrainParser(HfArgumentParser):
         self.add_argument("--config", metavar="FILE", help="YAML file with defaults; its `env:` mapping is exported")
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
-        hints = typing.get_type_hints(dtype)
-        own, rest, title = [], [], TRAINING
+        # The sections of `SECTIONS` first, then the fields of transformers, then those of earlier releases.
+        hints, title = typing.get_type_hints(dtype), TRAINING
+        sections: dict[str, list[dataclasses.Field]] = {}
         for field in dataclasses.fields(dtype):
             title = SECTIONS.get(field.name, title)
-            section = OLD if field.name in legacy.LEGACY else title
-            (rest if section in (TRAINING, OLD) else own).append((section, field))
-        groups: dict[str, Any] = {}
-        # The usual sections first, then transformers' fields, the old ones last.
-        for section, field in [*own, *sorted(rest, key=lambda entry: entry[0] == OLD)]:
             if field.init:
-                if section not in groups:
-                    groups[section] = self.add_argument_group(section)
                 field.type = hints[field.name]
-                self._add_field(groups[section], field)
+                sections.setdefault(OLD if field.name in legacy.LEGACY else title, []).append(field)
+        for title in sorted(sections, key=lambda name: (name == OLD, name == TRAINING)):
+            group = self.add_argument_group(title)
+            for field in sections[title]:
+                self._add_field(group, field)
 
     def _add_field(self, group: Any, field: dataclasses.Field) -> None:
-        hint, known = field.type, len(self._actions)
+        hint, num_actions = field.type, len(self._actions)
         self._parse_dataclass_field(group, field)
-        flag, *twins = self._actions[known:]
-        for twin in twins:
-            twin.help = argparse.SUPPRESS
-        options = typing.get_args(hint) if _is_union(hint) else (hint,)
+        flag, *others = self._actions[num_actions:]
+        for other in others:  # --no_x_y
+            other.help = argparse.SUPPRESS
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        options = typing.get_args(hint) if is_union else (hint,)
         if bool in options and flag.nargs is None:
             flag.nargs, flag.const = "?", True
         if type(None) in options and str not in options and callable(flag.type):
-            flag.type = _optional(flag.type)
+            flag.type = _Optional(flag.type)
 
     def error(self, message: str) -> NoReturn:
-        """Print the problem and leave with status 2."""
+        """Prints the problem and exits with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all fields)\n")
 
     def fields(self) -> dict[str, argparse.Action]:
-        """The flag of each field."""
-        found: dict[str, argparse.Action] = {}
+        """Returns the flag of each field."""
+        flags: dict[str, argparse.Action] = {}
         for action in self._actions:
             if action.dest not in ("help", "config"):
-                found.setdefault(action.dest, action)
-        return found
+                flags.setdefault(action.dest, action)
+        return flags
 
     def read_config(self, path: str) -> None:
-        """Take a YAML file's keys as defaults and export its `env:` mapping; leaves with status 2 if it is unusable."""
-        content = self._load(path)
+        """Takes a YAML file's keys as defaults and exports its `env:` mapping. Exits with status 2 for a bad file."""
+        content = self._load_yaml(path)
         environment = content.pop("env", None) or {}
         if not isinstance(environment, dict):
             self.error(f"{path}: env={environment!r} is not a mapping of variables to values")
@@ -137,11 +138,16 @@ class TrainParser(HfArgumentParser):
         for key, value in content.items():
             name = str(key).replace("-", "_")
             if name not in fields:
-                self.error(f"{path}: unknown key {key!r}{_hint(name, fields)}")
-            defaults[name] = self._from_yaml(fields[name], f"{path}: {key}={value!r}", value)
+                self.error(f"{path}: unknown key {key!r}{_did_you_mean(name, fields)}")
+            shown, flag = f"{path}: {key}={value!r}", fields[name]
+            if flag.nargs == "+" and value is not None:
+                items = value if isinstance(value, list) else [value]
+                defaults[name] = [self._from_yaml(flag.type, shown, item) for item in items]
+            else:
+                defaults[name] = self._from_yaml(flag.type, shown, value)
         self.set_defaults(**defaults)
 
-    def _load(self, path: str) -> dict[Any, Any]:
+    def _load_yaml(self, path: str) -> dict[Any, Any]:
         try:
             with open(path, encoding="utf-8") as file:
                 content = yaml.safe_load(file)
@@ -153,41 +159,38 @@ class TrainParser(HfArgumentParser):
             self.error(f"--config {path} holds a {type(content).__name__}, not keys with values")
         return dict(content or {})
 
-    def _from_yaml(self, action: argparse.Action, shown: str, value: Any) -> Any:
-        """The value as the flag would give it; text goes through argparse as if it came from the command line."""
+    def _from_yaml(self, flag_type: Any, shown: str, value: Any) -> Any:
+        """Converts a YAML value as the flag would. Text is read as if it came from the command line."""
         if value is None:
             return None
-        if action.nargs == "+":
-            items = value if isinstance(value, list) else [value]
-            return [self._from_yaml(_single(action), shown, item) for item in items]
-        # An optional number is wrapped; a str field (a dict, a bool) takes what YAML made of it.
-        kind = getattr(action.type, "kind", action.type)
-        if kind in (int, float) and not isinstance(value, str):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or (kind is int and value != int(value)):
-                self.error(f"{shown} is not {'a whole number' if kind is int else 'a number'}")
-            return kind(value)
-        if isinstance(value, str) and callable(action.type):
+        # A field of text also takes the dict or bool that YAML has read.
+        number_type = flag_type.number if isinstance(flag_type, _Optional) else flag_type
+        if number_type in (int, float) and not isinstance(value, str):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or (number_type is int and value != int(value)):
+                self.error(f"{shown} is not {'a whole number' if number_type is int else 'a number'}")
+            return number_type(value)
+        if isinstance(value, str) and callable(flag_type):
             try:
-                return action.type(value)
+                return flag_type(value)
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
                 self.error(f"{shown} cannot be read: {error}")
         return value
 
 
 def parse(argv: Sequence[str]) -> Parsed:
-    """The records of a command line; leaves with status 2 and a sentence that says what to change if there are none."""
+    """Parses a command line. Exits with status 2 and a sentence that says what to change if it cannot."""
     parser = TrainParser()
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--config")
-    path = files.parse_known_args(argv)[0].config
+    config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser.add_argument("--config")
+    path = config_parser.parse_known_args(argv)[0].config
     if path is not None:
         parser.read_config(path)
     _, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        kind = "flag" if unknown[0].startswith("-") else "argument"
-        parser.error(f"unknown {kind} {unknown[0].split('=')[0]!r}{_hint(name, parser.fields(), '--')}")
+        argument = unknown[0].split("=")[0]
+        hint = _did_you_mean(argument.lstrip("-").replace("-", "_"), parser.fields(), "--")
+        parser.error(f"unknown {'flag' if argument.startswith('-') else 'argument'} {argument!r}{hint}")
     try:
         script, model, config, *_ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     except (ValueError, ImportError) as error:
@@ -195,25 +198,17 @@ def parse(argv: Sequence[str]) -> Parsed:
     return Parsed(script=script, model=model, config=config)
 
 
-class _optional:
-    """A type that reads `none` and `null` as None."""
+class _Optional:
+    """Flag type that reads a number, or `none` and `null` as None."""
 
-    def __init__(self, kind: Any):
-        self.kind = kind
-        self.__name__ = getattr(kind, "__name__", str(kind))
+    def __init__(self, number: Any):
+        self.number = number
+        self.__name__ = number.__name__  # argparse shows it in errors
 
     def __call__(self, text: Any) -> Any:
-        return None if isinstance(text, str) and text.lower() in NO_VALUE else self.kind(text)
+        return None if isinstance(text, str) and text.lower() in UNSET else self.number(text)
 
 
-def _single(action: argparse.Action) -> argparse.Action:
-    return argparse.Action(action.option_strings, action.dest, type=action.type)  # pyright: ignore[reportArgumentType]
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def _hint(name: str, known: Any, prefix: str = "") -> str:
-    like = nearest(name, known)
-    return f"; did you mean {prefix}{like}?" if like else ""
+def _did_you_mean(name: str, known: Any, prefix: str = "") -> str:
+    similar = nearest(name, known)
+    return f"; did you mean {prefix}{similar}?" if similar else ""

@@ -1,4 +1,4 @@
-"""`groupgrad train`: read the arguments, build the trainer, train, save."""
+"""`groupgrad train`: reads the arguments, builds the trainer, trains and saves."""
 
 from __future__ import annotations
 
@@ -16,21 +16,32 @@ if TYPE_CHECKING:
     from groupgrad.cli.parsing import Parsed
     from groupgrad.config import GRPOConfig
 
-_ADAPTER_FLAGS = {
-    "lora": (
-        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
-        *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
-    ),
-    "ia3": ("ia3_target_modules", "ia3_feedforward_modules", "ia3_modules_to_save"),
+_ADAPTER_FLAGS: dict[str, dict[str, str]] = {
+    "lora": {
+        "lora_r": "r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "lora_target_modules": "target_modules",
+        "lora_target_parameters": "target_parameters",
+        "lora_modules_to_save": "modules_to_save",
+        "lora_task_type": "task_type",
+        "use_rslora": "use_rslora",
+        "use_dora": "use_dora",
+    },
+    "ia3": {
+        "ia3_target_modules": "target_modules",
+        "ia3_feedforward_modules": "feedforward_modules",
+        "ia3_modules_to_save": "modules_to_save",
+    },
 }
-"""Kind of adapter -> the flags that are for it alone."""
+"""Adapter method -> its flags, and the arguments of peft's configuration that they set."""
+
 _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
-_FOUR_BITS, _STORAGE = ("nf4", "fp4"), ("uint8", "float16", "float32", "bfloat16")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the command line says. Returns 0, or 2 after a sentence that says what to change if the run cannot
-    begin; what fails later is raised."""
+    """Trains as the command line says. Returns 0, or 2 after a sentence that says what to change if the run cannot
+    begin. Later errors are raised."""
     from groupgrad.cli.parsing import parse
 
     parsed = parse(argv)
@@ -46,13 +57,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build(parsed: Parsed) -> Any:
-    """The trainer for a command line."""
+    """Builds the trainer for a command line. Quick checks come first, then the data, and the model last."""
     from groupgrad.cli.dataset import load_splits
 
-    # First what is quick to check, then the data, and last the model, which takes longest.
     rewards = load_rewards(parsed.script)
     model = model_name(parsed.model, parsed.config)
-    further = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
+    options = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
     train_dataset, eval_dataset = load_splits(parsed.script, parsed.config.evaluates)
     trainer_class = import_module("groupgrad.trainer").GRPOTrainer
     return trainer_class(
@@ -61,12 +71,12 @@ def build(parsed: Parsed) -> Any:
         args=parsed.config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        **{name: value for name, value in further.items() if value is not None},
+        **{name: value for name, value in options.items() if value is not None},
     )
 
 
 def run(trainer: Any, parsed: Parsed) -> None:
-    """Train, save the model to `output_dir`, and push it if asked to."""
+    """Trains, saves the model to `output_dir`, and pushes it to the hub if `push_to_hub` is set."""
     config = parsed.config
     trainer.train(resume_from_checkpoint=resume_from(config.resume_from_checkpoint))
     trainer.save_model(config.output_dir)
@@ -75,38 +85,38 @@ def run(trainer: Any, parsed: Parsed) -> None:
 
 
 def resume_from(value: str | bool | None) -> str | bool | None:
-    """`true` means the last checkpoint in `output_dir`; other text is a path; `false` or unset: no resuming."""
+    """Reads `resume_from_checkpoint`: True for the last checkpoint in `output_dir`, a path, or None."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         value = value.lower() == "true"
     return value or None
 
 
 def load_rewards(script: ScriptArguments) -> list[Any]:
-    """The reward functions and the reward model that are named. ValueError if there are none, or one is unknown."""
+    """Loads the named reward functions; a reward model stays a name. ValueError if there are none or one is unknown."""
     rewards: list[Any] = [load_reward(name) for name in script.reward_funcs or []]
     if script.reward_model_name_or_path:
         rewards.append(script.reward_model_name_or_path)
     if not rewards:
         raise ValueError(
-            f"no reward is given; set reward_funcs to built-in names ({', '.join(_registry())}) or dotted paths of "
-            f"your own functions, or set reward_model_name_or_path"
+            f"no reward is given; set reward_funcs to built-in names ({', '.join(_built_in_rewards())}) or dotted "
+            f"paths of your own functions, or set reward_model_name_or_path"
         )
     return rewards
 
 
 def load_reward(name: str) -> Callable[..., Any]:
-    """A built-in reward function by its name, or any function by its dotted path, seen from the current folder."""
-    registry = _registry()
-    if name in registry:
-        return registry[name]
+    """Returns a built-in reward function by its name, or imports one by its dotted path from the current folder."""
+    built_in = _built_in_rewards()
+    if name in built_in:
+        return built_in[name]
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
         from groupgrad.config.field_rules import nearest
 
-        like = nearest(name, registry)
-        hint = f"; did you mean {like!r}?" if like else ""
+        similar = nearest(name, built_in)
+        hint = f"; did you mean {similar!r}?" if similar else ""
         raise ValueError(
-            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(registry)}; "
+            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(built_in)}; "
             f"your own are given as module.function"
         )
     if os.getcwd() not in sys.path:
@@ -120,130 +130,111 @@ def load_reward(name: str) -> Callable[..., Any]:
     return function
 
 
-def _registry() -> dict[str, Any]:
+def _built_in_rewards() -> dict[str, Any]:
     return import_module("groupgrad.rewards").REWARD_FUNCTIONS
 
 
 def model_name(model: ModelArguments, config: GRPOConfig) -> str:
-    """The model's name; how to load it is written into `config.model_init_kwargs`. ValueError if a setting is given
-    there too, with another value."""
+    """Returns the model's name and writes its loading options into `config.model_init_kwargs`. ValueError if an option
+    is set there too, to another value."""
+    from groupgrad.config.field_rules import DTYPES
+    from groupgrad.config.settings import mapping
+
     if not model.model_name_or_path:
         raise ValueError("no model is given; set model_name_or_path to a hub id or a local folder")
-    given: Any = dict(config.model_init_kwargs or {})  # pyright: ignore[reportArgumentType, reportCallIssue]
-    flags = {
-        "revision": ("model_revision", model.model_revision),
-        "dtype": ("dtype", model.dtype),
-        "attn_implementation": ("attn_implementation", model.attn_implementation),
-    }
-    for key, (flag, value) in flags.items():
+    kwargs = mapping(config.model_init_kwargs)
+    flags = {"revision": "model_revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
+    for key, flag in flags.items():
+        value = getattr(model, flag)
         if value is None:
             continue
-        if given.get(key, value) != value:
-            raise ValueError(f"{flag}={value!r}, but model_init_kwargs has {key}={given[key]!r}; set it in one place")
-        given[key] = value
-    from groupgrad.config.field_rules import DTYPES
-
+        if kwargs.get(key, value) != value:
+            raise ValueError(f"{flag}={value!r}, but model_init_kwargs has {key}={kwargs[key]!r}; set it in one place")
+        kwargs[key] = value
     if model.dtype is not None and model.dtype not in DTYPES:
         raise ValueError(f"dtype={model.dtype!r} is not known; set it to one of {', '.join(DTYPES)}")
-    config.model_init_kwargs = given or None
+    config.model_init_kwargs = kwargs or None
     return model.model_name_or_path
 
 
 def peft_config(model: ModelArguments) -> Any:
-    """The adapter's configuration that the flags describe, or None without `use_peft`. ValueError for an unknown kind
-    of adapter, and for flags of another kind than the one asked for."""
-    if not model.use_peft:
-        flags = ("peft_method", *(name for names in _ADAPTER_FLAGS.values() for name in names))
-        _warn_of_idle(model, flags, "without use_peft; set use_peft to train an adapter")
-        return None
+    """Returns peft's configuration of the adapter, or None without `use_peft`. ValueError for an unknown method, and
+    for flags of another method."""
     method = model.peft_method
+    if not model.use_peft:
+        flags = ("peft_method", *_ADAPTER_FLAGS["lora"], *_ADAPTER_FLAGS["ia3"])
+        _warn_of_unused(model, flags, "without use_peft; set use_peft to train an adapter")
+        return None
     if method not in _ADAPTER_FLAGS:
         raise ValueError(f"peft_method={method!r} is not known; set it to one of {', '.join(_ADAPTER_FLAGS)}")
     for other, flags in _ADAPTER_FLAGS.items():
-        if other != method and (given := _changed(model, flags)):
+        if other != method and (unused := _changed(model, flags)):
             raise ValueError(
-                f"peft_method={method!r} has no use for {', '.join(given)}; leave that out, or set peft_method to "
+                f"peft_method={method!r} has no use for {', '.join(unused)}; leave that out, or set peft_method to "
                 f"{other!r}"
             )
     compat.require("peft", "use_peft")
-    return _lora_config(model) if method == "lora" else _ia3_config(model)
+    from peft import IA3Config, LoraConfig
 
-
-def _lora_config(model: ModelArguments) -> Any:
-    from peft import LoraConfig
-
-    parameters = _names(model.lora_target_parameters)
-    if parameters and not hasattr(LoraConfig, "target_parameters"):
+    values = {key: _adapter_value(model, flag) for flag, key in _ADAPTER_FLAGS[method].items()}
+    kwargs = {key: value for key, value in values.items() if value not in (None, [])}
+    if method == "ia3":
+        _check_feedforward(kwargs)
+        return IA3Config(**{"task_type": "CAUSAL_LM", **kwargs})
+    if "target_parameters" in kwargs and not hasattr(LoraConfig, "target_parameters"):
         raise ImportError("lora_target_parameters needs peft 0.17 or later: pip install -U peft")
-    newer: Any = {"target_parameters": parameters} if parameters else {}
-    return LoraConfig(
-        task_type=model.lora_task_type,  # pyright: ignore[reportArgumentType]
-        r=model.lora_r,
-        lora_alpha=model.lora_alpha,
-        lora_dropout=model.lora_dropout,
-        target_modules=_targets(model.lora_target_modules),
-        modules_to_save=_names(model.lora_modules_to_save) or None,
-        use_rslora=model.use_rslora,
-        use_dora=model.use_dora,
-        **newer,
-    )
+    return LoraConfig(**kwargs)
 
 
-def _ia3_config(model: ModelArguments) -> Any:
-    from peft import IA3Config
+def _adapter_value(model: ModelArguments, flag: str) -> Any:
+    value = getattr(model, flag)
+    if not isinstance(value, list):
+        return value
+    # The documents write --lora_target_modules "q_proj", "v_proj", and a shell keeps the comma.
+    names = [name.strip(",") for name in value]
+    return "all-linear" if names == ["all-linear"] else names
 
-    targets, feedforward = _targets(model.ia3_target_modules), _names(model.ia3_feedforward_modules)
-    # peft takes no notice of those that it does not adapt.
-    alone = [] if targets == "all-linear" else [name for name in feedforward if name not in (targets or [])]
-    if alone:
+
+def _check_feedforward(kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for feed-forward modules that are not adapted, which peft would ignore."""
+    targets = kwargs.get("target_modules", [])
+    if targets != "all-linear" and (alone := [n for n in kwargs.get("feedforward_modules", []) if n not in targets]):
         raise ValueError(
             f"ia3_feedforward_modules names {', '.join(alone)}, which ia3_target_modules does not; name them in both"
         )
-    return IA3Config(
-        task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
-        target_modules=targets,
-        feedforward_modules=feedforward or None,
-        modules_to_save=_names(model.ia3_modules_to_save) or None,
-    )
 
 
-def _targets(given: list[str] | None) -> list[str] | str | None:
-    names = _names(given)
-    return "all-linear" if names == ["all-linear"] else names or None
+def _changed(model: ModelArguments, flags: Sequence[str] | dict[str, str]) -> list[str]:
+    """Lists the flags that differ from their default, with their values."""
+    from groupgrad.config.field_rules import changed
+
+    return [f"{name}={getattr(model, name)!r}" for name in changed(model, flags)]
 
 
-def _names(given: list[str] | None) -> list[str]:
-    """A shell passes the list "a", "b" of the documents with its commas."""
-    return [name.strip(",") for name in given or []]
-
-
-def _changed(model: ModelArguments, flags: tuple[str, ...]) -> list[str]:
-    """Those of the flags that have another value than their default, with it."""
-    default = type(model)()
-    return [f"{name}={getattr(model, name)!r}" for name in flags if getattr(model, name) != getattr(default, name)]
-
-
-def _warn_of_idle(model: ModelArguments, flags: tuple[str, ...], why: str) -> None:
-    """One warning that names those of the flags that are set and change nothing."""
-    if idle := _changed(model, flags):
-        warnings.warn(f"no effect: {', '.join(idle)} {why}")
+def _warn_of_unused(model: ModelArguments, flags: Sequence[str], why: str) -> None:
+    """Names in one warning the flags that are set without effect."""
+    if unused := _changed(model, flags):
+        warnings.warn(f"no effect: {', '.join(unused)} {why}")
 
 
 def quantization_config(model: ModelArguments) -> Any:
-    """How to load the weights in fewer bits, or None. ValueError if 4 and 8 bits are both asked for, or for an
+    """Returns the configuration that loads weights in 4 or 8 bits, or None. ValueError if both are set, or for an
     unknown value."""
     if not model.load_in_4bit:
-        _warn_of_idle(model, _FOUR_BIT_FLAGS, "without load_in_4bit")
+        _warn_of_unused(model, _FOUR_BIT_FLAGS, "without load_in_4bit")
     if not (model.load_in_4bit or model.load_in_8bit):
         return None
     if model.load_in_4bit and model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both True; set one of them to False")
-    flag = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
-    for name, known in (("bnb_4bit_quant_type", _FOUR_BITS), ("bnb_4bit_quant_storage", (None, *_STORAGE))):
+    choices = {
+        "bnb_4bit_quant_type": ("nf4", "fp4"),
+        "bnb_4bit_quant_storage": ("uint8", "float16", "float32", "bfloat16", None),
+    }
+    for name, known in choices.items():
         if getattr(model, name) not in known:
-            choices = ", ".join(str(value) for value in known if value is not None)
-            raise ValueError(f"{name}={getattr(model, name)!r} is not known; set it to one of {choices}")
-    compat.require("bitsandbytes", flag)
+            names = ", ".join(choice for choice in known if choice is not None)
+            raise ValueError(f"{name}={getattr(model, name)!r} is not known; set it to one of {names}")
+    compat.require("bitsandbytes", "load_in_4bit" if model.load_in_4bit else "load_in_8bit")
     import torch
     from transformers import BitsAndBytesConfig
 

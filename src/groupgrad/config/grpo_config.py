@@ -19,7 +19,7 @@ from groupgrad.errors import ConfigError
 
 @dataclass(repr=False)
 class GRPOConfig(GRPOSettings):
-    """All settings of a GRPO run: those of `transformers.TrainingArguments` and those of `GRPOSettings`.
+    """All settings of a GRPO run: the fields of `transformers.TrainingArguments` and of `GRPOSettings`.
 
     Defaults that differ from `TrainingArguments`: `learning_rate` 1e-6, `logging_steps` 10, `gradient_checkpointing`
     (on, but on a CPU only where memory needs it), `remove_unused_columns` False, and `bf16`, which is on unless `fp16`

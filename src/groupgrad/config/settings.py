@@ -66,7 +66,7 @@ class GRPOSettings(LegacyArguments):
     )
     trust_remote_code: bool = _option(False, "Run model and tokenizer code that comes with a checkpoint.")
     router_aux_loss_coef: float | None = _option(
-        None, "Weight of a mixture of experts' load-balancing loss; unset: the model's own; 0: off."
+        None, "Weight of a mixture of experts' load-balancing loss, 0 for none; unset: the model's own."
     )
     disable_dropout: bool = _option(False, "Set every dropout probability of policy and reference to 0.")
     cast_lm_head_to_fp32: bool = _option(False, "Keep the output head in float32 and multiply in float32.")
