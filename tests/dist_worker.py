@@ -1,4 +1,4 @@
-"""One rank of two: calls every collective and writes what it got as JSON. Arguments: rank, folder."""
+"""One of two ranks: calls every collective and writes the results as JSON. Arguments: rank, folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from groupgrad import dist
 
 SHAPES: dict[str, tuple[int, ...]] = {"large": (40, 9), "wide": (6, 50), "small": (7,), "one": (), "bare": (3,)}
 BUCKETS = (1, 100, 300, 10**6)
-"""Bytes: every gradient alone, some together, all together."""
+"""Bucket sizes in bytes: every gradient alone, some together, all together."""
 
 
 def main(rank: int, folder: Path) -> None:
@@ -27,7 +27,7 @@ def main(rank: int, folder: Path) -> None:
     rows = torch.arange(6.0).view(3, 2) if rank == 0 else torch.tensor([[10.0, 11.0]])
     rows.requires_grad_(True)
     gathered = dist.all_gather_rows(rows * 2)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "where": [dist.is_active(), dist.world_size(), dist.rank(), dist.is_main()],
         "objects": dist.all_gather_objects({"rank": rank}),
         "rows": gathered.tolist(),
@@ -41,17 +41,17 @@ def main(rank: int, folder: Path) -> None:
         "still_in_step": dist.all_sum([1.0]),
     }
     at_exit.append(atexit._ncallbacks())  # pyright: ignore[reportAttributeAccessIssue]
-    found["at_exit"] = [count - at_exit[0] for count in at_exit]
-    found["different"] = failure_of(lambda: dist.broadcast_module(nn.Linear(2, 3 + rank)))
-    found["uneven"] = failure_of(lambda: dist.average_gradients(list(nn.Linear(2, 3).parameters())[rank:]))
-    found["freeze"] = failure_of(lambda: dist.broadcast_module(nn.Linear(2, 3).requires_grad_(rank == 0)))
-    found["copied"] = copied(rank)
+    results["at_exit"] = [count - at_exit[0] for count in at_exit]
+    results["different"] = failure_of(lambda: dist.broadcast_module(nn.Linear(2, 3 + rank)))
+    results["uneven"] = failure_of(lambda: dist.average_gradients(list(nn.Linear(2, 3).parameters())[rank:]))
+    results["freeze"] = failure_of(lambda: dist.broadcast_module(nn.Linear(2, 3).requires_grad_(rank == 0)))
+    results["copied"] = copied(rank)
     torch.save({size: averaged(rank, size) for size in BUCKETS}, folder / f"{rank}.pt")
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
 def averaged(rank: int, bucket_bytes: int) -> dict[str, list[Any]]:
-    """For each parameter its gradient before and after."""
+    """Returns each parameter's gradient before and after."""
     stream = torch.Generator().manual_seed(rank)
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     parameters["double"] = nn.Parameter(torch.zeros(5, dtype=torch.float64))
@@ -59,7 +59,7 @@ def averaged(rank: int, bucket_bytes: int) -> dict[str, list[Any]]:
     parameters["mine"] = nn.Parameter(torch.zeros(4))
     for name, parameter in parameters.items():
         gradient = torch.randn(parameter.shape, generator=stream, dtype=torch.float64).to(parameter.dtype)
-        if name == "wide":  # a gradient that lies otherwise than its parameter
+        if name == "wide":  # a gradient with other strides than its parameter
             parameter.grad = gradient.t().contiguous().t()
         elif name != "bare" and (name != "mine" or rank == 1):
             parameter.grad = gradient
@@ -69,7 +69,7 @@ def averaged(rank: int, bucket_bytes: int) -> dict[str, list[Any]]:
 
 
 def copied(rank: int) -> list[Any]:
-    """What the module of each rank holds, and computes with besides, when it is rank 0's."""
+    """Returns the module after a broadcast of everything, and its buffers after one of the parameters."""
     module: Any = nn.Linear(2, 3)
     module.register_buffer("flag", torch.tensor(rank == 0))
     module.register_buffer("table", torch.full((2, 2), 1.5 - rank, dtype=torch.bfloat16).t())

@@ -1,4 +1,4 @@
-"""Versions, and what is installed."""
+"""Versions of the installed libraries."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_is_available():
     assert not compat.is_available("no-such-distribution")
 
 
-def test_the_ranges_are_those_of_the_package():
+def test_the_ranges_equal_those_of_the_package():
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     for name, supported in compat.SUPPORTED.items():
-        found = re.search(rf'"{name}>=([\d.]+)(?:,<([\d.]+))?"', text)
-        if found:
-            # Where releases were tested and nothing is known of others, those before are not installed.
+        match = re.search(rf'"{name}>=([\d.]+)(?:,<([\d.]+))?"', text)
+        if match:
+            # Without a known minimum, the package requires the first tested release.
             first = supported.minimum or (supported.tested or (None,))[0]
-            assert (first, supported.below) == found.groups(), name
+            assert (first, supported.below) == match.groups(), name
 
 
 def test_cpu_only_by_the_launcher(monkeypatch):

@@ -1,4 +1,4 @@
-"""The collectives, alone and between two processes."""
+"""Collectives, in one process and between two."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_alone_every_collective_is_the_identity():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes got."""
+    """Results of two processes."""
     folder = tmp_path_factory.mktemp("ranks")
     worker = str(Path(__file__).with_name("dist_worker.py"))
     processes = [subprocess.Popen([sys.executable, worker, str(rank), str(folder)]) for rank in range(2)]
@@ -41,17 +41,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    return [{**each, "averaged": torch.load(folder / f"{rank}.pt")} for rank, each in enumerate(found)]
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [{**result, "averaged": torch.load(folder / f"{rank}.pt")} for rank, result in enumerate(results)]
 
 
 def both(ranks: list[dict[str, Any]], key: str) -> Any:
-    """What all ranks agree on."""
+    """Returns a result that is the same on both ranks."""
     assert ranks[0][key] == ranks[1][key]
     return ranks[0][key]
 
 
-def test_ranks_know_who_they_are(ranks):
+def test_rank_and_world_size(ranks):
     assert [rank["where"] for rank in ranks] == [[True, 2, 0, True], [True, 2, 1, False]]
 
 
@@ -59,18 +59,18 @@ def test_objects_come_in_rank_order(ranks):
     assert both(ranks, "objects") == [{"rank": 0}, {"rank": 1}]
 
 
-def test_rows_come_end_to_end_in_rank_order_however_many_a_rank_has(ranks):
+def test_rows_are_concatenated_in_rank_order(ranks):
     assert both(ranks, "rows") == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0], [20.0, 22.0]]
     assert both(ranks, "rows_gradient") is False
     assert both(ranks, "no_rows") == [7]
     assert both(ranks, "half") == "torch.bfloat16"
 
 
-def test_sums_are_those_of_float64(ranks):
+def test_sums_are_in_float64(ranks):
     assert both(ranks, "sums") == [3.0, 0.2, 2.0**54]
 
 
-def test_one_rank_fails_and_none_is_left_waiting(ranks):
+def test_an_error_of_one_rank_is_raised_on_all(ranks):
     assert ranks[1]["failure"] == ["ValueError", "bad reward"]
     assert ranks[0]["failure"] == ["RuntimeError", "stopped because rank 1 failed with ValueError: bad reward"]
     assert [rank["both"][0] for rank in ranks] == ["KeyError", "KeyError"]
@@ -80,7 +80,7 @@ def test_one_rank_fails_and_none_is_left_waiting(ranks):
 
 @pytest.mark.parametrize("bucket", [1, 100, 300, 10**6])
 def test_gradients_become_the_mean_of_all_ranks(ranks, bucket):
-    """To the last digit: the mean of two in float64, rounded once. A rank without a gradient counts as 0."""
+    """Exactly the mean of two in float64, rounded once. A rank without a gradient counts as 0."""
     first, second = (rank["averaged"][bucket] for rank in ranks)
     assert list(first) == ["large", "wide", "small", "one", "bare", "double", "half", "mine"]
     for name, (before, after) in first.items():
@@ -97,7 +97,7 @@ def test_gradients_become_the_mean_of_all_ranks(ranks, bucket):
         assert float(after.double().abs().max()) > 0.01
 
 
-def test_every_rank_has_rank_0s_model(ranks):
+def test_rank_0s_model_is_broadcast(ranks):
     weight, bias, flag, half, kept = both_but_last(ranks, "copied")
     assert (weight, bias, flag) == ([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], [0.0] * 3, True)
     assert half == [[1.5, 1.5], [1.5, 1.5]]
@@ -105,21 +105,21 @@ def test_every_rank_has_rank_0s_model(ranks):
 
 
 def both_but_last(ranks: list[dict[str, Any]], key: str) -> list[Any]:
-    """What all ranks agree on, and then what each has of its own."""
+    """Returns the parts of a result that are the same on both ranks, then the last part of each."""
     assert ranks[0][key][:-1] == ranks[1][key][:-1]
     return [*ranks[0][key][:-1], [rank[key][-1] for rank in ranks]]
 
 
-def test_ranks_with_different_models_are_told(ranks):
+def test_different_models_are_refused(ranks):
     for rank, other in ((0, 1), (1, 0)):
-        kind, text = ranks[rank]["different"]
-        assert kind == "RuntimeError"
+        error, text = ranks[rank]["different"]
+        assert error == "RuntimeError"
         assert f"ranks {rank} and {other} have different models: bias is ({3 + rank},)" in text
         assert "bias is (3,) torch.float32 frozen here" in ranks[1]["freeze"][1]
         assert "the ranks train different parameters: 2, 1 of them" in ranks[rank]["uneven"][1]
 
 
-def test_who_met_others_over_gloo_rests_once_before_the_end(ranks):
-    """And so ends well though the group is left standing; without the rest about every third process was aborted."""
+def test_processes_with_gloo_sleep_once_at_exit(ranks):
+    """They exit with 0 although the group still exists. Without the sleep, about every third process aborted."""
     assert both(ranks, "at_exit") == [0, 1, 1]
     assert dist.GLOO_EXIT_DELAY_S <= 0.5

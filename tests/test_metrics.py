@@ -1,4 +1,4 @@
-"""How measurements are combined."""
+"""Combination of metrics."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ NUMBERS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12)
 def test_any_split_of_the_values_gives_the_same_numbers(values: list[float], cut: int):
     for make, rule in ((average, lambda v: sum(v) / len(v)), (total, sum), (minimum, min), (maximum, max)):
         parts = [merge_all([{"x": make(v)} for v in part]) for part in (values[:cut], values[cut:])]
-        found = merge_all(parts)["x"].read()
-        assert found is not None
-        assert math.isclose(found, rule(values), rel_tol=1e-9, abs_tol=1e-9)
+        merged = merge_all(parts)["x"].read()
+        assert merged is not None
+        assert math.isclose(merged, rule(values), rel_tol=1e-9, abs_tol=1e-9)
 
 
 def test_tensors_carry_no_gradient_and_become_floats_when_read():

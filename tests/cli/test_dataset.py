@@ -1,4 +1,4 @@
-"""Data sets as the command names them, and their rows as the trainer wants them."""
+"""Loading of the command's data sets, and conversion of their rows."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_gsm8k_rows_become_chat_prompts_with_a_solution(file):
     }
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
-def test_other_files(kind, tmp_path):
-    path = tmp_path / f"rows.{kind}"
-    getattr(datasets.Dataset.from_list(ROWS), f"to_{kind}")(str(path))
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "json"])
+def test_other_files(suffix, tmp_path):
+    path = tmp_path / f"rows.{suffix}"
+    getattr(datasets.Dataset.from_list(ROWS), f"to_{suffix}")(str(path))
     train, _ = load_splits(ScriptArguments(dataset_name=str(path), prompt_column="question"), evaluate=False)
     assert [row["prompt"][0]["content"] for row in train] == ["1+1?", "2+2?", "3+3?"]
 
@@ -87,7 +87,7 @@ def test_streaming_and_few_rows(file):
     assert [row["solution"] for row in train] == ["2", "4"]
 
 
-def test_text_prompts_stay_text_unless_asked():
+def test_text_prompts_stay_text_by_default():
     plain = datasets.Dataset.from_list([{"prompt": "a"}])
     assert prepare(plain, ScriptArguments())[0] == {"prompt": "a"}
     assert prepare(plain, ScriptArguments(conversational=True))[0]["prompt"] == [{"role": "user", "content": "a"}]
@@ -123,7 +123,7 @@ def test_rows_that_do_not_fit(settings, text, file):
         load_splits(ScriptArguments(dataset_name=str(file), **settings), evaluate=False)
 
 
-def test_a_data_set_that_is_not_there():
+def test_missing_data_sets():
     with pytest.raises(ValueError, match=r"there is no file nowhere.jsonl; set dataset_name"):
         load_splits(ScriptArguments(dataset_name="nowhere.jsonl"), evaluate=False)
     with pytest.raises(ValueError, match="no data set is given; set dataset_name"):

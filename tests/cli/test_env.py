@@ -9,7 +9,7 @@ from scripted_agents import with_tools
 from groupgrad.cli import main as cli
 
 
-def test_it_says_how_a_model_would_run_and_why(model_dir, capsys):
+def test_it_describes_how_a_model_would_run(model_dir, capsys):
     assert cli.main(["env", "--model", str(model_dir)]) == 0
     text = capsys.readouterr().out
     assert "sampled by" in text
@@ -18,7 +18,7 @@ def test_it_says_how_a_model_would_run_and_why(model_dir, capsys):
     assert "because" not in text
 
 
-def test_it_says_what_the_chat_template_does_with_tools(model_dir, make_tokenizer, capsys):
+def test_it_describes_the_chat_templates_tool_calls(model_dir, make_tokenizer, capsys):
     assert cli.main(["env", "--model", str(model_dir)]) == 0
     assert "tools" in (text := capsys.readouterr().out)
     assert "not to be had: the chat template shows no tool calls" in text
@@ -29,7 +29,7 @@ def test_it_says_what_the_chat_template_does_with_tools(model_dir, make_tokenize
     assert "turns end with '<eos>'" in line
 
 
-def test_a_model_that_sees_is_tried_on_an_image(tmp_path, capsys):
+def test_a_vlm_is_tried_on_an_image(tmp_path, capsys):
     built = vision.build("gemma3")
     built.model.save_pretrained(tmp_path)
     built.processor.tokenizer.save_pretrained(tmp_path)
@@ -42,7 +42,7 @@ def test_a_model_that_sees_is_tried_on_an_image(tmp_path, capsys):
     assert "shared layout, output head in tiles (within" in text
 
 
-def test_it_names_what_a_model_cannot_do(build, tmp_path, capsys):
+def test_it_names_unsupported_parts_of_a_model(build, tmp_path, capsys):
     build("mamba (recurrent)").save_pretrained(tmp_path)
     assert cli.main(["env", "--model", str(tmp_path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "recurrent state" in line]
@@ -50,12 +50,12 @@ def test_it_names_what_a_model_cannot_do(build, tmp_path, capsys):
     assert "transformers engine: it carries a recurrent state" in lines[0]
 
 
-def test_a_model_that_is_not_there_is_an_error(tmp_path, capsys):
+def test_a_missing_model_is_an_error(tmp_path, capsys):
     assert cli.main(["env", "--model", str(tmp_path / "nothing")]) == 1
     assert "cannot be loaded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float8", "int"])
-def test_a_precision_that_is_none_is_an_error(model_dir, capsys, dtype):
+def test_an_unknown_dtype_is_an_error(model_dir, capsys, dtype):
     assert cli.main(["env", "--model", str(model_dir), "--dtype", dtype]) == 1
     assert dtype in capsys.readouterr().err

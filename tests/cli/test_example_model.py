@@ -1,4 +1,4 @@
-"""The script beside the GSM8K example makes a model that loads, with the tokenizer beside it."""
+"""The script of the GSM8K example writes a small model and its tokenizer, and both load."""
 
 from __future__ import annotations
 

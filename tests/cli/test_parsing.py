@@ -1,4 +1,4 @@
-"""Flags and YAML files become the three records; what nobody knows is refused with the nearest name."""
+"""Parsing of flags and YAML files into the three records; unknown names are refused with the most similar one."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_env_is_exported(tmp_path, monkeypatch):
         (["--config", "nowhere.yaml"], "--config nowhere.yaml: No such file"),
     ],
 )
-def test_a_command_line_that_cannot_be_understood(argv, text, capsys):
+def test_bad_command_lines(argv, text, capsys):
     assert text in refused([*CPU, *argv], capsys)
 
 
@@ -173,7 +173,7 @@ def test_a_command_line_that_cannot_be_understood(argv, text, capsys):
         ("env: 5", "env=5 is not a mapping"),
     ],
 )
-def test_a_file_that_cannot_be_understood(text, problem, tmp_path, capsys):
+def test_bad_config_files(text, problem, tmp_path, capsys):
     assert problem in refused([*CPU, "--config", write(tmp_path, text)], capsys)
 
 

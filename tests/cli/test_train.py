@@ -1,4 +1,4 @@
-"""`groupgrad train` builds the trainer from the command line, trains, saves and pushes; the trainer is a fake."""
+"""`groupgrad train` builds the trainer from the command line, trains, saves and pushes; a fake trainer records it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakeTrainer:
-    """Remembers how it was made and what was asked of it."""
+    """Records its arguments and calls."""
 
-    made: list[FakeTrainer]
+    instances: list[FakeTrainer]
 
     def __init__(self, **arguments):
         self.arguments, self.calls = arguments, []
-        FakeTrainer.made.append(self)
+        FakeTrainer.instances.append(self)
 
     def train(self, resume_from_checkpoint=None):
         self.calls.append(("train", resume_from_checkpoint))
@@ -41,7 +41,7 @@ class FakeTrainer:
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch, tmp_path):
-    FakeTrainer.made = []
+    FakeTrainer.instances = []
     monkeypatch.setitem(sys.modules, "groupgrad.trainer", types.SimpleNamespace(GRPOTrainer=FakeTrainer))
     rewards = {"accuracy_reward": len, "think_format_reward": max}
     monkeypatch.setitem(sys.modules, "groupgrad.rewards", types.SimpleNamespace(REWARD_FUNCTIONS=rewards))
@@ -65,7 +65,7 @@ BASE = [
 def test_a_run():
     argv = [*BASE, "--reward_funcs", "accuracy_reward", "--output_dir", "out", "--beta", "0.1"]
     assert cli.main(["train", *argv]) == 0
-    (trainer,) = FakeTrainer.made
+    (trainer,) = FakeTrainer.instances
     assert trainer.calls == [("train", None), ("save_model", "out")]
     assert trainer.arguments["model"] == "some/model"
     assert trainer.arguments["reward_funcs"] == [len]
@@ -78,16 +78,16 @@ def test_a_run():
 def test_resuming_and_pushing():
     argv = [*BASE, "--reward_funcs", "accuracy_reward", "--resume_from_checkpoint", "true", "--push_to_hub"]
     assert cli.main(["train", *argv, "--hub_model_id", "me/x"]) == 0
-    calls = FakeTrainer.made[0].calls
+    calls = FakeTrainer.instances[0].calls
     assert calls[0] == ("train", True)
     assert calls[-1] == ("push_to_hub", "rows.jsonl")
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [(None, None), ("true", True), ("False", None), ("out/checkpoint-5", "out/checkpoint-5")]
+    ("value", "expected"), [(None, None), ("true", True), ("False", None), ("out/checkpoint-5", "out/checkpoint-5")]
 )
-def test_what_resuming_means(given, meant):
-    assert train.resume_from(given) == meant
+def test_values_of_resume_from_checkpoint(value, expected):
+    assert train.resume_from(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_resuming_means(given, meant):
 def test_a_run_that_cannot_begin_ends_with_a_sentence(argv, text, capsys):
     assert cli.main(["train", *argv]) == 2
     assert text in capsys.readouterr().err
-    assert FakeTrainer.made == []
+    assert FakeTrainer.instances == []
 
 
 def test_rewards_of_your_own_from_the_current_folder(tmp_path):
@@ -132,31 +132,31 @@ def test_loading_options_reach_the_config():
 
 
 @pytest.mark.parametrize(
-    ("flags", "given", "text"),
+    ("flags", "kwargs", "text"),
     [
         ({"dtype": "float16"}, {"dtype": "float32"}, "model_init_kwargs has dtype='float32'; set it in one place"),
         ({"dtype": "half"}, None, "dtype='half' is not known; set it to one of auto"),
     ],
 )
-def test_loading_options_that_contradict(flags, given, text):
+def test_loading_options_that_contradict(flags, kwargs, text):
     with pytest.raises(ValueError, match=text):
         train.model_name(
-            ModelArguments(model_name_or_path="m", **flags), GRPOConfig(use_cpu=True, model_init_kwargs=given)
+            ModelArguments(model_name_or_path="m", **flags), GRPOConfig(use_cpu=True, model_init_kwargs=kwargs)
         )
 
 
 def test_lora():
     pytest.importorskip("peft")
     assert train.peft_config(ModelArguments()) is None
-    made = train.peft_config(ModelArguments(use_peft=True))
-    assert (made.r, made.lora_alpha, made.lora_dropout, made.task_type) == (16, 32, 0.05, "CAUSAL_LM")
-    assert made.target_modules is None
+    config = train.peft_config(ModelArguments(use_peft=True))
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (16, 32, 0.05, "CAUSAL_LM")
+    assert config.target_modules is None
     # The documents write --lora_target_modules "q_proj", "v_proj", of which the shell keeps the comma.
-    made = train.peft_config(
+    config = train.peft_config(
         ModelArguments(use_peft=True, lora_target_modules=["q_proj,", "v_proj"], use_rslora=True, lora_r=4)
     )
-    assert made.target_modules == {"q_proj", "v_proj"}
-    assert (made.use_rslora, made.r) == (True, 4)
+    assert config.target_modules == {"q_proj", "v_proj"}
+    assert (config.use_rslora, config.r) == (True, 4)
     assert train.peft_config(ModelArguments(use_peft=True, lora_target_modules=["all-linear"])).target_modules == (
         "all-linear"
     )
@@ -164,7 +164,7 @@ def test_lora():
 
 def test_every_flag_of_the_adapter():
     pytest.importorskip("peft")
-    made = train.peft_config(
+    config = train.peft_config(
         ModelArguments(
             use_peft=True,
             lora_r=8,
@@ -176,12 +176,12 @@ def test_every_flag_of_the_adapter():
             use_dora=True,
         )
     )
-    assert (made.r, made.lora_alpha, made.lora_dropout, made.task_type) == (8, 4, 0.0, "SEQ_CLS")
-    assert made.target_parameters == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    assert (made.modules_to_save, made.use_dora, made.use_rslora) == (["lm_head"], True, False)
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (8, 4, 0.0, "SEQ_CLS")
+    assert config.target_parameters == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert (config.modules_to_save, config.use_dora, config.use_rslora) == (["lm_head"], True, False)
 
 
-def test_flags_of_an_adapter_that_is_not_asked_for():
+def test_adapter_flags_without_use_peft():
     with pytest.warns(UserWarning, match="no effect: lora_r=8, use_dora=True without use_peft; set use_peft"):
         assert train.peft_config(ModelArguments(lora_r=8, use_dora=True)) is None
     with pytest.warns(UserWarning, match="no effect: peft_method='ia3', ia3_modules_to_save=.'norm'. without use_peft"):
@@ -190,10 +190,10 @@ def test_flags_of_an_adapter_that_is_not_asked_for():
 
 def test_ia3():
     peft = pytest.importorskip("peft")
-    made = train.peft_config(ModelArguments(use_peft=True, peft_method="ia3"))
-    assert isinstance(made, peft.IA3Config)
-    assert (made.task_type, made.target_modules, made.feedforward_modules) == ("CAUSAL_LM", None, None)
-    made = train.peft_config(
+    config = train.peft_config(ModelArguments(use_peft=True, peft_method="ia3"))
+    assert isinstance(config, peft.IA3Config)
+    assert (config.task_type, config.target_modules, config.feedforward_modules) == ("CAUSAL_LM", None, None)
+    config = train.peft_config(
         ModelArguments(
             use_peft=True,
             peft_method="ia3",
@@ -202,8 +202,8 @@ def test_ia3():
             ia3_modules_to_save=["norm"],
         )
     )
-    assert (made.target_modules, made.feedforward_modules) == ({"k_proj", "down_proj"}, {"down_proj"})
-    assert made.modules_to_save == ["norm"]
+    assert (config.target_modules, config.feedforward_modules) == ({"k_proj", "down_proj"}, {"down_proj"})
+    assert config.modules_to_save == ["norm"]
     every = ModelArguments(use_peft=True, peft_method="ia3", ia3_target_modules=["all-linear"])
     assert train.peft_config(every).target_modules == "all-linear"
 
@@ -240,10 +240,10 @@ def test_flags_of_another_adapter(settings, text):
 def test_quantized_weights():
     pytest.importorskip("bitsandbytes")
     assert train.quantization_config(ModelArguments()) is None
-    made = train.quantization_config(ModelArguments(load_in_4bit=True))
-    assert (made.load_in_4bit, made.bnb_4bit_quant_type, made.bnb_4bit_use_double_quant) == (True, "nf4", False)
-    assert (made.bnb_4bit_compute_dtype, made.bnb_4bit_quant_storage) == (torch.float32, torch.uint8)
-    made = train.quantization_config(
+    config = train.quantization_config(ModelArguments(load_in_4bit=True))
+    assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (True, "nf4", False)
+    assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage) == (torch.float32, torch.uint8)
+    config = train.quantization_config(
         ModelArguments(
             load_in_4bit=True,
             dtype="bfloat16",
@@ -252,10 +252,10 @@ def test_quantized_weights():
             bnb_4bit_quant_storage="bfloat16",
         )
     )
-    assert (made.bnb_4bit_quant_type, made.bnb_4bit_use_double_quant) == ("fp4", True)
-    assert (made.bnb_4bit_compute_dtype, made.bnb_4bit_quant_storage) == (torch.bfloat16, torch.bfloat16)
-    made = train.quantization_config(ModelArguments(load_in_8bit=True))
-    assert (made.load_in_8bit, made.load_in_4bit) == (True, False)
+    assert (config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == ("fp4", True)
+    assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage) == (torch.bfloat16, torch.bfloat16)
+    config = train.quantization_config(ModelArguments(load_in_8bit=True))
+    assert (config.load_in_8bit, config.load_in_4bit) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +266,12 @@ def test_quantized_weights():
         ({"load_in_8bit": True}, "load_in_4bit and load_in_8bit are both True"),
     ],
 )
-def test_quantization_that_cannot_be(settings, text):
+def test_bad_quantization_settings(settings, text):
     with pytest.raises(ValueError, match=text):
         train.quantization_config(ModelArguments(load_in_4bit=True, **settings))
 
 
-def test_details_of_a_quantization_that_is_not_asked_for():
+def test_four_bit_flags_without_load_in_4bit():
     with pytest.warns(UserWarning, match="no effect: use_bnb_nested_quant=True without load_in_4bit"):
         assert train.quantization_config(ModelArguments(use_bnb_nested_quant=True)) is None
 
@@ -305,7 +305,7 @@ def test_ia3_on_the_command_line(tmp_path):
 def test_the_gsm8k_example_builds_a_run(tmp_path):
     argv = ["--config", str(ROOT / "examples" / "gsm8k.yaml"), "--dataset_name", "rows.jsonl"]
     assert cli.main(["train", *argv, "--model_name_or_path", "some/model", "--max_steps", "2"]) == 0
-    arguments = FakeTrainer.made[0].arguments
+    arguments = FakeTrainer.instances[0].arguments
     assert arguments["train_dataset"][0]["solution"] == "2"
     config = arguments["args"]
     assert (config.max_steps, config.bf16, config.use_cpu, config.report_to) == (2, False, True, [])

@@ -1,4 +1,4 @@
-"""The command line with images: the flags of the documents' example, over whole and over quantized weights."""
+"""The command line with images: the flags of the documents' example, with whole and with quantized weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REWARD = "def words(completions, **kwargs):\n    return [float(len(c[0]['content
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that sees, its processor, rows with images and a reward function, all on disk."""
+    """A VLM, its processor, rows with images and a reward function, all on disk."""
     built = vision.build("gemma3")
     built.model.save_pretrained(tmp_path / "model")
     built.processor.save_pretrained(tmp_path / "model")
@@ -34,8 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    """The example's flags, on small things."""
+def command(folder: Path, *flags: str) -> list[str]:
+    """The example's flags with a small model and data set."""
     return [
         *("--model_name_or_path", str(folder / "model")),
         *("--dataset_name", str(folder / "rows")),
@@ -49,7 +49,7 @@ def command(folder: Path, *more: str) -> list[str]:
         *("--num_completions_to_print", "0"),
         *("--use_cpu", "--max_steps", "1", "--report_to", "none", "--save_strategy", "no"),
         *("--per_device_train_batch_size", "4", "--num_generations", "4", "--bf16", "false"),
-        *more,
+        *flags,
     ]
 
 
@@ -65,8 +65,8 @@ def test_flags_of_the_image_example(flags: tuple[str, ...], folder: Path):
     (entry,) = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert 0 < entry["completions/mean_length"] <= 4
     assert trainer.prompt_maker(trainer.train_dataset[0], 0).media is not None
-    kinds = {type(module).__name__ for module in trainer.model.modules()}
-    assert ("Linear4bit" in kinds) == ("--load_in_4bit" in flags)
+    types = {type(module).__name__ for module in trainer.model.modules()}
+    assert ("Linear4bit" in types) == ("--load_in_4bit" in flags)
     adapted = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     assert adapted
     assert all(".q_proj." in name or ".v_proj." in name for name in adapted)

@@ -1,4 +1,4 @@
-"""A config holds what the user said: copies are equal and can change any one field."""
+"""Copies of a config equal it, and can change any one field."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_way_to_copy_gives_an_equal_config(settings):
     assert copy.deepcopy(config) == config
     assert copy.copy(config) == config
     assert pickle.loads(pickle.dumps(config)) == config
-    # A second generation is as equal as the first.
+    # A copy of a copy is equal too.
     assert GRPOConfig(**dataclasses.replace(config).to_dict()) == config
 
 
@@ -102,9 +102,9 @@ def test_to_dict_is_json_and_leaves_the_config_alone():
 
 
 def test_a_config_does_not_share_the_callers_dict():
-    given = {"dtype": torch.float16}
-    config = make(model_init_kwargs=given)
-    assert given == {"dtype": torch.float16}
+    kwargs = {"dtype": torch.float16}
+    config = make(model_init_kwargs=kwargs)
+    assert kwargs == {"dtype": torch.float16}
     assert config.model_init_kwargs == {"dtype": "float16"}
 
 

@@ -1,4 +1,4 @@
-"""What follows from the fields, the spellings that a field accepts, and what became of fields of the past."""
+"""Derived values, alternative spellings of values, and fields of earlier releases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_epsilon_high(settings, expected):
     assert make(**settings).epsilon_high_resolved == expected
 
 
-def test_cispo_has_the_ceiling_of_its_paper_and_says_so():
+def test_cispo_warns_of_its_default_ceiling():
     with pytest.warns(UserWarning, match="uses 5.0 as the ceiling"):
         config = make(loss_type="cispo")
     assert config.epsilon_high is None
@@ -37,18 +37,18 @@ def test_cispo_has_the_ceiling_of_its_paper_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("given", "held"),
+    ("value", "expected"),
     [(True, "group"), (False, "none"), ("True", "group"), ("false", "none"), ("group", "group"), ("batch", "batch")],
 )
-def test_scale_rewards_spellings(given, held):
-    assert make(scale_rewards=given).scale_rewards == held
+def test_scale_rewards_spellings(value, expected):
+    assert make(scale_rewards=value).scale_rewards == expected
 
 
-@pytest.mark.parametrize(("given", "held"), [("none", None), ("8", 8), (8, 8), ("auto", "auto"), (None, None)])
-def test_pad_to_multiple_of_spellings(given, held):
+@pytest.mark.parametrize(("value", "expected"), [("none", None), ("8", 8), (8, 8), ("auto", "auto"), (None, None)])
+def test_pad_to_multiple_of_spellings(value, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert make(pad_to_multiple_of=given).pad_to_multiple_of == held
+        assert make(pad_to_multiple_of=value).pad_to_multiple_of == expected
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_groups_in_evaluation():
     assert make(num_generations_eval=2).num_generations_eval_resolved == 2
 
 
-def test_rounds():
+def test_generation_batch_sizes():
     config = make(gradient_accumulation_steps=3)
     assert (config.steps_per_generation_resolved, config.generation_batch_size_resolved) == (3, 24)
     config = make(gradient_accumulation_steps=3, steps_per_generation=5)
@@ -106,7 +106,7 @@ def test_generation_kwargs_override_the_named_fields():
         (False, {"use_cpu": True, "bf16": True}, True),
     ],
 )
-def test_bf16_unless_told_otherwise_where_an_accelerator_has_it(accelerator, settings, expected, monkeypatch):
+def test_bf16_is_the_default_where_an_accelerator_has_it(accelerator, settings, expected, monkeypatch):
     monkeypatch.setattr(compat, "has_bf16_accelerator", lambda: accelerator)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: accelerator)
     config = GRPOConfig(**settings)
@@ -118,7 +118,7 @@ def test_a_config_without_arguments_works_on_this_machine():
     assert GRPOConfig().generation_batch_size_resolved % 8 == 0
 
 
-# --- Fields of the past ---
+# --- Fields of earlier releases ---
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_config_without_arguments_works_on_this_machine():
         ({"torchdynamo": "eager"}, "torch_compile_backend", "eager"),
     ],
 )
-def test_values_move_to_where_they_live_now(settings, field, value):
+def test_legacy_values_move_to_their_new_field(settings, field, value):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = make(**settings)
@@ -184,7 +184,7 @@ def test_both_names_of_a_field_must_agree():
         make(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=2.0)
 
 
-def test_paged_generation_is_the_same_missing_part():
+def test_paged_generation_is_not_available():
     with (
         pytest.warns(FutureWarning),
         pytest.raises(ConfigError, match="use_transformers_continuous_batching=True is not"),
@@ -197,7 +197,7 @@ OTHER = {bool: True, str: "x", int: 3, str | None: "x", int | None: 3}
 
 
 @pytest.mark.parametrize("name", INERT)
-def test_a_field_without_effect_says_so_once(name):
+def test_a_legacy_field_without_effect_gives_one_warning(name):
     row = legacy.LEGACY[name]
     value = not row.default if row.type is bool else OTHER[row.type]
     with pytest.warns(FutureWarning, match=f"have no effect and can go: {name}=") as caught:

@@ -1,4 +1,4 @@
-"""Every configuration that cannot work is refused, with the value seen and the field to set."""
+"""Configurations that cannot work are refused with the value seen and the field to set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from groupgrad.trainer import options
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 
-# (settings, texts that the message must hold: the value seen, and what to set)
+# (settings, texts in the message: the value seen, and what to set)
 BAD: list[tuple[dict, list[str]]] = [
     ({"loss_type": "dappo"}, ["loss_type='dappo'", "did you mean 'dapo'", "luspo"]),
     ({"loss_type": "ppo2_something"}, ["loss_type='ppo2_something'", "Set it to one of grpo"]),
@@ -190,7 +190,7 @@ def test_the_tables_name_existing_fields_and_their_defaults_pass():
     assert rules.warnings_for(config) == []
 
 
-# What the message proposes must work: the numbers are parsed out of it and tried.
+# The numbers that the message proposes are parsed and tried.
 @pytest.mark.parametrize("batch", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("group", [2, 5, 7, 8])
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
@@ -230,14 +230,14 @@ def test_processes_count_in_the_arithmetic(monkeypatch):
 
 
 @pytest.mark.parametrize("optim", ["adalomo", "lomo"])
-def test_processes_join_gradients_before_weights_change(monkeypatch, optim):
+def test_several_processes_refuse_updates_in_the_backward_pass(monkeypatch, optim):
     GRPOConfig(use_cpu=True, optim=optim)
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     with pytest.raises(ConfigError, match=f"optim='{optim}' changes weights .*2 processes.* Set optim='adamw_torch'"):
         GRPOConfig(use_cpu=True, optim=optim)
 
 
-def test_how_processes_join_is_deepspeeds_matter_under_it():
+def test_ddp_settings_are_unused_under_deepspeed():
     config = GRPOConfig(use_cpu=True, ddp_bucket_cap_mb=7, ddp_broadcast_buffers=False)
     assert rules.warnings_for(config) == []
     config.deepspeed = ZERO_3
@@ -250,29 +250,29 @@ def test_evaluation_arithmetic_is_only_checked_when_the_run_evaluates():
     GRPOConfig(use_cpu=True, per_device_eval_batch_size=3, num_generations_eval=1, eval_strategy="steps")
 
 
-def test_the_launcher_is_heard(monkeypatch):
+def test_fsdp_of_the_launcher_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="fsdp, which the launcher turned on, is not part of this version"):
         GRPOConfig(use_cpu=True)
 
 
-@pytest.mark.parametrize(("stage", "seen"), [(0, 0), (1, 1), (2, 2), (3, 3)])
-def test_zero_stage_is_read_from_dict_file_and_launcher(stage, seen, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeypatch):
     config = GRPOConfig(use_cpu=True)
     config.deepspeed = {"zero_optimization": {"stage": stage}}
-    assert zero_stage(config) == seen
+    assert zero_stage(config) == stage
     path = tmp_path / "ds.json"
     path.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
     config.deepspeed = str(path)
-    assert zero_stage(config) == seen
+    assert zero_stage(config) == stage
     config.deepspeed = None
     assert zero_stage(config) is None
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
-    assert zero_stage(config) == seen
+    assert zero_stage(config) == stage
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
-    assert zero_stage(config) == seen
+    assert zero_stage(config) == stage
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, seen, tmp_path, m
         ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": False}, "scale_rewards='none'"),
     ],
 )
-def test_what_works_but_surprises_is_said_once(settings, text):
+def test_a_surprising_config_gives_one_warning(settings, text):
     with pytest.warns(UserWarning, match=text) as caught:
         GRPOConfig(use_cpu=True, **settings)
     assert len([w for w in caught if w.category is UserWarning]) == 1

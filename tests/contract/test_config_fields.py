@@ -1,4 +1,4 @@
-"""The documented fields of GRPOConfig with their defaults, and how each GRPO field takes effect."""
+"""Documented fields of GRPOConfig, their defaults, and the test that shows the effect of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from groupgrad.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("GROUPGRAD_SHARED", ROOT.parent / "shared"))
 
-# Names and defaults as the documented signature of GRPOConfig prints them, in its order.
+# Names and defaults of the documented signature of GRPOConfig, in its order.
 DOCUMENTED: dict[str, Any] = {
     "output_dir": None,
     "overwrite_output_dir": False,
@@ -223,7 +223,7 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
     "include_num_input_tokens_seen": ("no", "another spelling of False in the installed TrainingArguments"),
 }
 
-# Fields that came after that signature, with the defaults that leave its behaviour as it was.
+# Fields added after that signature, with defaults that keep its behaviour.
 LATER: dict[str, Any] = {
     "trust_remote_code": False,
     "router_aux_loss_coef": None,
@@ -267,14 +267,14 @@ LATER: dict[str, Any] = {
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """The default of a dataclass field, made if it has a factory."""
+    """Returns the default of a dataclass field, from its factory if it has one."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 DEFAULTS = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}
 BASE = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
 CHANGED = {"learning_rate", "logging_steps", "gradient_checkpointing", "bf16", "remove_unused_columns", "hub_token"}
-"""Fields of TrainingArguments that GRPOConfig declares anew."""
+"""Fields of TrainingArguments whose defaults GRPOConfig changes."""
 OWN = (set(DEFAULTS) - BASE - set(legacy.ADDED)) | CHANGED
 
 
@@ -300,13 +300,13 @@ def test_the_documented_signature_is_the_one_pinned_here():
         pytest.skip(f"the documented signature is not in {SHARED}; set GROUPGRAD_SHARED to the folder that has it")
     line = next(line for line in pages[0].read_text().splitlines() if line.startswith("( output_dir"))
     entry = re.compile(r"\s*(\w+?): (.+?) = (None|True|False|'[^']*'|<factory>|-?\d+(?:\.\d+)?(?:e-?\d+)?)")
-    found, position = {}, 1
+    documented, position = {}, 1
     while match := entry.match(line, position):
         name, _, text = match.groups()
-        found[name], position = [] if text == "<factory>" else ast.literal_eval(text), match.end()
+        documented[name], position = [] if text == "<factory>" else ast.literal_eval(text), match.end()
     assert line[position:].strip() == ")"
-    assert found == DOCUMENTED
-    assert list(found) == list(DOCUMENTED)
+    assert documented == DOCUMENTED
+    assert list(documented) == list(DOCUMENTED)
 
 
 def test_every_field_explains_itself():
@@ -317,32 +317,32 @@ def test_every_field_explains_itself():
             assert set(field.metadata) == {"help"}, field.name
 
 
-# --- The audit: how each GRPO field takes effect ---
+# --- The effect of each GRPO field ---
 
 
 @dataclass(slots=True, frozen=True)
 class Changes:
-    """The field changes what a run does; `test` shows it, as `path::name`."""
+    """The field changes a run; the test `path::name` shows it."""
 
     test: str
 
 
 @dataclass(slots=True, frozen=True)
 class Raises:
-    """Setting the field to `value` is refused: its part of groupgrad does not exist."""
+    """The field cannot be set to `value`, which is not part of this version."""
 
     value: Any
 
 
 @dataclass(slots=True, frozen=True)
 class Warns:
-    """The field has no effect unless `needs` exists, and setting it to `value` says so."""
+    """The field has no effect without `needs`, and setting it to `value` warns."""
 
     value: Any
     needs: str
 
 
-MOVES = Changes("tests/config/test_resolved.py::test_values_move_to_where_they_live_now")
+MOVES = Changes("tests/config/test_resolved.py::test_legacy_values_move_to_their_new_field")
 RENAMED = Changes("tests/config/test_resolved.py::test_renamed_fields_warn_and_work")
 WEIGHTS = Changes("tests/trainer/test_options.py::test_it_changes_the_weights")
 CUT = Changes("tests/trainer/test_options.py::test_a_cut_to_the_likeliest_token_gives_a_group_one_text")
@@ -355,7 +355,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "learning_rate": WEIGHTS,
     "logging_steps": Changes("tests/trainer/test_options.py::test_logging_steps"),
     "gradient_checkpointing": Changes("tests/trainer/test_exactness.py::test_gradient_checkpointing_changes_nothing"),
-    "bf16": Changes("tests/config/test_resolved.py::test_bf16_unless_told_otherwise_where_an_accelerator_has_it"),
+    "bf16": Changes("tests/config/test_resolved.py::test_bf16_is_the_default_where_an_accelerator_has_it"),
     "remove_unused_columns": Changes("tests/trainer/test_options.py::test_remove_unused_columns_hides_the_others"),
     "hub_token": Changes("tests/contract/test_hub.py::test_pushes_while_training"),
     # model and reference
@@ -455,7 +455,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "num_completions_to_print": Changes("tests/trainer/test_options.py::test_completions_are_printed"),
     "log_unique_prompts": Changes("tests/trainer/test_options.py::test_trackers_get_each_prompt_once_if_asked"),
     "log_completions_hub_repo": Raises("me/x"),
-    # fields of the past that moved
+    # fields of earlier releases that were replaced
     "per_gpu_train_batch_size": MOVES,
     "per_gpu_eval_batch_size": MOVES,
     "warmup_ratio": Changes("tests/config/test_resolved.py::test_warmup_ratio_is_a_share_of_the_steps"),
@@ -471,7 +471,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "vllm_guided_decoding_regex": RENAMED,
     "vllm_importance_sampling_cap": RENAMED,
     "use_transformers_paged": Raises(True),
-    # fields of the past without effect
+    # fields of earlier releases without effect
     "overwrite_output_dir": Warns(True, INERT),
     "save_safetensors": Warns(False, INERT),
     "use_mps_device": Warns(True, INERT),
@@ -494,7 +494,8 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
 }
 
 ROWS = {
-    kind: [(name, row) for name, row in AUDIT.items() if isinstance(row, kind)] for kind in (Changes, Raises, Warns)
+    effect: [(name, row) for name, row in AUDIT.items() if isinstance(row, effect)]
+    for effect in (Changes, Raises, Warns)
 }
 
 
@@ -519,7 +520,7 @@ def test_a_field_without_effect_says_so(name, row):
 
 @pytest.mark.parametrize("test", sorted({row.test for _, row in ROWS[Changes]}))
 def test_the_named_tests_exist(test):
-    """The one that is a table has a row for each field that it stands for."""
+    """The test of `WEIGHTS` also has a row for each of its fields."""
     path, name = test.split("::")
     text = (ROOT / path).read_text()
     assert f"def {name}(" in text

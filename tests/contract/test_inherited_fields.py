@@ -1,4 +1,4 @@
-"""How every field of `transformers.TrainingArguments` takes effect in this trainer, and what proves it."""
+"""Effect of every field of `transformers.TrainingArguments` in this trainer, and the test that shows it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HUB = "tests/contract/test_hub.py"
 
 @dataclass(slots=True, frozen=True)
 class Trainer:
-    """The base class takes care of it: this module of transformers reads it, and `test` shows that it works here."""
+    """A module of transformers reads the field, and `test` shows that it works in this trainer."""
 
     module: str
     test: str
@@ -42,14 +42,14 @@ class Trainer:
 
 @dataclass(slots=True, frozen=True)
 class Changes:
-    """It is this trainer's to read, and `test` (`path::name`) shows what it does."""
+    """This trainer reads the field, and `test` (`path::name`) shows the effect."""
 
     test: str
 
 
 @dataclass(slots=True, frozen=True)
 class Warns:
-    """It has no meaning here; setting it to `value`, beside `others`, says so."""
+    """The field has no effect; setting it to `value`, beside `others`, warns."""
 
     value: Any
     others: tuple[tuple[str, Any], ...] = ()
@@ -57,19 +57,19 @@ class Warns:
 
 @dataclass(slots=True, frozen=True)
 class Raises:
-    """Setting it to `value` is refused."""
+    """The field cannot be set to `value`."""
 
     value: Any
 
 
 @dataclass(slots=True, frozen=True)
 class Listed:
-    """Nothing reads it, here or in transformers."""
+    """Neither this trainer nor transformers reads the field."""
 
     reason: str
 
 
-OPTIMIZER = f"{HERE}::test_what_the_optimizer_is_made_with"
+OPTIMIZER = f"{HERE}::test_optimizer_arguments"
 LENGTH = f"{RUNS}::test_number_of_steps"
 RATES = f"{RUNS}::test_learning_rates"
 LOGS = f"{RUNS}::test_when_it_logs"
@@ -77,15 +77,15 @@ SAVES = f"{RUNS}::test_when_it_saves"
 EVALUATES = f"{RUNS}::test_when_it_evaluates"
 BEST = "tests/trainer/test_resume.py::test_the_best_model_is_loaded_at_the_end"
 TOKENS = f"{RUNS}::test_tokens_seen"
-TRACKER = Trainer("integrations.integration_utils", f"{HERE}::test_what_a_tracker_is_told")
-ACCELERATOR = Trainer("trainer", f"{HERE}::test_what_the_accelerator_is_made_with")
-JOINS = Changes("tests/trainer/test_processes_memory.py::test_ranks_join_as_they_are_told")
-PROCESSES = Trainer("training_args", f"{HERE}::test_what_processes_are_joined_with")
-LOADER = Changes(f"{HERE}::test_how_rounds_are_loaded")
+TRACKER = Trainer("integrations.integration_utils", f"{HERE}::test_tracker_arguments")
+ACCELERATOR = Trainer("trainer", f"{HERE}::test_accelerator_arguments")
+AVERAGES = Changes("tests/trainer/test_processes_memory.py::test_ranks_join_as_they_are_told")
+PROCESSES = Trainer("training_args", f"{HERE}::test_process_group_arguments")
+LOADER = Changes(f"{HERE}::test_data_loader_arguments")
 RECOMPUTES = Trainer("trainer", f"{RUNS}::test_activation_checkpointing")
 COMPILES = Trainer("trainer", f"{RUNS}::test_the_compiler_gets_its_options")
 CHANGED_WEIGHTS = f"{OPTIONS}::test_it_changes_the_weights"
-SCRIPTS = "a script's own switch: scripts ask it what to call, the trainer does as it is called"
+SCRIPTS = "scripts read it to choose what to call; the trainer does not"
 
 FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     # length of the run
@@ -113,7 +113,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     # precision, memory and speed
     "bf16": Trainer("training_args", f"{RUNS}::test_mixed_precision"),
     "fp16": Trainer(
-        "training_args", "tests/config/test_resolved.py::test_bf16_unless_told_otherwise_where_an_accelerator_has_it"
+        "training_args", "tests/config/test_resolved.py::test_bf16_is_the_default_where_an_accelerator_has_it"
     ),
     "bf16_full_eval": Raises(True),
     "fp16_full_eval": Raises(True),
@@ -134,11 +134,11 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "logging_strategy": Trainer("trainer_callback", LOGS),
     "logging_steps": Trainer("training_args", LOGS),
     "logging_first_step": Trainer("trainer_callback", LOGS),
-    "log_on_each_node": Trainer("training_args", f"{HERE}::test_which_process_logs_and_saves"),
+    "log_on_each_node": Trainer("training_args", f"{HERE}::test_logging_and_saving_processes"),
     "logging_nan_inf_filter": Trainer("trainer", f"{RUNS}::test_a_loss_that_is_not_a_number"),
     "include_num_input_tokens_seen": Trainer("trainer", TOKENS),
     "log_level": Trainer("training_args", f"{HERE}::test_log_levels"),
-    "log_level_replica": Trainer("training_args", f"{HERE}::test_which_process_logs_and_saves"),
+    "log_level_replica": Trainer("training_args", f"{HERE}::test_logging_and_saving_processes"),
     "disable_tqdm": Changes("tests/telemetry/test_progress.py::test_without_a_bar_there_is_one_plain_line_a_log"),
     "report_to": Trainer("trainer", TRACKER.test),
     "run_name": TRACKER,
@@ -163,7 +163,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "save_steps": Trainer("training_args", SAVES),
     "save_total_limit": Trainer("trainer", SAVES),
     "save_only_model": Trainer("trainer", f"{RUNS}::test_what_a_checkpoint_holds"),
-    "save_on_each_node": Trainer("training_args", f"{HERE}::test_which_process_logs_and_saves"),
+    "save_on_each_node": Trainer("training_args", f"{HERE}::test_logging_and_saving_processes"),
     "enable_jit_checkpoint": Trainer("trainer", f"{RUNS}::test_a_checkpoint_asked_for_by_a_signal"),
     "load_best_model_at_end": Trainer("trainer", BEST),
     "metric_for_best_model": Trainer("trainer", BEST),
@@ -182,7 +182,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "seed": Changes(CHANGED_WEIGHTS),
     "data_seed": Changes(f"{OPTIONS}::test_data_seed_orders_the_prompts_and_seed_samples"),
     "full_determinism": Trainer("trainer", f"{RUNS}::test_full_determinism"),
-    "use_cpu": Trainer("training_args", f"{HERE}::test_what_processes_are_joined_with"),
+    "use_cpu": Trainer("training_args", f"{HERE}::test_process_group_arguments"),
     "accelerator_config": ACCELERATOR,
     "parallelism_config": Raises(ParallelismConfig(cp_size=2)),
     "dataloader_drop_last": LOADER,
@@ -191,15 +191,15 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "dataloader_prefetch_factor": LOADER,
     "dataloader_multiprocessing_context": LOADER,
     "dataloader_in_order": Warns(False),
-    "dataloader_pin_memory": Listed("rounds lie in ordinary memory whatever it says; it is False on every CPU"),
+    "dataloader_pin_memory": Listed("batches are in pageable memory whatever its value; it is False on every CPU"),
     "remove_unused_columns": Changes(f"{OPTIONS}::test_remove_unused_columns_hides_the_others"),
     "label_names": Warns(["labels"]),
     "train_sampling_strategy": Raises("group_by_length"),
     "length_column_name": Warns("size"),
     # several processes
     "ddp_find_unused_parameters": Warns(False),
-    "ddp_bucket_cap_mb": JOINS,
-    "ddp_broadcast_buffers": JOINS,
+    "ddp_bucket_cap_mb": AVERAGES,
+    "ddp_broadcast_buffers": AVERAGES,
     "ddp_static_graph": Warns(True),
     "ddp_backend": PROCESSES,
     "ddp_timeout": PROCESSES,
@@ -216,7 +216,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
 }
 
 # Combinations in which a field that otherwise takes effect has none.
-IDLE_BESIDE: dict[str, Warns] = {
+UNUSED_BESIDE: dict[str, Warns] = {
     "optim_args": Warns("momentum=0.9", (("optim", "adamw_torch"),)),
     "optim_target_modules": Warns("all-linear"),
     "liger_kernel_config": Warns({"rope": True}),
@@ -230,8 +230,8 @@ IDLE_BESIDE: dict[str, Warns] = {
 }
 
 
-def rows(kind: type) -> list[Any]:
-    return [(name, row) for name, row in FIELDS.items() if isinstance(row, kind)]
+def rows(effect: type) -> list[Any]:
+    return [(name, row) for name, row in FIELDS.items() if isinstance(row, effect)]
 
 
 def label(value: Any) -> str:
@@ -242,7 +242,7 @@ def make(**settings: Any) -> GRPOConfig:
     return GRPOConfig(**{"use_cpu": True, **settings})
 
 
-def test_every_field_has_its_row():
+def test_every_field_has_a_row():
     assert set(FIELDS) == {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert len(rows(Listed)) <= 5
 
@@ -255,7 +255,7 @@ def test_the_base_class_reads_it(name, row):
 
 @pytest.mark.parametrize(("name", "row"), [*rows(Trainer), *rows(Changes)], ids=label)
 def test_the_named_test_is_there_and_about_it(name, row):
-    """The test's file, or a script beside it that it runs, mentions the field."""
+    """The test's file, or a script that it runs, mentions the field."""
     path, function = row.test.split("::")
     text = (ROOT / path).read_text()
     assert f"def {function}(" in text
@@ -265,7 +265,7 @@ def test_the_named_test_is_there_and_about_it(name, row):
     assert any(name in source for source in [text, *scripts])
 
 
-@pytest.mark.parametrize(("name", "row"), [*rows(Warns), *IDLE_BESIDE.items()], ids=label)
+@pytest.mark.parametrize(("name", "row"), [*rows(Warns), *UNUSED_BESIDE.items()], ids=label)
 def test_a_field_without_effect_says_so(name, row):
     with pytest.warns(UserWarning, match=rf"no effect here.*\b{name}="):
         assert getattr(make(**{name: row.value}, **dict(row.others)), name) == row.value
@@ -286,7 +286,7 @@ def test_a_listed_field_is_read_nowhere(name):
 # --- proofs without a run
 
 
-def test_what_the_optimizer_is_made_with(make_trainer):
+def test_optimizer_arguments(make_trainer):
     settings = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-5, "weight_decay": 0.1}
     optimizer = make_trainer({"optim": "adamw_torch", "learning_rate": 3e-3, **settings}).create_optimizer()
     assert type(optimizer) is torch.optim.AdamW
@@ -334,18 +334,18 @@ def test_log_levels(make_trainer):
 
 
 @pytest.mark.parametrize("each_node", [True, False])
-def test_which_process_logs_and_saves(each_node):
-    """The first process of the second node."""
+def test_logging_and_saving_processes(each_node):
+    """Checks the first process of the second node."""
     config = make(
         log_on_each_node=each_node, save_on_each_node=each_node, log_level="info", log_level_replica="critical"
     )
     config.distributed_state = types.SimpleNamespace(local_process_index=0, process_index=2)  # pyright: ignore
     assert config.should_save is config.should_log is each_node
-    wanted = transformers_logging.INFO if each_node else transformers_logging.CRITICAL
-    assert config.get_process_log_level() == wanted
+    expected = transformers_logging.INFO if each_node else transformers_logging.CRITICAL
+    assert config.get_process_log_level() == expected
 
 
-def test_what_processes_are_joined_with(monkeypatch):
+def test_process_group_arguments(monkeypatch):
     joined: list[dict[str, Any]] = []
     original = training_args.PartialState
 
@@ -360,7 +360,7 @@ def test_what_processes_are_joined_with(monkeypatch):
     assert joined[1] == {"backend": "gloo", "timeout": timedelta(seconds=60)}
 
 
-def test_what_the_accelerator_is_made_with(make_trainer):
+def test_accelerator_arguments(make_trainer):
     accumulation = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
     with pytest.warns(UserWarning, match="sync_each_batch=True, without effect: processes join their gradients once"):
         accelerator = make_trainer(accumulation).accelerator
@@ -373,7 +373,7 @@ def test_loading_options_of_the_accelerator_are_not_used_and_that_is_said(settin
         make(accelerator_config=setting)
 
 
-def test_how_rounds_are_loaded(make_trainer):
+def test_data_loader_arguments(make_trainer):
     settings = {
         "dataloader_num_workers": 1,
         "dataloader_prefetch_factor": 3,
@@ -384,9 +384,9 @@ def test_how_rounds_are_loaded(make_trainer):
     loader = trainer.get_train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
     assert loader.multiprocessing_context.get_start_method() == "fork"
-    ticks = list(loader)
-    assert ticks == list(make_trainer().get_train_dataloader())
-    assert len(ticks) == 2
+    keys = list(loader)
+    assert keys == list(make_trainer().get_train_dataloader())
+    assert len(keys) == 2
     three = trainer.train_dataset.select(range(3))
     assert len(make_trainer(train_dataset=three).get_train_dataloader()) == 2
     assert len(make_trainer({"dataloader_drop_last": True}, train_dataset=three).get_train_dataloader()) == 1
@@ -403,14 +403,14 @@ def test_the_branch_that_receives_a_push(make_trainer, monkeypatch):
 
 
 class Tracker(types.ModuleType):
-    """A stand-in for trackio that notes what it is told."""
+    """A stand-in for trackio that records its calls."""
 
     __version__ = "1.0.0"
 
     def __init__(self) -> None:
         super().__init__("trackio")
         self.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
-        self.told: dict[str, dict[str, Any]] = {}
+        self.calls: dict[str, dict[str, Any]] = {}
         self.logged: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
         self.context_vars = types.SimpleNamespace(
@@ -419,20 +419,20 @@ class Tracker(types.ModuleType):
         )
 
     def init(self, **kwargs: Any) -> None:
-        self.told["init"] = kwargs
+        self.calls["init"] = kwargs
 
     def log(self, values: dict[str, Any], **kwargs: Any) -> None:
         self.logged.append(values)
 
     def freeze(self, **kwargs: Any) -> str:
-        self.told["freeze"] = kwargs
+        self.calls["freeze"] = kwargs
         return str(kwargs["new_space_id"])
 
     def finish(self) -> None:
-        self.told["finish"] = {}
+        self.calls["finish"] = {}
 
 
-def test_what_a_tracker_is_told(make_trainer, monkeypatch):
+def test_tracker_arguments(make_trainer, monkeypatch):
     tracker = Tracker()
     monkeypatch.setitem(sys.modules, "trackio", tracker)
     monkeypatch.setattr("transformers.modelcard.AUTOGENERATED_TRAINER_COMMENT", "")
@@ -449,8 +449,8 @@ def test_what_a_tracker_is_told(make_trainer, monkeypatch):
             }
         )
     trainer.train()
-    told = {"project": "sums", "name": "first", "space_id": "me/space", "bucket_id": "me/bucket"}
-    assert told.items() <= tracker.told["init"].items()
-    assert (tracker.told["freeze"]["project"], tracker.told["freeze"]["new_space_id"]) == ("sums", "me/still")
+    arguments = {"project": "sums", "name": "first", "space_id": "me/space", "bucket_id": "me/bucket"}
+    assert arguments.items() <= tracker.calls["init"].items()
+    assert (tracker.calls["freeze"]["project"], tracker.calls["freeze"]["new_space_id"]) == ("sums", "me/still")
     assert any("train/reward" in values for values in tracker.logged)
     assert tracker.config["num_generations"] == 2

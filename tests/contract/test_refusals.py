@@ -1,4 +1,4 @@
-"""What the trainer refuses, before anything is sampled, and what its message says: the value seen and what to set."""
+"""Arguments that the trainer refuses before it samples, with the value seen and what to set in the message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(number: int = 4, **columns: Any) -> Dataset:
 
 
 class Grader:
-    """A class that is given in place of its object."""
+    """A class, passed instead of an instance."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         return [1.0] * len(completions)
@@ -46,7 +46,7 @@ def test_empty_lists_of_tools_are_none(make_trainer: MakeTrainer) -> None:
     assert make_trainer(tools=[], callbacks=[]).train().global_step == 1
 
 
-# --- what cannot work ---
+# --- bad arguments ---
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 BERT = BertConfig(
@@ -75,7 +75,7 @@ def prompts(*values: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
-    # what is given · error · the value seen · what to set
+    # arguments · error · the value seen · what to set
     "model of another kind": ({"model": 7}, TypeError, "model is a int", "a model id, a directory"),
     "model class": ({"model": Qwen3ForCausalLM}, TypeError, "model is a type", "a model id, a directory"),
     "no such directory": ({"model": "./nowhere"}, ValueError, "model is './nowhere'", "give an existing one"),
@@ -279,17 +279,17 @@ def assert_refused(error: pytest.ExceptionInfo[Any], seen: str, remedy: str) -> 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments(case: str, make_trainer: MakeTrainer, tokenizer: Any, model: Any, unsampled: None) -> None:
-    given, kind, seen, remedy = BAD[case]
-    with pytest.raises(kind) as error:
-        make_trainer(**(given(tokenizer, model) if callable(given) else given))
+    arguments, error_type, seen, remedy = BAD[case]
+    with pytest.raises(error_type) as error:
+        make_trainer(**(arguments(tokenizer, model) if callable(arguments) else arguments))
     assert_refused(error, seen, remedy)
 
 
 @pytest.mark.parametrize("case", BAD_WITH_CONFIG)
 def test_bad_arguments_beside_settings(case: str, make_trainer: MakeTrainer, unsampled: None) -> None:
-    config, given, kind, seen, remedy = BAD_WITH_CONFIG[case]
-    with pytest.raises(kind) as error:
-        make_trainer(config, **given)
+    config, arguments, error_type, seen, remedy = BAD_WITH_CONFIG[case]
+    with pytest.raises(error_type) as error:
+        make_trainer(config, **arguments)
     assert_refused(error, seen, remedy)
 
 
