@@ -1,6 +1,6 @@
-"""Allowed values of single settings: ranges of numbers, lists of names, and dicts.
+"""Allowed values of single settings: numbers in `RANGES`, names in `CHOICES`, fixed values and dicts.
 
-A new option that takes a number or a name gets one row in `RANGES` or `CHOICES`.
+A new option that takes a number or a name gets one row here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ class Range:
     """The range in words, completing "Set it to ..."."""
     whole: bool = False
     """Only integers are allowed."""
-
-
-@dataclass(slots=True, frozen=True)
-class RangeRule:
-    """The range of one setting."""
-
-    range: Range
-    why: str
-    """The reason for the range."""
     optional: bool = False
     """None is allowed too."""
+
+
+def or_none(allowed: Range) -> Range:
+    """Returns a range that allows None too."""
+    return dataclasses.replace(allowed, remedy=f"{allowed.remedy}, or leave it unset", optional=True)
 
 
 POSITIVE = Range(lambda x: x > 0, "a number above 0")
@@ -47,76 +43,72 @@ COUNT = Range(lambda x: x >= 1, "a whole number of at least 1", whole=True)
 COUNT_OR_ZERO = Range(lambda x: x >= 0, "a whole number, 0 or more", whole=True)
 PORT = Range(lambda x: 1 <= x <= 65535, "a port from 1 to 65535", whole=True)
 
-RANGES: dict[str, RangeRule] = {
+RANGES: dict[str, tuple[Range, str]] = {
     # sampling
-    "temperature": RangeRule(POSITIVE, "logits are divided by it; 0.01 is nearly greedy"),
-    "top_p": RangeRule(NONZERO_SHARE, "it is a share of the probability; 1.0 keeps all tokens"),
-    "top_k": RangeRule(
-        Range(lambda x: x >= 0, "0 or more, 0 for no limit", whole=True), "it counts tokens", optional=True
-    ),
-    "min_p": RangeRule(SHARE, "it is a share of the largest probability", optional=True),
-    "repetition_penalty": RangeRule(POSITIVE, "logits are divided by it; 1.0 has no effect"),
-    "max_completion_length": RangeRule(COUNT, "sampling needs a limit in tokens"),
-    "tool_timeout_s": RangeRule(POSITIVE, "it bounds a call's time"),
-    "tool_max_result_chars": RangeRule(COUNT, "it counts characters"),
-    "tool_threads": RangeRule(COUNT, "calls need a thread to run on"),
-    "max_tool_calling_iterations": RangeRule(COUNT_OR_ZERO, "it counts turns with tool calls", optional=True),
+    "temperature": (POSITIVE, "logits are divided by it; 0.01 is nearly greedy"),
+    "top_p": (NONZERO_SHARE, "it is a share of the probability; 1.0 keeps all tokens"),
+    "top_k": (or_none(Range(lambda x: x >= 0, "0 or more, 0 for no limit", whole=True)), "it counts tokens"),
+    "min_p": (or_none(SHARE), "it is a share of the largest probability"),
+    "repetition_penalty": (POSITIVE, "logits are divided by it; 1.0 has no effect"),
+    "max_completion_length": (COUNT, "sampling needs a limit in tokens"),
+    "tool_timeout_s": (POSITIVE, "it bounds a call's time"),
+    "tool_max_result_chars": (COUNT, "it counts characters"),
+    "tool_threads": (COUNT, "calls need a thread to run on"),
+    "max_tool_calling_iterations": (or_none(COUNT_OR_ZERO), "it counts turns with tool calls"),
     # groups and batches
-    "num_generations": RangeRule(
+    "num_generations": (
         Range(lambda x: x >= 2, "at least 2", whole=True),
         "an advantage compares a completion with others of its prompt",
     ),
-    "num_generations_eval": RangeRule(COUNT, "it counts the completions of a prompt", optional=True),
-    "per_device_train_batch_size": RangeRule(COUNT, "it counts completions"),
-    "per_device_eval_batch_size": RangeRule(COUNT, "it counts completions"),
-    "gradient_accumulation_steps": RangeRule(COUNT, "it counts micro-batches"),
-    "generation_batch_size": RangeRule(COUNT, "it counts completions", optional=True),
-    "steps_per_generation": RangeRule(COUNT, "it counts micro-batches", optional=True),
-    "num_iterations": RangeRule(COUNT, "it counts passes over a generation batch"),
+    "num_generations_eval": (or_none(COUNT), "it counts the completions of a prompt"),
+    "per_device_train_batch_size": (COUNT, "it counts completions"),
+    "per_device_eval_batch_size": (COUNT, "it counts completions"),
+    "gradient_accumulation_steps": (COUNT, "it counts micro-batches"),
+    "generation_batch_size": (or_none(COUNT), "it counts completions"),
+    "steps_per_generation": (or_none(COUNT), "it counts micro-batches"),
+    "num_iterations": (COUNT, "it counts passes over a generation batch"),
     # objective
-    "learning_rate": RangeRule(NOT_NEGATIVE, "a negative rate makes good completions less likely"),
-    "beta": RangeRule(NOT_NEGATIVE, "a negative weight drives the policy away from the reference"),
-    "epsilon": RangeRule(NOT_NEGATIVE, "it is the width of the trust region below 1"),
-    "epsilon_high": RangeRule(
-        NOT_NEGATIVE, "it is the width of the trust region above 1, or cispo's ceiling", optional=True
-    ),
-    "delta": RangeRule(
-        Range(lambda x: x > 1, "above 1, best above 1 + epsilon"),
+    "learning_rate": (NOT_NEGATIVE, "a negative rate makes good completions less likely"),
+    "beta": (NOT_NEGATIVE, "a negative weight drives the policy away from the reference"),
+    "epsilon": (NOT_NEGATIVE, "it is the width of the trust region below 1"),
+    "epsilon_high": (or_none(NOT_NEGATIVE), "it is the width of the trust region above 1, or cispo's ceiling"),
+    "delta": (
+        or_none(Range(lambda x: x > 1, "above 1, best above 1 + epsilon")),
         "it would cut the ratio 1 of an unmoved policy",
-        optional=True,
     ),
-    "sapo_temperature_neg": RangeRule(POSITIVE, "the gate is divided by it"),
-    "sapo_temperature_pos": RangeRule(POSITIVE, "the gate is divided by it"),
-    "vespo_k_pos": RangeRule(NOT_NEGATIVE, "the weight would have no maximum"),
-    "vespo_k_neg": RangeRule(NOT_NEGATIVE, "the weight would have no maximum"),
-    "vespo_lambda_pos": RangeRule(POSITIVE, "the weight would grow without bound"),
-    "vespo_lambda_neg": RangeRule(POSITIVE, "the weight would grow without bound"),
-    "top_entropy_quantile": RangeRule(SHARE, "it is a share of the tokens; 1.0 trains all"),
-    "off_policy_mask_threshold": RangeRule(NOT_NEGATIVE, "an unmoved policy has a drift of 0", optional=True),
-    "entropy_coef": RangeRule(FINITE, "the bonus is multiplied by it"),
-    "entropy_coef_min": RangeRule(FINITE, "it bounds entropy_coef"),
-    "entropy_coef_max": RangeRule(FINITE, "it bounds entropy_coef"),
-    "entropy_coef_delta": RangeRule(NOT_NEGATIVE, "it is the size of a step"),
-    "entropy_target": RangeRule(NOT_NEGATIVE, "the entropy of a token is never negative"),
-    "router_aux_loss_coef": RangeRule(NOT_NEGATIVE, "a negative weight unbalances the experts", optional=True),
+    "sapo_temperature_neg": (POSITIVE, "the gate is divided by it"),
+    "sapo_temperature_pos": (POSITIVE, "the gate is divided by it"),
+    "vespo_k_pos": (NOT_NEGATIVE, "the weight would have no maximum"),
+    "vespo_k_neg": (NOT_NEGATIVE, "the weight would have no maximum"),
+    "vespo_lambda_pos": (POSITIVE, "the weight would grow without bound"),
+    "vespo_lambda_neg": (POSITIVE, "the weight would grow without bound"),
+    "top_entropy_quantile": (SHARE, "it is a share of the tokens; 1.0 trains all"),
+    "off_policy_mask_threshold": (or_none(NOT_NEGATIVE), "an unmoved policy has a drift of 0"),
+    "entropy_coef": (FINITE, "the bonus is multiplied by it"),
+    "entropy_coef_min": (FINITE, "it bounds entropy_coef"),
+    "entropy_coef_max": (FINITE, "it bounds entropy_coef"),
+    "entropy_coef_delta": (NOT_NEGATIVE, "it is the size of a step"),
+    "entropy_target": (NOT_NEGATIVE, "the entropy of a token is never negative"),
+    "router_aux_loss_coef": (or_none(NOT_NEGATIVE), "a negative weight unbalances the experts"),
     # rewards
-    "reward_model_batch_tokens": RangeRule(COUNT, "it counts the tokens of a forward pass"),
+    "reward_model_batch_tokens": (COUNT, "it counts the tokens of a forward pass"),
     # reference model
-    "ref_model_mixup_alpha": RangeRule(SHARE, "it is the policy's share in the reference"),
-    "ref_model_sync_steps": RangeRule(COUNT, "it counts optimizer steps"),
+    "ref_model_mixup_alpha": (SHARE, "it is the policy's share in the reference"),
+    "ref_model_sync_steps": (COUNT, "it counts optimizer steps"),
     # vLLM
-    "vllm_server_port": RangeRule(PORT, "there is no such port"),
-    "vllm_group_port": RangeRule(PORT, "there is no such port"),
-    "vllm_server_timeout": RangeRule(POSITIVE, "the server needs seconds to start"),
-    "vllm_gpu_memory_utilization": RangeRule(NONZERO_SHARE, "it is a share of the memory"),
-    "vllm_max_model_length": RangeRule(COUNT, "it counts tokens", optional=True),
-    "vllm_tensor_parallel_size": RangeRule(COUNT, "it counts accelerators"),
-    "rollout_ahead": RangeRule(COUNT_OR_ZERO, "it counts generation batches"),
-    "vllm_importance_sampling_clip_max": RangeRule(POSITIVE, "ratios are positive", optional=True),
-    "vllm_importance_sampling_clip_min": RangeRule(NOT_NEGATIVE, "ratios are positive", optional=True),
+    "vllm_server_port": (PORT, "there is no such port"),
+    "vllm_group_port": (PORT, "there is no such port"),
+    "vllm_server_timeout": (POSITIVE, "the server needs seconds to start"),
+    "vllm_gpu_memory_utilization": (NONZERO_SHARE, "it is a share of the memory"),
+    "vllm_max_model_length": (or_none(COUNT), "it counts tokens"),
+    "vllm_tensor_parallel_size": (COUNT, "it counts accelerators"),
+    "rollout_ahead": (COUNT_OR_ZERO, "it counts generation batches"),
+    "vllm_importance_sampling_clip_max": (or_none(POSITIVE), "ratios are positive"),
+    "vllm_importance_sampling_clip_min": (or_none(NOT_NEGATIVE), "ratios are positive"),
     # logging
-    "num_completions_to_print": RangeRule(COUNT_OR_ZERO, "it counts rows", optional=True),
+    "num_completions_to_print": (or_none(COUNT_OR_ZERO), "it counts rows"),
 }
+"""Allowed numbers of each setting, and why."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": get_args(LossType),
@@ -129,6 +121,24 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "vllm_lora_updates": ("auto", "adapter", "merge"),
     "vllm_importance_sampling_mode": get_args(MismatchMode),
 }
+
+_FULL_EVAL = (
+    "would convert the weights themselves, those that train, to evaluate. Set {name} to False: evaluation computes in "
+    "the precision of training (bf16, fp16)"
+)
+
+FIXED: dict[str, tuple[object, str]] = {
+    "use_transformers_continuous_batching": (False, "is not part of this version of groupgrad; leave it False"),
+    "auto_find_batch_size": (False, "would change the batch, and with it the groups. Set it to False"),
+    "train_sampling_strategy": (
+        "random",
+        "would break up the groups. Leave it at 'random'; shuffle_dataset=False keeps the order of the data set",
+    ),
+    "label_smoothing_factor": (0, "smooths labels, and GRPO has none. Set it to 0"),
+    "bf16_full_eval": (False, _FULL_EVAL),
+    "fp16_full_eval": (False, _FULL_EVAL),
+}
+"""The only value of a setting that works, and what is wrong with others."""
 
 DICTS = (
     "model_init_kwargs",
@@ -149,19 +159,20 @@ def field_problem(name: str, value: object) -> str | None:
         return _range_problem(name, value)
     if name in CHOICES:
         return _choice_problem(name, value)
+    if name in FIXED and value and value != FIXED[name][0]:
+        return f"{name}={value!r} {FIXED[name][1].format(name=name)}"
     if name in DICTS and not isinstance(value, (dict, type(None))):
         return f"{name}={value!r} is not a dict. Give a dict, or one as JSON text such as '{{\"key\": 1}}'"
     return None
 
 
 def _range_problem(name: str, value: Any) -> str | None:
-    rule = RANGES[name]
-    if value is None and rule.optional:
+    allowed, why = RANGES[name]
+    if value is None and allowed.optional:
         return None
-    if is_number(value) and (isinstance(value, int) or not rule.range.whole) and rule.range.contains(value):
+    if is_number(value) and (isinstance(value, int) or not allowed.whole) and allowed.contains(value):
         return None
-    unset = ", or leave it unset" if rule.optional else ""
-    return f"{name}={value!r} cannot work: {rule.why}. Set it to {rule.range.remedy}{unset}"
+    return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
 
 
 def _choice_problem(name: str, value: object) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from groupgrad.compat import env_flag
 from groupgrad.config import conditions
-from groupgrad.config.field_rules import CHOICES, DICTS, DTYPES, RANGES, field_problem, is_number, parse_bytes
+from groupgrad.config.field_rules import CHOICES, DICTS, DTYPES, FIXED, RANGES, field_problem, is_number, parse_bytes
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
@@ -80,11 +80,6 @@ RULES: tuple[Rule, ...] = (
         "engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' "
         "or '512MB', or leave it unset",
     ),
-    Rule(
-        ("use_transformers_continuous_batching",),
-        lambda c: c.use_transformers_continuous_batching,
-        "use_transformers_continuous_batching=True is not part of this version of groupgrad; leave it False",
-    ),
     # --- groups and batches ---
     Rule(
         ("generation_batch_size", "steps_per_generation"),
@@ -104,17 +99,6 @@ RULES: tuple[Rule, ...] = (
         ("per_device_eval_batch_size", "num_generations", "num_generations_eval"),
         conditions.cut_evaluation_group,
         "{found}",
-    ),
-    Rule(
-        ("auto_find_batch_size",),
-        lambda c: c.auto_find_batch_size,
-        "auto_find_batch_size=True would change the batch, and with it the groups. Set it to False",
-    ),
-    Rule(
-        ("train_sampling_strategy",),
-        lambda c: getattr(c, "train_sampling_strategy", "random") != "random",
-        "train_sampling_strategy={c.train_sampling_strategy!r} would break up the groups. Leave it at 'random'; "
-        "shuffle_dataset=False keeps the order of the data set",
     ),
     # --- objective ---
     Rule(
@@ -175,11 +159,6 @@ RULES: tuple[Rule, ...] = (
         "entropy_coef={c.entropy_coef} is outside {c.entropy_coef_min} to {c.entropy_coef_max}, its adaptive bounds. "
         "Set it between them",
     ),
-    Rule(
-        ("label_smoothing_factor",),
-        lambda c: c.label_smoothing_factor != 0,
-        "label_smoothing_factor={c.label_smoothing_factor} smooths labels, and GRPO has none. Set it to 0",
-    ),
     # --- rewards and logs ---
     Rule(
         ("reward_weights",),
@@ -218,12 +197,6 @@ RULES: tuple[Rule, ...] = (
         "optim={c.optimizer_name!r} changes weights while gradients are made, before those of the {c.world_size} "
         "processes are joined, so that each would train a model of its own. Set optim='adamw_torch', or train in one "
         "process",
-    ),
-    Rule(
-        ("bf16_full_eval", "fp16_full_eval"),
-        lambda c: next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(c, name, False)), None),
-        "{found}=True would convert the weights themselves, those that train, to evaluate. Set {found} to False: "
-        "evaluation computes in the precision of training (bf16, fp16)",
     ),
     Rule(
         ("deepspeed", "ds3_gather_for_generation", "use_vllm"),
@@ -345,8 +318,8 @@ RULES: tuple[Rule, ...] = (
 
 def problems(config: GRPOSettings) -> list[str]:
     """Returns one sentence for each broken rule; empty if the config can work."""
-    values = {name: getattr(config, name) for name in (*CHOICES, *RANGES, *DICTS)}
-    wrong = {name: text for name, value in values.items() if (text := field_problem(name, value))}
+    names = [name for name in (*CHOICES, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
+    wrong = {name: text for name in names if (text := field_problem(name, getattr(config, name)))}
     messages = (rule.message(config) for rule in RULES if not rule.warns and wrong.keys().isdisjoint(rule.fields))
     return [*wrong.values(), *filter(None, messages)]
 

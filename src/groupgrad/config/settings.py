@@ -148,23 +148,17 @@ class GRPOSettings(LegacyArguments):
     vllm_server_base_url: str | None = _option(None, "Server: URL, which replaces host and port.")
     vllm_server_host: str = _option("0.0.0.0", "Server: host name or address.")
     vllm_server_port: int = _option(8000, "Server: HTTP port.")
-    vllm_server_timeout: float = _option(
-        240.0, "Server: seconds to wait for its start, for a weight transfer and for each token."
-    )
+    vllm_server_timeout: float = _option(240.0, "Server: seconds to wait for its start, a weight transfer or a token.")
     vllm_group_port: int = _option(51216, "Server: port for the transfer of weights.")
     vllm_gpu_memory_utilization: float = _option(0.3, "Colocate: share of the accelerator's memory for vLLM, 0 to 1.")
-    vllm_max_model_length: int | None = _option(
-        None, "Colocate: maximum length of prompt and completion together, in tokens."
-    )
+    vllm_max_model_length: int | None = _option(None, "Colocate: maximum tokens of prompt and completion together.")
     vllm_tensor_parallel_size: int = _option(1, "Colocate: number of accelerators that share one copy of the model.")
     vllm_lora_updates: str = _option(
         "auto",
         "Transfer of a LoRA adapter to vLLM: 'adapter' (the adapter alone), 'merge' (all weights, merged), or 'auto': "
         "adapter if vLLM can load it, otherwise merge.",
     )
-    rollout_ahead: int = _option(
-        0, "Server: generation batches sampled ahead while training; their weights are as many batches old."
-    )
+    rollout_ahead: int = _option(0, "Server: generation batches sampled ahead, from weights as many batches old.")
 
     # --- Objective ---
     loss_type: str = _option("dapo", f"Surrogate and its reduction: {_choices('loss_type')}.")
@@ -211,9 +205,7 @@ class GRPOSettings(LegacyArguments):
     reward_model_batch_tokens: int = _option(
         16_384, "Maximum number of tokens, padding included, in a reward model's forward pass."
     )
-    reward_model_offload: bool = _option(
-        False, "Keep reward models in host memory and move them to their device only to score."
-    )
+    reward_model_offload: bool = _option(False, "Keep reward models in host memory while they do not score.")
 
     # --- Correction of the difference between vLLM and the trainer ---
     vllm_importance_sampling_correction: bool = _option(True, "Correct the difference by importance sampling.")
