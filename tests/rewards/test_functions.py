@@ -11,7 +11,7 @@ import torch
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
 from groupgrad.rewards.functions import distinct_names, inspect_function, read_rewards
-from groupgrad.rewards.inputs import CallInputs, fresh
+from groupgrad.rewards.inputs import CallInputs, copy_containers
 
 
 class Judge:
@@ -145,7 +145,7 @@ def test_a_conversation_is_shown_as_text(make_rollouts):
 def test_fresh_copies_structure_and_shares_leaves():
     image = object()
     value = [{"role": "user", "content": [{"type": "image", "image": image}]}, (1, [2])]
-    copy = fresh(value)
+    copy = copy_containers(value)
     assert copy == value
     copy[0]["content"].append(1)
     copy[1][1].append(3)

@@ -21,7 +21,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from groupgrad.errors import RewardError
 from groupgrad.rewards import RewardRunner
 from groupgrad.rewards import models as models_module
-from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs, longest_text, model_name
+from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs, max_input_tokens, model_name
 from groupgrad.rewards.models import RewardModel
 from groupgrad.rewards.offload import HostWeights
 
@@ -309,12 +309,12 @@ def test_learned_positions_begin_behind_the_padding_token():
     sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = RobertaConfig(vocab_size=13, max_position_embeddings=20, pad_token_id=1, **{**sizes, "num_labels": 1})
     model = RobertaForSequenceClassification(config).eval()
-    assert longest_text(model) == 18
+    assert max_input_tokens(model) == 18
     model(input_ids=torch.full((1, 18), 5))
     with pytest.raises((RuntimeError, IndexError)):
         model(input_ids=torch.full((1, 19), 5))
-    assert longest_text(make_model()) == 64
-    assert longest_text(torch.nn.Linear(1, 1)) is None
+    assert max_input_tokens(make_model()) == 64
+    assert max_input_tokens(torch.nn.Linear(1, 1)) is None
 
 
 def test_forward_passes_are_bounded_by_tokens(make_rollouts):

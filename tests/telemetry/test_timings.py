@@ -46,13 +46,13 @@ def test_a_phase_apart_takes_the_time_of_those_inside_it():
         clock.now += 1
     with timings.phase("training"):
         clock.now += 2
-        with pytest.raises(KeyError), timings.apart("evaluating"):
+        with pytest.raises(KeyError), timings.inclusive("evaluating"):
             clock.now += 3
             with timings.phase("sampling"):
                 clock.now += 4
                 raise KeyError
         clock.now += 5
-    with timings.apart("evaluating"):
+    with timings.inclusive("evaluating"):
         clock.now += 6
     assert timings.take() == {"sampling": 1.0, "training": 7.0, "evaluating": 13.0}
 

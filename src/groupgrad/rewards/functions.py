@@ -16,7 +16,7 @@ import torch
 
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
-from groupgrad.rewards.inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, shown
+from groupgrad.rewards.inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, short_repr
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,7 +127,7 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
     elif not isinstance(returned, (list, tuple)):
         if not callable(getattr(returned, "tolist", None)):
             raise RewardError(
-                f"{where}: it returned {shown(returned)}; return a list with one number or None a completion"
+                f"{where}: it returned {short_repr(returned)}; return a list with one number or None a completion"
             )
         values = returned.tolist()
     if not isinstance(values, (list, tuple)) or len(values) != expected:
@@ -141,8 +141,8 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
         reward = _number(value)
         if reward is None:
             raise RewardError(
-                f"{where}: it returned {shown(value)} for {inputs.describe(row)}; return a number, or None where the "
-                "function does not apply"
+                f"{where}: it returned {short_repr(value)} for {inputs.describe(row)}; return a number, or None where "
+                "the function does not apply"
             )
         if math.isinf(reward):
             raise RewardError(
@@ -167,7 +167,7 @@ def _number(value: Any) -> float | None:
         return math.inf
 
 
-def failure(error: BaseException, name: str, inputs: CallInputs, row: int | None = None) -> RewardError:
+def call_error(error: BaseException, name: str, inputs: CallInputs, row: int | None = None) -> RewardError:
     """The error to raise (from the original) when a reward function fails, with the row if it is known."""
     where = f"a batch of {len(inputs.rollouts)} rows" if row is None else inputs.describe(row)
     return RewardError(

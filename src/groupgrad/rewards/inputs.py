@@ -15,7 +15,7 @@ from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-SHOWN_CHARACTERS = 200
+MAX_SHOWN_CHARS = 200
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
@@ -83,15 +83,15 @@ class CallInputs:
     def value(self, name: str) -> Any:
         """A fresh value for one argument: lists and messages that the function may change at will."""
         if name == "prompts":
-            return [fresh(rollout.prompt.row["prompt"]) for rollout in self.rollouts]
+            return [copy_containers(rollout.prompt.row["prompt"]) for rollout in self.rollouts]
         if name == "completions":
-            return [fresh(rollout.completion) for rollout in self.rollouts]
+            return [copy_containers(rollout.completion) for rollout in self.rollouts]
         if name == "completion_ids":
             return [list(rollout.completion_ids) for rollout in self.rollouts]
         if name == "trainer_state":
             return self.trainer_state
         if name in self.columns:
-            return [fresh(value) for value in self.columns[name]]
+            return [copy_containers(value) for value in self.columns[name]]
         if name == "responses":
             return [completion_text(rollout.completion) for rollout in self.rollouts]
         return self.value(self.sugar()[name])
@@ -101,17 +101,17 @@ class CallInputs:
         rollout = self.rollouts[row]
         prompt = conversation_text(rollout.prompt.row["prompt"])
         completion = conversation_text(rollout.completion)
-        tail = prompt if len(prompt) <= SHOWN_CHARACTERS else "..." + prompt[-SHOWN_CHARACTERS:]
-        head = completion if len(completion) <= SHOWN_CHARACTERS else completion[:SHOWN_CHARACTERS] + "..."
+        tail = prompt if len(prompt) <= MAX_SHOWN_CHARS else "..." + prompt[-MAX_SHOWN_CHARS:]
+        head = completion if len(completion) <= MAX_SHOWN_CHARS else completion[:MAX_SHOWN_CHARS] + "..."
         return f"row {rollout.index} (prompt {tail!r}, completion {head!r})"
 
 
-def fresh(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """A copy of the lists, tuples and dicts that a value is built of; what they hold (images, tensors) is shared."""
     if isinstance(value, dict):
-        return {key: fresh(item) for key, item in value.items()}
+        return {key: copy_containers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(fresh(item) for item in value)
+        return type(value)(copy_containers(item) for item in value)
     return value
 
 
@@ -161,7 +161,7 @@ class CallLog:
                 raise TypeError
             number = float(value)
         except (TypeError, ValueError, OverflowError):
-            self._refuse(f"log_metric({name!r}, ...) got {shown(value)}; give a number")
+            self._refuse(f"log_metric({name!r}, ...) got {short_repr(value)}; give a number")
         with self._lock:
             if self._is_open(f"log_metric({name!r}, ...)") and number == number:
                 total, count = self.metrics.get(str(name), (0.0, 0))
@@ -187,9 +187,9 @@ class CallLog:
         return not self._closed
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value for a message to a person, cut short, with its type."""
     text = repr(value)
-    if len(text) > SHOWN_CHARACTERS:
-        text = text[:SHOWN_CHARACTERS] + "..."
+    if len(text) > MAX_SHOWN_CHARS:
+        text = text[:MAX_SHOWN_CHARS] + "..."
     return f"{text} ({type(value).__name__})"

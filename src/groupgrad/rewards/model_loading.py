@@ -62,10 +62,10 @@ def hub_kwargs(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def model_name(model: str | nn.Module) -> str:
     """The last path component of a model's name, or its class name if it has none."""
-    return os.path.basename(source_of(model).replace("\\", "/").rstrip("/")) or type(model).__name__
+    return os.path.basename(model_source(model).replace("\\", "/").rstrip("/")) or type(model).__name__
 
 
-def source_of(model: str | nn.Module) -> str:
+def model_source(model: str | nn.Module) -> str:
     """The name or folder that a model was loaded from; empty if it does not say."""
     return model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
@@ -132,14 +132,14 @@ def padding_id(tokenizer: Any, model: nn.Module, name: str) -> int:
     )
 
 
-def tell_padding_id(model: nn.Module, pad_id: int) -> None:
+def set_padding_id(model: nn.Module, pad_id: int) -> None:
     """Write the padding id into the model's configuration, by which it finds each row's last token."""
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.pad_token_id = _text_config(model).pad_token_id = pad_id
 
 
-def longest_text(model: nn.Module) -> int | None:
+def max_input_tokens(model: nn.Module) -> int | None:
     """Tokens that the model can read; None if its configuration sets no bound.
 
     Of a table of learned positions some families leave out the first rows, those up to the padding token's.

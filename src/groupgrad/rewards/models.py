@@ -15,7 +15,7 @@ from groupgrad.data.prompts import as_text, drop_empty_fields
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
-from groupgrad.rewards.functions import failure
+from groupgrad.rewards.functions import call_error
 from groupgrad.rewards.inputs import CallInputs
 from groupgrad.rewards.model_loading import (
     RewardModelOptions,
@@ -23,11 +23,11 @@ from groupgrad.rewards.model_loading import (
     is_placed,
     load_model,
     load_tokenizer,
-    longest_text,
+    max_input_tokens,
     model_name,
+    model_source,
     padding_id,
-    source_of,
-    tell_padding_id,
+    set_padding_id,
 )
 from groupgrad.rewards.offload import HostWeights
 from groupgrad.types import Rollout
@@ -64,12 +64,12 @@ class RewardModel:
         self.model.eval()
         self._host = self._place()
         if processing_class is None:
-            processing_class = load_tokenizer(source_of(model), self.name, options)
+            processing_class = load_tokenizer(model_source(model), self.name, options)
         self._tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self._writer = processing_class if getattr(processing_class, "chat_template", None) else self._tokenizer
         self._pad_id = padding_id(self._tokenizer, self.model, self.name)
-        tell_padding_id(self.model, self._pad_id)
-        self._max_length = longest_text(self.model)
+        set_padding_id(self.model, self._pad_id)
+        self._max_length = max_input_tokens(self.model)
         self._warned = False
         self._try_out()
 
@@ -130,7 +130,7 @@ class RewardModel:
         return None
 
     def _on_device(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._host is None else self._host.visiting()
+        return nullcontext() if self._host is None else self._host.on_device()
 
     def _try_out(self) -> None:
         """Score one short text. ValueError if that does not give one finite number."""
@@ -152,7 +152,7 @@ class RewardModel:
         try:
             ids = self._token_ids(inputs.rollouts[row])
         except Exception as error:  # whatever a template raises
-            raise failure(error, self.name, inputs, row) from error
+            raise call_error(error, self.name, inputs, row) from error
         if not ids:
             raise RewardError(f"reward model '{self.name}', step {inputs.step}: {inputs.describe(row)} has no tokens")
         return ids

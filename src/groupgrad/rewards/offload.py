@@ -10,7 +10,7 @@ from torch import nn
 
 
 class HostWeights:
-    """The weights of a frozen model, kept in host memory; inside `visiting()` they are on `device`.
+    """The weights of a frozen model, kept in host memory; inside `on_device()` they are on `device`.
 
     The copies on the device are dropped afterwards and nothing is copied back, as nothing has changed. What the model
     made anew there (a table of positions, say) is brought to host memory.
@@ -20,7 +20,7 @@ class HostWeights:
         self._model, self._device = model.to("cpu"), torch.device(device)
 
     @contextmanager
-    def visiting(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """The model on its device inside, back in host memory afterwards, also on errors."""
         at_home: dict[int, torch.Tensor] = {}
         try:

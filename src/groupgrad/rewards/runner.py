@@ -19,8 +19,8 @@ from groupgrad.metrics import Metric, mean_of, merge, merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.functions import (
     RewardFunction,
+    call_error,
     distinct_names,
-    failure,
     inspect_function,
     read_rewards,
 )
@@ -162,7 +162,7 @@ class RewardRunner:
         """Find the row that makes a function fail by calling it once a row; what it logs then is dropped."""
         num_rows = len(inputs.rollouts)
         if num_rows == 1:
-            return failure(error, function.name, inputs, 0)
+            return call_error(error, function.name, inputs, 0)
         for row in range(num_rows):
             single = inputs.only(row)
             muted = CallLog(function.name, 1, inputs.step, muted=True)
@@ -171,8 +171,8 @@ class RewardRunner:
             except Exception as again:
                 # A function that fails otherwise on a single row (too few for a statistic, say) tells nothing of it.
                 if type(again) is type(error):
-                    return failure(error, function.name, inputs, row)
-        return failure(error, function.name, inputs)
+                    return call_error(error, function.name, inputs, row)
+        return call_error(error, function.name, inputs)
 
     def _table(self, outcomes: list[_Outcome], logs: list[CallLog], inputs: CallInputs) -> RewardTable:
         own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
@@ -219,7 +219,7 @@ def _run_model(model: RewardModel, inputs: CallInputs) -> _Outcome:
     except RewardError:
         raise
     except Exception as error:
-        raise failure(error, model.name, inputs) from error
+        raise call_error(error, model.name, inputs) from error
 
 
 def _finish(future: concurrent.futures.Future[_Ended], inputs: CallInputs, log: CallLog) -> _Outcome:
@@ -229,7 +229,7 @@ def _finish(future: concurrent.futures.Future[_Ended], inputs: CallInputs, log: 
     if ended.error is log.error or not isinstance(ended.error, Exception):
         raise ended.error
     row = 0 if len(inputs.rollouts) == 1 else None
-    raise failure(ended.error, log.function, inputs, row) from ended.error
+    raise call_error(ended.error, log.function, inputs, row) from ended.error
 
 
 async def _await(call: Callable[..., Any], arguments: dict[str, Any], log: CallLog) -> _Ended:

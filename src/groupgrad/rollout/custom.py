@@ -13,7 +13,7 @@ from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.vlm_prompts import VisionError, with_other_ids
-from groupgrad.rewards.inputs import fresh, shown
+from groupgrad.rewards.inputs import copy_containers, short_repr
 from groupgrad.rollout.base import GenerationRequest
 from groupgrad.rollout.statistics import ending_metrics
 from groupgrad.types import FinishReason, Prompt, Rollout, Trace
@@ -72,7 +72,7 @@ class CustomRollouts:
         if self._makes_groups:
             asked = list(dict.fromkeys(groups))
         prompts = {group: self._prompt_maker.shown(row) for group, row in request.rows_by_group.items()}
-        returned = self._function([fresh(prompts[group]) for group in asked], self._trainer)
+        returned = self._function([copy_containers(prompts[group]) for group in asked], self._trainer)
         count = _num_rows(returned)
         if count == len(groups) * size and size > 1 and not self._makes_groups:
             # The first copy of each prompt got a whole group; those of the other copies are not needed.
@@ -171,7 +171,7 @@ def sample_completions(
 
 def _num_rows(returned: Any) -> int:
     if not isinstance(returned, Mapping):
-        raise RolloutError(f"rollout_func returned {shown(returned)}; return a dict with {', '.join(REQUIRED)}")
+        raise RolloutError(f"rollout_func returned {short_repr(returned)}; return a dict with {', '.join(REQUIRED)}")
     missing = [name for name in REQUIRED if name not in returned]
     if missing:
         raise RolloutError(
@@ -181,7 +181,7 @@ def _num_rows(returned: Any) -> int:
     lists = {name: returned[name] for name in (*REQUIRED, *OPTIONAL) if returned.get(name) is not None}
     for name, values in lists.items():
         if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__"):
-            raise RolloutError(f"rollout_func returned {name}={shown(values)}; return one list a row")
+            raise RolloutError(f"rollout_func returned {name}={short_repr(values)}; return one list a row")
     for name in ("prompt_ids", "completion_ids"):
         if name not in lists:
             raise RolloutError(f"rollout_func returned {name}=None; return one list of token ids a row")
@@ -216,7 +216,9 @@ def _read(returned: Mapping[str, Any], count: int) -> _Answer:
 def _as_list(values: Any, name: str, row: int) -> list[Any]:
     found = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(found, Sequence):
-        raise RolloutError(f"rollout_func returned {shown(values)} for {name} of row {row}; return a list for each row")
+        raise RolloutError(
+            f"rollout_func returned {short_repr(values)} for {name} of row {row}; return a list for each row"
+        )
     return list(found)
 
 
@@ -224,7 +226,7 @@ def _ids(values: Any, name: str, row: int) -> list[int]:
     ids = _as_list(values, name, row)
     wrong = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int) or token < 0), None)
     if wrong is not None:
-        raise RolloutError(f"rollout_func returned {shown(wrong)} among {name} of row {row}; return token ids")
+        raise RolloutError(f"rollout_func returned {short_repr(wrong)} among {name} of row {row}; return token ids")
     return ids
 
 
@@ -248,7 +250,7 @@ def _logprobs(values: Any, tokens: Any, ids: list[int], row: int) -> list[float]
             there = [token] if names is None else _as_list(names[place], "logprob_token_ids", row)
             value = dict(zip(there, value)).get(token)
         if value is not None and not isinstance(value, numbers.Real):
-            raise RolloutError(f"rollout_func returned {shown(value)} among logprobs of row {row}; return numbers")
+            raise RolloutError(f"rollout_func returned {short_repr(value)} among logprobs of row {row}; return numbers")
         chosen.append(NAN if value is None else float(value))
     return chosen
 
@@ -257,8 +259,8 @@ def _flags(mask: Any, length: int, row: int) -> list[bool]:
     flags = _as_list(mask, "env_mask", row)
     if len(flags) != length or any(flag not in (0, 1) for flag in flags):
         raise RolloutError(
-            f"rollout_func returned {len(flags)} env_mask entries ({shown(flags)}) for {length} completion_ids in row "
-            f"{row}; return 1 for each token that the model produced and 0 for each other one"
+            f"rollout_func returned {len(flags)} env_mask entries ({short_repr(flags)}) for {length} completion_ids in "
+            f"row {row}; return 1 for each token that the model produced and 0 for each other one"
         )
     return [bool(flag) for flag in flags]
 

@@ -48,7 +48,7 @@ class Timings:
                 self._announce(self._open[-1])
 
     @contextmanager
-    def apart(self, name: str) -> Iterator[None]:
+    def inclusive(self, name: str) -> Iterator[None]:
         """A phase whose time, that of the phases inside it included, counts for none but `name`."""
         with self.phase(name):
             self._settle()

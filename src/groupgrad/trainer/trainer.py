@@ -408,7 +408,7 @@ class GRPOTrainer(TrainingRun):
         store, num_samples = MetricStore(), 0
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
-        with self.timings.apart("evaluating"):
+        with self.timings.inclusive("evaluating"):
             for batch in dataloader:
                 experience, metrics = self.components.evaluator(
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
