@@ -1,15 +1,14 @@
-"""One reward function: its name, the arguments it takes, and the rewards read from what it returns."""
+"""Reward functions: inspection of a callable's signature, and validation of its returned rewards."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,66 +18,56 @@ from groupgrad.errors import RewardError
 from groupgrad.rewards.inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, short_repr
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class RewardFunction:
-    """A callable, inspected once."""
+    """A callable and the keyword arguments that it accepts."""
 
     name: str
     call: Callable[..., Any]
     is_async: bool
-    takes_all: bool
-    """True if it takes any keyword (`**kwargs`), or does not say what it takes."""
-    takes: frozenset[str]
-    """Keywords that it names."""
-    requires: tuple[str, ...]
-    """Keywords that it names and has no default for."""
-    bound: frozenset[str]
-    """Keywords that a `functools.partial` has already set; they stay as set."""
-
-    def renamed(self, name: str) -> RewardFunction:
-        """The same function under another name."""
-        return dataclasses.replace(self, name=name)
+    takes_all: bool = True
+    """True if the callable has `**kwargs`, or if its signature is unknown."""
+    takes: frozenset[str] = frozenset()
+    """Keywords in the signature."""
+    requires: tuple[str, ...] = ()
+    """Keywords in the signature without a default."""
+    bound: frozenset[str] = frozenset()
+    """Keywords that a `functools.partial` has set; they are not passed again."""
 
     def arguments(self, inputs: CallInputs, log: CallLog) -> dict[str, Any]:
-        """Keyword arguments for one call, all fresh. RewardError if the function requires one that does not exist."""
-        sugar = [name for name in inputs.sugar() if name in self.takes]
-        names = [name for name in inputs.names if self.takes_all or name in self.takes] + sugar
+        """Returns copies of the keyword arguments for one call. RewardError if a required one does not exist."""
+        names = [name for name in inputs.names if self.takes_all or name in self.takes]
+        names += [name for name in inputs.aliases if name in self.takes]
         missing = [name for name in self.requires if name not in names]
         if missing:
-            self._refuse_signature(missing, inputs)
+            hint = ""
+            if "ground_truths" in missing:
+                columns = ", ".join(GROUND_TRUTH_COLUMNS)
+                hint = f"; 'ground_truths' stands for the first column of {columns}, and none exists"
+            raise RewardError(
+                f"reward function '{self.name}', step {inputs.step}: it requires the argument"
+                f"{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, which the data set does not "
+                f"provide{hint}; available: {', '.join(inputs.names)}. Add the column, or give the argument a default"
+            )
         loggers = {"log_extra": log.log_extra, "log_metric": log.log_metric}
         return {name: loggers.get(name) or inputs.value(name) for name in names if name not in self.bound}
 
-    def _refuse_signature(self, missing: list[str], inputs: CallInputs) -> NoReturn:
-        hint = ""
-        if "ground_truths" in missing:
-            hint = (
-                f"; 'ground_truths' stands for the first column of {', '.join(GROUND_TRUTH_COLUMNS)}, and none exists"
-            )
-        raise RewardError(
-            f"reward function '{self.name}', step {inputs.step}: it requires the argument"
-            f"{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, which the data set does not provide"
-            f"{hint}; available: {', '.join(inputs.names)}. Add the column, or give the argument a default"
-        )
-
 
 def inspect_function(function: Callable[..., Any]) -> RewardFunction:
-    """What is to be known of a callable before it is called.
-
-    ValueError if it requires an argument that cannot be given by keyword.
-    """
+    """Reads a callable's signature. ValueError if a required argument cannot be passed by keyword."""
     name = function_name(function)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
-        return RewardFunction(name, function, is_async(function), True, frozenset(), (), frozenset())
+        return RewardFunction(name, function, is_async(function))
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ValueError(
                 f"reward function '{name}' takes '{parameter.name}' by position only, but reward functions are called "
                 "with keywords; remove the '/' from its signature"
             )
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    # `signature` merges nested partials, but does not say which keywords they have set.
     bound: set[str] = set()
     layer = function
     while isinstance(layer, functools.partial):
@@ -89,14 +78,14 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
         call=function,
         is_async=is_async(function),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
-        takes=frozenset(p.name for p in named),
-        requires=tuple(p.name for p in named if p.default is p.empty and p.name not in bound),
+        takes=frozenset(p.name for p in keywords),
+        requires=tuple(p.name for p in keywords if p.default is p.empty),
         bound=frozenset(bound),
     )
 
 
 def distinct_names(names: list[str]) -> list[str]:
-    """The same names, later ones of a kind numbered: `f`, `f_2`, `f_3`; so are those of the table's own columns."""
+    """Numbers repeated names (`f`, `f_2`, `f_3`) and names that equal a column of the completions table."""
     taken: set[str] = set(TABLE_COLUMNS)
     result = []
     for name in names:
@@ -110,35 +99,28 @@ def distinct_names(names: list[str]) -> list[str]:
 
 
 def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
-    """One float a row from what a reward function returned: NaN for None and NaN.
+    """Converts the return value of a reward function to one float a row; None and NaN become NaN.
 
-    Takes a list, tuple, array or tensor of real numbers, booleans and None. RewardError that names the function, the
-    step and the row for anything else, for a wrong number of them, and for an infinite one.
+    Accepts a list, tuple, array or tensor of real numbers, booleans and None. RewardError, with the function, step and
+    row, for anything else, a wrong number of rewards, and an infinite reward.
     """
     where = f"reward function '{name}', step {inputs.step}"
-    expected = len(inputs.rollouts)
-    values = returned
-    if isinstance(returned, (torch.Tensor, np.ndarray)):
-        if returned.ndim != 1:
-            raise RewardError(
-                f"{where}: it returned an array of shape {tuple(returned.shape)}; return shape ({expected},)"
-            )
-        values = returned.tolist()
-    elif not isinstance(returned, (list, tuple)):
-        if not callable(getattr(returned, "tolist", None)):
-            raise RewardError(
-                f"{where}: it returned {short_repr(returned)}; return a list with one number or None a completion"
-            )
-        values = returned.tolist()
-    if not isinstance(values, (list, tuple)) or len(values) != expected:
-        count = len(values) if isinstance(values, (list, tuple)) else 1
+    num_rows = len(inputs.rollouts)
+    if isinstance(returned, (torch.Tensor, np.ndarray)) and returned.ndim != 1:
+        raise RewardError(f"{where}: it returned an array of shape {tuple(returned.shape)}; return shape ({num_rows},)")
+    values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
+    if not isinstance(values, (list, tuple)):
         raise RewardError(
-            f"{where}: it returned {count} rewards for {expected} completions (the first is {inputs.describe(0)}); "
-            "return one number or None a completion, in their order"
+            f"{where}: it returned {short_repr(returned)}; return a list with one number or None a completion"
+        )
+    if len(values) != num_rows:
+        raise RewardError(
+            f"{where}: it returned {len(values)} rewards for {num_rows} completions (the first is "
+            f"{inputs.describe(0)}); return one number or None a completion, in their order"
         )
     rewards = []
     for row, value in enumerate(values):
-        reward = _number(value)
+        reward = _as_float(value)
         if reward is None:
             raise RewardError(
                 f"{where}: it returned {short_repr(value)} for {inputs.describe(row)}; return a number, or None where "
@@ -153,8 +135,8 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
     return rewards
 
 
-def _number(value: Any) -> float | None:
-    """A real number as a float (inf if it is too large for one), None and NaN as NaN, anything else as None."""
+def _as_float(value: Any) -> float | None:
+    """Converts a real number (inf if it exceeds a float's range) and None (NaN); returns None for anything else."""
     if value is None:
         return math.nan
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
@@ -168,7 +150,7 @@ def _number(value: Any) -> float | None:
 
 
 def call_error(error: BaseException, name: str, inputs: CallInputs, row: int | None = None) -> RewardError:
-    """The error to raise (from the original) when a reward function fails, with the row if it is known."""
+    """Builds the error that replaces an exception of a reward function; `row` is the row that caused it, if known."""
     where = f"a batch of {len(inputs.rollouts)} rows" if row is None else inputs.describe(row)
     return RewardError(
         f"reward function '{name}' failed at step {inputs.step} on {where}: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What reward functions are called with, and what they log while they run."""
+"""Keyword arguments of a reward function call, and the columns and metrics that the function logs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,43 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from groupgrad.errors import RewardError
+from groupgrad.metrics import Metric, mean_of, merge
 from groupgrad.rewards.text import completion_text, conversation_text
 from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN_CHARS = 200
-NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Data-set columns that functions do not get, since `prompts`, `completions` and `completion_ids` take their place."""
+STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "finish_reason", "num_tokens")
-"""Columns that the completions table has of its own."""
-OWN_METRICS = frozenset(
+"""Columns that every completions table has."""
+TRAINER_METRICS = frozenset(
     {
         *("loss", "policy_loss", "aux_loss", "kl", "entropy", "entropy_coef", "cispo_clip_ratio"),
         *("reward", "reward_std", "frac_reward_zero_std", "num_tokens", "num_input_tokens_seen"),
         *("grad_norm", "learning_rate", "epoch", "step_time", "runtime"),
     }
 )
-OWN_METRIC_FOLDERS = ("completions/", "rewards/", "clip_ratio/", "sampling/", "vespo/", "time/", "tools/", "rollouts/")
-"""Names of metrics that the trainer logs, and the beginnings of further ones."""
+"""Metrics that the trainer logs itself."""
+TRAINER_METRIC_PREFIXES = (
+    *("completions/", "rewards/", "clip_ratio/", "sampling/"),
+    *("vespo/", "time/", "tools/", "rollouts/"),
+)
+
+
+class LogMisuse(RewardError):
+    """A reward function called `log_extra` or `log_metric` with arguments that cannot be logged."""
 
 
 @dataclass(slots=True, frozen=True)
 class CallInputs:
-    """The rollouts of one scoring call, seen as keyword arguments."""
+    """The rollouts of one scoring call, readable as keyword arguments."""
 
     rollouts: Sequence[Rollout]
     columns: dict[str, list[Any]]
@@ -45,18 +54,18 @@ class CallInputs:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], trainer_state: Any, step: int) -> CallInputs:
-        """Gather the columns; where a rollout's extra value and a data-set column share a name, the former wins."""
+        """Collects the columns of all rollouts; a rollout's extra value replaces a data-set column of the same name."""
         sources = [{**rollout.prompt.row, **rollout.extra} for rollout in rollouts]
         names = dict.fromkeys(name for source in sources for name in source)
         columns = {
             name: [source.get(name) for source in sources]
             for name in names
-            if name not in NOT_COLUMNS and name not in PROVIDED
+            if name not in HIDDEN_COLUMNS and name not in STANDARD_ARGUMENTS
         }
         return cls(rollouts, columns, trainer_state, step)
 
     def only(self, row: int) -> CallInputs:
-        """The same call with a single row."""
+        """Returns the same call with a single row."""
         return dataclasses.replace(
             self,
             rollouts=[self.rollouts[row]],
@@ -65,23 +74,20 @@ class CallInputs:
 
     @property
     def names(self) -> list[str]:
-        """Every argument there is, without the spellings of `sugar`."""
-        return [*PROVIDED, *self.columns]
+        """Arguments that a function with `**kwargs` gets."""
+        return [*STANDARD_ARGUMENTS, *self.columns]
 
-    def sugar(self) -> dict[str, str]:
-        """Further argument names that a function may spell out, each with what it stands for.
+    @property
+    def aliases(self) -> list[str]:
+        """Further arguments, for functions that name them.
 
-        `responses` are the completions as texts; `ground_truths` is the first column there is of
-        `GROUND_TRUTH_COLUMNS`. A column of the same name goes first.
+        `responses` are the completions as texts; `ground_truths` is the first existing column of
+        `GROUND_TRUTH_COLUMNS`. A column with the name of an alias replaces it.
         """
-        found = {} if "responses" in self.columns else {"responses": "responses"}
-        truths = next((name for name in GROUND_TRUTH_COLUMNS if name in self.columns), None)
-        if truths is not None and "ground_truths" not in self.columns:
-            found["ground_truths"] = truths
-        return found
+        return ["responses", "ground_truths"] if self._ground_truth_column else ["responses"]
 
     def value(self, name: str) -> Any:
-        """A fresh value for one argument: lists and messages that the function may change at will."""
+        """Returns one argument; its lists and messages are copies, so the function may change them."""
         if name == "prompts":
             return [copy_containers(rollout.prompt.row["prompt"]) for rollout in self.rollouts]
         if name == "completions":
@@ -90,14 +96,14 @@ class CallInputs:
             return [list(rollout.completion_ids) for rollout in self.rollouts]
         if name == "trainer_state":
             return self.trainer_state
-        if name in self.columns:
-            return [copy_containers(value) for value in self.columns[name]]
-        if name == "responses":
+        if name == "responses" and name not in self.columns:
             return [completion_text(rollout.completion) for rollout in self.rollouts]
-        return self.value(self.sugar()[name])
+        if name == "ground_truths":
+            name = self._ground_truth_column
+        return [copy_containers(value) for value in self.columns[name]]
 
     def describe(self, row: int) -> str:
-        """A row for a message to a person: its number in the round, its prompt's end and its completion's start."""
+        """Describes a row for an error message: row number, end of the prompt, start of the completion."""
         rollout = self.rollouts[row]
         prompt = conversation_text(rollout.prompt.row["prompt"])
         completion = conversation_text(rollout.completion)
@@ -105,9 +111,13 @@ class CallInputs:
         head = completion if len(completion) <= MAX_SHOWN_CHARS else completion[:MAX_SHOWN_CHARS] + "..."
         return f"row {rollout.index} (prompt {tail!r}, completion {head!r})"
 
+    @property
+    def _ground_truth_column(self) -> str:
+        return next((name for name in GROUND_TRUTH_COLUMNS if name in self.columns), "")
+
 
 def copy_containers(value: Any) -> Any:
-    """A copy of the lists, tuples and dicts that a value is built of; what they hold (images, tensors) is shared."""
+    """Copies nested lists, tuples and dicts; their leaves (images, tensors) are shared with the original."""
     if isinstance(value, dict):
         return {key: copy_containers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -117,64 +127,61 @@ def copy_containers(value: Any) -> Any:
 
 @dataclass(slots=True)
 class CallLog:
-    """What one reward function logs during one call. Thread-safe; what comes after the function's return is dropped."""
+    """Columns and metrics that one reward function logs during one call. Thread-safe.
+
+    Calls after the function has returned are ignored, with one warning.
+    """
 
     function: str
     num_rows: int
     step: int
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum and count of what was logged under each name."""
-    muted: bool = False
-    """True if whatever is logged is dropped without a look."""
-    error: RewardError | None = None
-    """The last misuse that was reported to the function."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
     _warned: bool = False
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Add a column to this call's completions; a second time, replace it. RewardError unless one value a row."""
-        if self.muted:
-            return
+        """Adds or replaces a column of the completions table. LogMisuse unless there is one value a row."""
+        call = f"log_extra({column!r}, ...)"
         if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-            self._refuse(f"log_extra({column!r}, ...) got a {type(values).__name__}; give a list with one value a row")
+            raise self._misuse(f"{call} got a {type(values).__name__}; give a list with one value a row")
         if len(values) != self.num_rows:
-            self._refuse(
-                f"log_extra({column!r}, ...) got {len(values)} values for {self.num_rows} completions; give one a row "
-                "(None where there is nothing to show)"
+            raise self._misuse(
+                f"{call} got {len(values)} values for {self.num_rows} completions; give one a row (None where there is "
+                "nothing to show)"
             )
         with self._lock:
-            if self._is_open(f"log_extra({column!r}, ...)"):
+            if self._is_open(call):
                 self.columns[str(column)] = list(values)
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Add a number to a metric, which averages what is added; NaN adds nothing. RewardError for a non-number,
-        and for a name of the trainer's own, whose number would be lost.
+        """Adds a number to the average that is logged under `name`; NaN is ignored.
+
+        LogMisuse if the value is not a number, or if the trainer logs a metric of that name, which would replace it.
         """
-        if self.muted:
-            return
-        if str(name) in OWN_METRICS or str(name).startswith(OWN_METRIC_FOLDERS):
-            self._refuse(f"log_metric({name!r}, ...) takes a name that the trainer logs itself; choose another name")
+        call = f"log_metric({name!r}, ...)"
+        if str(name) in TRAINER_METRICS or str(name).startswith(TRAINER_METRIC_PREFIXES):
+            raise self._misuse(f"{call} takes a name that the trainer logs itself; choose another name")
         try:
             if isinstance(value, str):
                 raise TypeError
             number = float(value)
         except (TypeError, ValueError, OverflowError):
-            self._refuse(f"log_metric({name!r}, ...) got {short_repr(value)}; give a number")
+            raise self._misuse(f"{call} got {short_repr(value)}; give a number") from None
         with self._lock:
-            if self._is_open(f"log_metric({name!r}, ...)") and number == number:
-                total, count = self.metrics.get(str(name), (0.0, 0))
-                self.metrics[str(name)] = (total + number, count + 1)
+            if self._is_open(call) and number == number:
+                metric = mean_of(number, 1)
+                known = self.metrics.get(str(name))
+                self.metrics[str(name)] = metric if known is None else merge(known, metric)
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Ignores all further calls."""
         with self._lock:
             self._closed = True
 
-    def _refuse(self, problem: str) -> NoReturn:
-        self.error = RewardError(f"reward function '{self.function}', step {self.step}: {problem}")
-        raise self.error
+    def _misuse(self, problem: str) -> LogMisuse:
+        return LogMisuse(f"reward function '{self.function}', step {self.step}: {problem}")
 
     def _is_open(self, call: str) -> bool:
         if self._closed and not self._warned:
@@ -188,7 +195,7 @@ class CallLog:
 
 
 def short_repr(value: Any) -> str:
-    """A value for a message to a person, cut short, with its type."""
+    """Returns the value's repr, cut to 200 characters, and its type, for an error message."""
     text = repr(value)
     if len(text) > MAX_SHOWN_CHARS:
         text = text[:MAX_SHOWN_CHARS] + "..."

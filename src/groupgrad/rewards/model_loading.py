@@ -1,4 +1,4 @@
-"""Reward models and their tokenizers: where they come from, and what of them cannot work."""
+"""Loads reward models and their tokenizers, and rejects those that cannot give one reward a text."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from groupgrad.modeling.systems.zero3 import loaded_whole
 logger = logging.getLogger(__name__)
 
 HUB_KEYS = ("cache_dir", "local_files_only", "proxies", "token")
-"""Entries of the policy's `model_init_kwargs` that say how files are fetched and nothing of the model: reward models
-and their tokenizers are fetched in the same way."""
+"""Entries of the policy's `model_init_kwargs` that reward models share: they set how files are downloaded."""
 
 _TOKENIZER_KEYS = ("revision", "subfolder", *HUB_KEYS)
-_NAMES_SHOWN = 3
+_MAX_SHOWN_NAMES = 3
 
 
 @dataclass(slots=True, frozen=True)
 class RewardModelOptions:
-    """How reward models are loaded and run."""
+    """Loading and execution options of all reward models."""
 
     device: torch.device | str = "cpu"
-    """Where they are computed, but for those that a device map has placed and quantized ones, which stay."""
+    """Ignored for quantized models and for those that a device map has placed."""
     init_kwargs: dict[str, Any] | None = None
-    """Keyword arguments for loading by name; never changed. None of the policy's are used beside them."""
+    """Keyword arguments of `from_pretrained`; the policy's are not added. Never changed."""
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     batch_tokens: int = 16_384
-    """Tokens, padding included, that one forward pass reads at most; a longer text is read alone."""
+    """Maximum tokens of a forward pass, padding included; a longer text gets a pass of its own."""
     offload: bool = False
-    """Keep them in host memory between two calls."""
+    """Keep the weights in host memory between calls."""
 
     def __post_init__(self) -> None:
         if self.batch_tokens < 1:
@@ -51,29 +50,30 @@ class RewardModelOptions:
 
     @property
     def trusts(self) -> bool:
-        """Code that comes with a checkpoint may run."""
+        """True if code in a checkpoint may run."""
         return self.trust_remote_code or bool((self.init_kwargs or {}).get("trust_remote_code"))
 
 
 def hub_kwargs(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The entries of the policy's `init_kwargs` that reward models share, `HUB_KEYS`."""
+    """Selects the entries of the policy's `init_kwargs` that reward models share (`HUB_KEYS`)."""
     return {key: init_kwargs[key] for key in HUB_KEYS if key in init_kwargs}
 
 
 def model_name(model: str | nn.Module) -> str:
-    """The last path component of a model's name, or its class name if it has none."""
+    """Returns the last path component of a model's source, or the class name of a model without a source."""
     return os.path.basename(model_source(model).replace("\\", "/").rstrip("/")) or type(model).__name__
 
 
 def model_source(model: str | nn.Module) -> str:
-    """The name or folder that a model was loaded from; empty if it does not say."""
+    """Returns the name or folder that a model was loaded from; empty if unknown."""
     return model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def load_model(name: str, options: RewardModelOptions) -> nn.Module:
-    """A sequence classifier with one label, from a folder or by name, in the checkpoint's dtype unless told otherwise.
+    """Loads a sequence classifier with one label, in the checkpoint's dtype unless `init_kwargs` sets another.
 
-    ValueError if the checkpoint has no such head, or one with several labels: its rewards would be random numbers.
+    ValueError if the checkpoint has no score head or one with several labels: transformers would initialize a new head
+    at random.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -84,27 +84,28 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
             f"reward_model_init_kwargs has num_labels={labels!r}, but a reward is one number a text; take it out"
         )
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
-    # Without this the library's error says only that sizes differ, and nothing of labels.
+    # Sizes are compared below, since the library's own error does not mention labels.
     kwargs["ignore_mismatched_sizes"] = True
     with loaded_whole():
-        model, report = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
-    mismatched = [entry[0] if isinstance(entry, (tuple, list)) else entry for entry in report["mismatched_keys"]]
+        model, loading_info = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
+    mismatched = [key[0] if isinstance(key, (tuple, list)) else key for key in loading_info["mismatched_keys"]]
     if mismatched:
         raise ValueError(
             f"reward model '{name}' cannot be loaded with one label: {_some(mismatched)} has another size in its "
             "checkpoint. A reward model gives one number a text; for a classifier with several labels give a reward "
             "function that calls it"
         )
-    if report["missing_keys"]:
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
         raise ValueError(
-            f"the checkpoint of reward model '{name}' lacks {_some(sorted(report['missing_keys']))}, so its rewards "
-            "would be random; give a sequence-classification model that was trained to score texts"
+            f"the checkpoint of reward model '{name}' lacks {_some(missing)}, so its rewards would be random; give a "
+            "sequence-classification model that was trained to score texts"
         )
     return model
 
 
 def load_tokenizer(source: str, name: str, options: RewardModelOptions) -> Any:
-    """The tokenizer that lies beside a reward model. ValueError if the model does not say where that is."""
+    """Loads the tokenizer from the source of a reward model. ValueError if the source is unknown."""
     if not source:
         raise ValueError(
             f"reward model '{name}' does not say where it was loaded from, so that its tokenizer cannot be loaded; "
@@ -112,20 +113,19 @@ def load_tokenizer(source: str, name: str, options: RewardModelOptions) -> Any:
         )
     from transformers import AutoTokenizer
 
-    given = options.init_kwargs or {}
-    kwargs = {key: given[key] for key in _TOKENIZER_KEYS if key in given}
+    kwargs = {key: value for key, value in (options.init_kwargs or {}).items() if key in _TOKENIZER_KEYS}
     return AutoTokenizer.from_pretrained(source, trust_remote_code=options.trusts, **kwargs)
 
 
 def padding_id(tokenizer: Any, model: nn.Module, name: str) -> int:
-    """The tokenizer's padding token, or the model's, or the end-of-sequence token. ValueError if there is none.
+    """Returns the tokenizer's padding token, else the model's, else the end-of-sequence token; else ValueError.
 
-    Rows are padded by the caller, so that a tokenizer that others use too stays as it is.
+    The tokenizer itself is not changed, since other code may use it: the caller pads with the returned id.
     """
     config = _text_config(model)
-    for found in (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), tokenizer.eos_token_id):
-        if isinstance(found, int) and found >= 0:
-            return found
+    for token_id in (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), tokenizer.eos_token_id):
+        if isinstance(token_id, int) and token_id >= 0:
+            return token_id
     raise ValueError(
         f"the tokenizer of reward model '{name}' has neither a padding nor an end-of-sequence token, so that rows "
         "of different length cannot be scored together; set tokenizer.pad_token"
@@ -133,16 +133,16 @@ def padding_id(tokenizer: Any, model: nn.Module, name: str) -> int:
 
 
 def set_padding_id(model: nn.Module, pad_id: int) -> None:
-    """Write the padding id into the model's configuration, by which it finds each row's last token."""
+    """Sets `pad_token_id` in the model's configuration; the model scores the last token that is not padding."""
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.pad_token_id = _text_config(model).pad_token_id = pad_id
 
 
 def max_input_tokens(model: nn.Module) -> int | None:
-    """Tokens that the model can read; None if its configuration sets no bound.
+    """Returns the maximum input length of a model; None if its configuration has no limit.
 
-    Of a table of learned positions some families leave out the first rows, those up to the padding token's.
+    In a table of learned positions, some families start behind the row of the padding token (RoBERTa).
     """
     limit = getattr(_text_config(model), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:  # relative positions only
@@ -154,7 +154,7 @@ def max_input_tokens(model: nn.Module) -> int | None:
 
 
 def check_device(device: torch.device | str, name: str) -> None:
-    """ValueError if nothing can be put on `device`."""
+    """ValueError if no tensor can be created on `device`."""
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -165,9 +165,9 @@ def check_device(device: torch.device | str, name: str) -> None:
 
 
 def is_placed(model: nn.Module, options: RewardModelOptions) -> bool:
-    """True if the model is to stay where it is: quantized, or spread by a device map."""
-    mapped = getattr(model, "hf_device_map", None) or (options.init_kwargs or {}).get("device_map") is not None
-    return bool(mapped or getattr(model, "is_quantized", False))
+    """True if the model must not be moved: it is quantized or placed by a device map."""
+    has_map = getattr(model, "hf_device_map", None) or (options.init_kwargs or {}).get("device_map") is not None
+    return bool(has_map or getattr(model, "is_quantized", False))
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -176,5 +176,5 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + more

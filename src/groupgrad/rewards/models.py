@@ -1,4 +1,4 @@
-"""Reward models: sequence classifiers that score prompt and completion together."""
+"""Reward models: sequence classifiers that score a prompt and its completion together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,26 +34,16 @@ from groupgrad.types import Rollout
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, frozen=True)
-class ModelScores:
-    """What a reward model said of some rollouts."""
-
-    rewards: list[float]
-    """One finite number a row."""
-    num_truncated: int
-    """Rows of which it read the end only."""
-
-
 class RewardModel:
-    """A sequence-classification model whose only output is the reward.
+    """A sequence-classification model with one label; its logit is the reward.
 
-    A name or folder is loaded with one label; a module is used as it is, put into evaluation mode and moved to the
-    device unless it is quantized or spread by a device map. A missing processing class is loaded by the model's name.
-    Where the tokenizer has no padding token, the model's is used, or else the end-of-sequence token; the model's
-    `pad_token_id` is set to it. Conversations are written by the processing class's chat template; plain texts are
-    prompt and completion end to end, with the special tokens that the tokenizer adds by default.
+    A name or folder is loaded with one label. A module is used as it is, in evaluation mode, and moved to the device
+    unless it is quantized or placed by a device map. Without a processing class, the tokenizer is loaded from the
+    model's source. The padding token is the tokenizer's, else the model's, else the end-of-sequence token, and is
+    written to the model's configuration. Conversations are formatted by the chat template; plain texts are prompt and
+    completion end to end, with the tokenizer's default special tokens.
 
-    One short text is scored when it is made, so that what cannot work is a ValueError then.
+    The constructor scores one short text, so a model that cannot work is a ValueError there.
     """
 
     def __init__(self, model: str | torch.nn.Module, processing_class: Any, options: RewardModelOptions):
@@ -62,44 +51,46 @@ class RewardModel:
         self.name, self.is_by_name = model_name(model), isinstance(model, str)
         self.model = load_model(model, options) if isinstance(model, str) else model
         self.model.eval()
-        self._host = self._place()
+        self._host_weights = self._place()
         if processing_class is None:
             processing_class = load_tokenizer(model_source(model), self.name, options)
         self._tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        self._writer = processing_class if getattr(processing_class, "chat_template", None) else self._tokenizer
+        has_template = getattr(processing_class, "chat_template", None)
+        self._formatter = processing_class if has_template else self._tokenizer
         self._pad_id = padding_id(self._tokenizer, self.model, self.name)
         set_padding_id(self.model, self._pad_id)
         self._max_length = max_input_tokens(self.model)
-        self._warned = False
-        self._try_out()
-
-    def renamed(self, name: str) -> RewardModel:
-        """This model, from now on under another name."""
-        self.name = name
-        return self
+        self._warned_truncated = False
+        self._score_test_text()
 
     def check_conversations(self) -> None:
-        """ValueError if conversations cannot be scored, for want of a chat template."""
-        if not getattr(self._writer, "chat_template", None):
+        """ValueError if there is no chat template to format conversations with."""
+        if not getattr(self._formatter, "chat_template", None):
             raise ValueError(
                 f"the prompts are conversations, but the tokenizer of reward model '{self.name}' has no chat template "
                 "to write them with; give a tokenizer that has one in reward_processing_classes, or use text prompts"
             )
 
-    def score(self, inputs: CallInputs) -> ModelScores:
-        """One finite reward a row, without gradient. RewardError that names the row if the model gives NaN or infinity,
-        or if a row cannot be written for it."""
+    def score(self, inputs: CallInputs) -> tuple[list[float], dict[str, Metric]]:
+        """Returns one finite reward a row, without gradient, and the model's metrics.
+
+        A model with a length limit reads the end of a longer text. RewardError, with the row, if the model gives NaN
+        or infinity, or if the row cannot be tokenized.
+        """
         rows = [self._encode(inputs, row) for row in range(len(inputs.rollouts))]
-        cut = [row for row, ids in enumerate(rows) if self._max_length is not None and len(ids) > self._max_length]
-        if cut:
-            self._warn_of_cut(len(rows[cut[0]]), inputs.describe(cut[0]))
-        for row in cut:
-            rows[row] = rows[row][-(self._max_length or 0) :]
+        metrics: dict[str, Metric] = {}
+        if self._max_length is not None:
+            truncated = [row for row, ids in enumerate(rows) if len(ids) > self._max_length]
+            if truncated and not self._warned_truncated:
+                self._warn_truncated(len(rows[truncated[0]]), inputs.describe(truncated[0]))
+            for row in truncated:
+                rows[row] = rows[row][-self._max_length :]
+            metrics[f"rewards/{self.name}/truncated"] = mean_of(float(len(truncated)), float(len(rows)))
         rewards = [0.0] * len(rows)
         self.model.eval()
         with self._on_device():
             for chunk in self._chunks(rows):
-                for row, reward in zip(chunk, self._forward_in_parts([rows[row] for row in chunk])):
+                for row, reward in zip(chunk, self._forward_within_memory([rows[row] for row in chunk])):
                     rewards[row] = reward
         for row, reward in enumerate(rewards):
             if not math.isfinite(reward):
@@ -107,15 +98,10 @@ class RewardModel:
                     f"reward model '{self.name}', step {inputs.step}: it gave {reward} for {inputs.describe(row)}; "
                     "load it in a wider dtype (reward_model_init_kwargs={'dtype': 'float32'}) or check its weights"
                 )
-        return ModelScores(rewards, len(cut))
-
-    def metrics(self, scores: ModelScores) -> dict[str, Metric]:
-        """The share of texts that were cut, for a model that can read so many tokens and no more."""
-        if self._max_length is None:
-            return {}
-        return {f"rewards/{self.name}/truncated": mean_of(float(scores.num_truncated), float(len(scores.rewards)))}
+        return rewards, metrics
 
     def _place(self) -> HostWeights | None:
+        """Moves the model to its device; returns its host weights if it is to be offloaded between calls."""
         if is_placed(self.model, self._options):
             if self._options.offload:
                 raise ValueError(
@@ -130,15 +116,15 @@ class RewardModel:
         return None
 
     def _on_device(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._host is None else self._host.on_device()
+        return nullcontext() if self._host_weights is None else self._host_weights.on_device()
 
-    def _try_out(self) -> None:
-        """Score one short text. ValueError if that does not give one finite number."""
+    def _score_test_text(self) -> None:
+        """ValueError if a short text does not get one finite reward."""
         try:
             ids = list(self._tokenizer("A")["input_ids"])[: self._max_length] or [self._pad_id]
             with self._on_device():
                 reward = self._forward([ids])[0]
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise ValueError(
                 f"reward model '{self.name}' cannot score a text: {type(error).__name__}: {error}"
             ) from error
@@ -151,7 +137,7 @@ class RewardModel:
     def _encode(self, inputs: CallInputs, row: int) -> list[int]:
         try:
             ids = self._token_ids(inputs.rollouts[row])
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a chat template may raise anything
             raise call_error(error, self.name, inputs, row) from error
         if not ids:
             raise RewardError(f"reward model '{self.name}', step {inputs.step}: {inputs.describe(row)} has no tokens")
@@ -161,32 +147,30 @@ class RewardModel:
         prompt, completion = rollout.prompt.row["prompt"], rollout.completion
         if rollout.prompt.is_conversational:
             reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-            # It reads text: images are only named.
+            # The model reads text only; `as_text` replaces images by their names.
             messages = [as_text(message) for message in drop_empty_fields([*prompt, *reply])]
-            text = self._writer.apply_chat_template(
+            text = self._formatter.apply_chat_template(
                 messages, tokenize=False, **(self._options.chat_template_kwargs or {})
             )
-            # The template writes the special tokens itself.
+            # The template has already written the special tokens.
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         text = prompt + (completion if isinstance(completion, str) else rollout.text)
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
-    def _warn_of_cut(self, length: int, described: str) -> None:
-        """Once; how many there are is logged as a metric."""
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "reward model '%s' reads at most %d tokens; of longer texts it sees the end only, as of %s, which has "
-                "%d. 'rewards/%s/truncated' in the log is their share",
-                self.name,
-                self._max_length,
-                described,
-                length,
-                self.name,
-            )
+    def _warn_truncated(self, length: int, row: str) -> None:
+        self._warned_truncated = True
+        logger.warning(
+            "reward model '%s' reads at most %d tokens; of longer texts it sees the end only, as of %s, which has "
+            "%d. 'rewards/%s/truncated' in the log is their share",
+            self.name,
+            self._max_length,
+            row,
+            length,
+            self.name,
+        )
 
     def _chunks(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Numbers of the rows of each forward pass. Rows of like length go together, so that little is padding."""
+        """Yields the row numbers of each forward pass, sorted by length to keep the padding small."""
         chunk: list[int] = []
         for row in sorted(range(len(rows)), key=lambda row: len(rows[row])):
             if chunk and (len(chunk) + 1) * len(rows[row]) > self._options.batch_tokens:
@@ -196,27 +180,26 @@ class RewardModel:
         if chunk:
             yield chunk
 
-    def _forward_in_parts(self, rows: list[list[int]]) -> list[float]:
-        """The rewards of some rows; where memory runs out, of half of them at a time, and so on."""
+    def _forward_within_memory(self, rows: list[list[int]]) -> list[float]:
+        """Scores rows in one forward pass; when it runs out of memory, halves the rows and retries."""
         try:
             return self._forward(rows)
         except (RuntimeError, MemoryError) as error:
             if len(rows) < 2 or not is_out_of_memory(error):
                 raise
-        collect_what_failed()  # here the error is gone
+        collect_what_failed()  # outside the except block, where the exception no longer holds the frames
         middle = len(rows) // 2
-        return self._forward_in_parts(rows[:middle]) + self._forward_in_parts(rows[middle:])
+        return self._forward_within_memory(rows[:middle]) + self._forward_within_memory(rows[middle:])
 
     @torch.no_grad()
     def _forward(self, rows: list[list[int]]) -> list[float]:
         width = max(map(len, rows))
         ids = torch.tensor([row + [self._pad_id] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        first = next(self.model.parameters(), None)
-        # A first weight that is kept elsewhere and brought in by a hook says nothing of the device.
-        device = self._options.device if first is None or first.device.type == "meta" else first.device
-        output = self.model(input_ids=ids.to(device), attention_mask=mask.to(device))
-        logits = output.logits
+        weight = next(self.model.parameters(), None)
+        # A meta weight is loaded by a hook during the forward pass, so its device is unknown here.
+        device = self._options.device if weight is None or weight.device.type == "meta" else weight.device
+        logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         if logits.ndim != 2 or tuple(logits.shape) != (len(rows), 1):
             raise ValueError(
                 f"its logits have shape {tuple(logits.shape)} for {len(rows)} rows; a reward model gives one number a "

@@ -1,4 +1,4 @@
-"""Weights that live in host memory and visit a device for the time of a computation."""
+"""Offloading of a reward model: weights stay in host memory and are copied to the device for each call."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 class HostWeights:
-    """The weights of a frozen model, kept in host memory; inside `on_device()` they are on `device`.
+    """Keeps the weights of a frozen model in host memory, and on `device` inside `on_device()`.
 
-    The copies on the device are dropped afterwards and nothing is copied back, as nothing has changed. What the model
-    made anew there (a table of positions, say) is brought to host memory.
+    The device copies are dropped afterwards; nothing is copied back, since frozen weights do not change. Buffers that
+    the model has created in between, such as a position table, are moved to host memory.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str):
@@ -21,20 +21,20 @@ class HostWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The model on its device inside, back in host memory afterwards, also on errors."""
-        at_home: dict[int, torch.Tensor] = {}
+        """Context in which the model is on its device; afterwards, also on errors, it is back in host memory."""
+        host_data: dict[int, torch.Tensor] = {}
         try:
             for tensor in self._tensors():
-                at_home[id(tensor)] = tensor.data
+                host_data[id(tensor)] = tensor.data
                 tensor.data = self.to_device(tensor.data)
             yield
         finally:
             for tensor in self._tensors():
-                kept = at_home.get(id(tensor))
-                tensor.data = tensor.data.to("cpu") if kept is None else kept
+                data = host_data.get(id(tensor))
+                tensor.data = tensor.data.to("cpu") if data is None else data
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the tensor on the device."""
+        """Returns a copy of the tensor on the device."""
         return tensor.to(self._device)
 
     def _tensors(self) -> list[torch.Tensor]:

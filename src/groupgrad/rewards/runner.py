@@ -1,13 +1,14 @@
-"""Scores finished rollouts with reward functions and reward models of every kind."""
+"""Scores finished rollouts with reward functions and reward models."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
@@ -15,16 +16,10 @@ import torch
 from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.errors import RewardError
-from groupgrad.metrics import Metric, mean_of, merge, merge_all
+from groupgrad.metrics import Metric, merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
-from groupgrad.rewards.functions import (
-    RewardFunction,
-    call_error,
-    distinct_names,
-    inspect_function,
-    read_rewards,
-)
-from groupgrad.rewards.inputs import TABLE_COLUMNS, CallInputs, CallLog
+from groupgrad.rewards.functions import RewardFunction, call_error, distinct_names, inspect_function, read_rewards
+from groupgrad.rewards.inputs import TABLE_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.types import RewardTable, Rollout
@@ -38,8 +33,8 @@ RewardFunc = Union[str, "PreTrainedModel", Callable[..., Any]]
 
 
 @dataclass(slots=True)
-class _Outcome:
-    """What became of one reward function's call."""
+class _Scores:
+    """Rewards of one function or model for the rows of a call."""
 
     rewards: list[float]
     seconds: float
@@ -47,23 +42,23 @@ class _Outcome:
 
 
 @dataclass(slots=True)
-class _Ended:
-    """How an asynchronous call ended; an error is carried as a value so that it cannot end the loop it ran on."""
+class _AsyncResult:
+    """Return value or exception of an awaitable."""
 
     returned: Any
     error: BaseException | None
+    """Carried as a value, since KeyboardInterrupt and SystemExit would end the event loop that they are raised in."""
     seconds: float
 
 
 class RewardRunner:
-    """Calls every reward function on rollouts and collects what they return and log.
+    """Calls all reward functions and reward models on rollouts and collects their rewards, columns and metrics.
 
-    An item is the name or folder of a sequence-classification model (loaded with one label, by `models` alone and not
-    as the policy is), such a model itself, or a callable, synchronous or not. `processing_classes` are the tokenizers
-    of the models: None, one for a single item, or a list as long as the items, of which entries for callables are
-    ignored. The lists given are not changed. `own_names` are the names of rewards that rollouts bring with them
-    (`Rollout.own_rewards`), further columns of the table; with them there may be no function at all. ValueError or
-    TypeError for what cannot work.
+    `reward_funcs` are callables, plain or async, sequence-classification models, and names or folders of such models,
+    which are loaded with the options of `models`. `processing_classes` are the models' tokenizers: None, one for a
+    single item, or a list as long as the items, in which entries of callables are ignored. `own_names` names the
+    rewards that rollouts bring along (`Rollout.own_rewards`): they become further columns of the table, and with them
+    `reward_funcs` may be empty. ValueError or TypeError for arguments that cannot work.
     """
 
     def __init__(
@@ -77,107 +72,117 @@ class RewardRunner:
         items: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not items and not own_names:
             raise ValueError("reward_funcs=[]: without a reward there is nothing to learn; give at least one function")
-        classes = _align(processing_classes, len(items))
+        tokenizers = _align(processing_classes, len(items))
         options = models or RewardModelOptions()
-        for item in items:
+        for item in items:  # all of them before the first model is loaded
             _check(item)
-        scorers = [_scorer(item, processing_class, options) for item, processing_class in zip(items, classes)]
+        self._scorers = [_scorer(item, tokenizer, options) for item, tokenizer in zip(items, tokenizers)]
         self._own_names = tuple(own_names)
-        self.names: list[str] = distinct_names([*(scorer.name for scorer in scorers), *own_names])
-        self._scorers = [scorer.renamed(name) for scorer, name in zip(scorers, self.names)]
+        self.names: list[str] = distinct_names([*(scorer.name for scorer in self._scorers), *own_names])
+        for scorer, name in zip(self._scorers, self.names):
+            scorer.name = name
         self._loop = LoopThread()
         self._warned_unscored = False
 
     @property
     def models(self) -> list[RewardModel]:
-        """The reward models among the functions, in their order."""
+        """The reward models, in the order of `reward_funcs`."""
         return [scorer for scorer in self._scorers if isinstance(scorer, RewardModel)]
 
     def score(self, rollouts: Sequence[Rollout], *, trainer_state: Any = None, step: int = 0) -> RewardTable:
-        """The rewards of these rollouts, in their order. Local, no collective.
+        """Returns the rewards of rollouts, (B, R) in their order, NaN for None and NaN. Local, no collective.
 
-        Asynchronous functions start first and run, all at once, beside the synchronous ones, which are called in order.
-        `rewards` is (B, R), NaN where a function gave None or NaN. RewardError (from the original) if a function
-        fails or returns something that cannot be used; KeyboardInterrupt and the like pass through. No function is
-        called for no rollouts, nor sees a rollout that failed, whose rewards are NaN.
+        Async functions start first and run concurrently while plain functions and models run in order. Failed rollouts
+        get NaN and are not passed to any function. RewardError, from the original, if a function raises or returns
+        unusable rewards; KeyboardInterrupt and SystemExit are raised as they are.
         """
-        rollouts = list(rollouts)
-        scorable = [i for i, rollout in enumerate(rollouts) if rollout.is_scorable]
-        table = RewardTable(torch.empty(0, len(self.names), dtype=torch.float64), list(self.names))
-        if scorable:
-            table = self._score(CallInputs.of([rollouts[i] for i in scorable], trainer_state, step))
-        return table if len(scorable) == len(rollouts) else _spread(table, scorable, len(rollouts))
+        table = RewardTable(torch.full((len(rollouts), len(self.names)), torch.nan, dtype=torch.float64), self.names[:])
+        rows = [row for row, rollout in enumerate(rollouts) if rollout.is_scorable]
+        if not rows:
+            return table
+        inputs = CallInputs.of([rollouts[row] for row in rows], trainer_state, step)
+        logs = [CallLog(scorer.name, len(rows), step) for scorer in self._scorers]
+        scores = self._call_all(inputs, logs)
+        own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
+        own = [[torch.nan if value is None else value for value in values] for values in own]
+        table.rewards[rows] = torch.tensor([*(score.rewards for score in scores), *own], dtype=torch.float64).T
+        for log in logs:
+            for column, values in log.columns.items():
+                name = _free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *table.columns})
+                by_row = dict(zip(rows, values))
+                table.columns[name] = [by_row.get(row) for row in range(len(rollouts))]
+        table.metrics = merge_all([*(score.metrics for score in scores), *(log.metrics for log in logs)])
+        table.seconds = {name: score.seconds for name, score in zip(self.names, scores)}
+        self._warn_unscored(table.rewards[rows], inputs)
+        return table
 
-    def _score(self, inputs: CallInputs) -> RewardTable:
-        logs = [CallLog(scorer.name, len(inputs.rollouts), inputs.step) for scorer in self._scorers]
-        outcomes: list[_Outcome | None] = [None] * len(logs)
-        pending: dict[int, concurrent.futures.Future[_Ended]] = {}
+    def close(self) -> None:
+        """Ends the thread of the async functions. May be called any number of times."""
+        self._loop.close()
+
+    def _call_all(self, inputs: CallInputs, logs: list[CallLog]) -> list[_Scores]:
+        """Returns the scores of all functions and models, in order. A failure cancels the pending async calls."""
+        pending: dict[int, concurrent.futures.Future[_AsyncResult]] = {}
+        scores: dict[int, _Scores] = {}
         try:
-            for k, scorer in enumerate(self._scorers):
+            for i, scorer in enumerate(self._scorers):
                 if isinstance(scorer, RewardFunction) and scorer.is_async:
-                    arguments = scorer.arguments(inputs, logs[k])
-                    pending[k] = self._loop.submit(_await(scorer.call, arguments, logs[k]))
-            for k, scorer in enumerate(self._scorers):
+                    call = functools.partial(scorer.call, **scorer.arguments(inputs, logs[i]))
+                    pending[i] = self._loop.submit(_await(call, logs[i]))
+            for i, scorer in enumerate(self._scorers):
                 if isinstance(scorer, RewardModel):
-                    outcomes[k] = _run_model(scorer, inputs)
-                elif k not in pending:
-                    outcomes[k] = self._run_function(scorer, inputs, logs[k])
-            for k, future in pending.items():
-                outcomes[k] = _finish(future, inputs, logs[k])
+                    scores[i] = _call_model(scorer, inputs)
+                elif i not in pending:
+                    scores[i] = self._call_function(scorer, inputs, logs[i])
+            for i, future in pending.items():
+                scores[i] = _async_scores(future.result(), self.names[i], inputs)
+            return [scores[i] for i in range(len(logs))]
         finally:
             for future in pending.values():
                 future.cancel()
             for log in logs:
                 log.close()
-        return self._table([outcome for outcome in outcomes if outcome is not None], logs, inputs)
 
-    def close(self) -> None:
-        """End the thread of the asynchronous functions. May be called any number of times."""
-        self._loop.close()
-
-    def _run_function(self, function: RewardFunction, inputs: CallInputs, log: CallLog) -> _Outcome:
+    def _call_function(self, function: RewardFunction, inputs: CallInputs, log: CallLog) -> _Scores:
         arguments = function.arguments(inputs, log)
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
             returned = self._call(function, arguments, log)
+        except LogMisuse:
+            raise
         except Exception as error:
-            if error is log.error:
-                raise
-            raise self._blame(function, inputs, error) from error
+            row = self._failing_row(function, inputs, error)
+            raise call_error(error, function.name, inputs, row) from error
         finally:
             log.close()
-        seconds = time.perf_counter() - started
-        return _Outcome(read_rewards(returned, function.name, inputs), seconds)
+        seconds = time.perf_counter() - start
+        return _Scores(read_rewards(returned, function.name, inputs), seconds)
 
     def _call(self, function: RewardFunction, arguments: dict[str, Any], log: CallLog) -> Any:
         returned = function.call(**arguments)
-        if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an asynchronous one
-            ended = self._loop.submit(_await(lambda: returned, {}, log)).result()
-            if ended.error is not None:
-                raise ended.error
-            return ended.returned
+        if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an async one
+            result = self._loop.submit(_await(lambda: returned, log)).result()
+            if result.error is not None:
+                raise result.error
+            return result.returned
         return returned
 
-    def _blame(self, function: RewardFunction, inputs: CallInputs, error: Exception) -> RewardError:
-        """Find the row that makes a function fail by calling it once a row; what it logs then is dropped."""
-        num_rows = len(inputs.rollouts)
-        if num_rows == 1:
-            return call_error(error, function.name, inputs, 0)
-        for row in range(num_rows):
-            single = inputs.only(row)
-            muted = CallLog(function.name, 1, inputs.step, muted=True)
+    def _failing_row(self, function: RewardFunction, inputs: CallInputs, error: Exception) -> int | None:
+        """Finds the row that raises `error` by calling the function on one row at a time."""
+        if len(inputs.rollouts) == 1:
+            return 0
+        for row in range(len(inputs.rollouts)):
+            single, log = inputs.only(row), CallLog(function.name, 1, inputs.step)
             try:
-                self._call(function, function.arguments(single, muted), muted)
-            except Exception as again:
-                # A function that fails otherwise on a single row (too few for a statistic, say) tells nothing of it.
-                if type(again) is type(error):
-                    return call_error(error, function.name, inputs, row)
-        return call_error(error, function.name, inputs)
+                self._call(function, function.arguments(single, log), log)
+            except Exception as single_error:
+                # Another exception may come from the size of the batch, such as a statistic over too few rows.
+                if type(single_error) is type(error):
+                    return row
+        return None
 
-    def _table(self, outcomes: list[_Outcome], logs: list[CallLog], inputs: CallInputs) -> RewardTable:
-        own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
-        own = [[float("nan") if value is None else value for value in values] for values in own]
-        rewards = torch.tensor([*(outcome.rewards for outcome in outcomes), *own], dtype=torch.float64).T.contiguous()
+    def _warn_unscored(self, rewards: torch.Tensor, inputs: CallInputs) -> None:
+        """Warns once of completions without any reward; they do not contribute to training."""
         unscored = rewards.isnan().all(dim=1).nonzero().flatten().tolist()
         if unscored and not self._warned_unscored:
             self._warned_unscored = True
@@ -188,60 +193,38 @@ class RewardRunner:
                 len(inputs.rollouts),
                 inputs.describe(unscored[0]),
             )
-        columns: dict[str, list[Any]] = {}
-        metrics = merge_all(outcome.metrics for outcome in outcomes)
-        for log in logs:
-            for column, values in log.columns.items():
-                columns[_free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *columns})] = values
-            for name, (total, count) in log.metrics.items():
-                metric = mean_of(total, count)
-                metrics[name] = merge(metrics[name], metric) if name in metrics else metric
-        seconds = {name: outcome.seconds for name, outcome in zip(self.names, outcomes)}
-        return RewardTable(rewards, list(self.names), columns, metrics, seconds)
 
 
-def _spread(table: RewardTable, rows: list[int], num_rows: int) -> RewardTable:
-    """The table of more rows, of which it holds those numbered `rows`; the others were not scored."""
-    rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
-    rewards[rows] = table.rewards
-    columns = {}
-    for name, values in table.columns.items():
-        known = dict(zip(rows, values))
-        columns[name] = [known.get(row) for row in range(num_rows)]
-    return replace(table, rewards=rewards, columns=columns)
-
-
-def _run_model(model: RewardModel, inputs: CallInputs) -> _Outcome:
-    started = time.perf_counter()
+def _call_model(model: RewardModel, inputs: CallInputs) -> _Scores:
+    start = time.perf_counter()
     try:
-        scores = model.score(inputs)
-        return _Outcome(scores.rewards, time.perf_counter() - started, model.metrics(scores))
+        rewards, metrics = model.score(inputs)
     except RewardError:
         raise
     except Exception as error:
         raise call_error(error, model.name, inputs) from error
+    return _Scores(rewards, time.perf_counter() - start, metrics)
 
 
-def _finish(future: concurrent.futures.Future[_Ended], inputs: CallInputs, log: CallLog) -> _Outcome:
-    ended = future.result()
-    if ended.error is None:
-        return _Outcome(read_rewards(ended.returned, log.function, inputs), ended.seconds)
-    if ended.error is log.error or not isinstance(ended.error, Exception):
-        raise ended.error
-    row = 0 if len(inputs.rollouts) == 1 else None
-    raise call_error(ended.error, log.function, inputs, row) from ended.error
-
-
-async def _await(call: Callable[..., Any], arguments: dict[str, Any], log: CallLog) -> _Ended:
-    started = time.perf_counter()
+async def _await(call: Callable[[], Any], log: CallLog) -> _AsyncResult:
+    start = time.perf_counter()
     returned, error = None, None
     try:
-        returned = await call(**arguments)
+        returned = await call()
     except (Exception, KeyboardInterrupt, SystemExit) as caught:
         error = caught
     finally:
         log.close()
-    return _Ended(returned, error, time.perf_counter() - started)
+    return _AsyncResult(returned, error, time.perf_counter() - start)
+
+
+def _async_scores(result: _AsyncResult, name: str, inputs: CallInputs) -> _Scores:
+    if result.error is None:
+        return _Scores(read_rewards(result.returned, name, inputs), result.seconds)
+    if isinstance(result.error, LogMisuse) or not isinstance(result.error, Exception):
+        raise result.error
+    row = 0 if len(inputs.rollouts) == 1 else None
+    raise call_error(result.error, name, inputs, row) from result.error
 
 
 def _align(processing_classes: Any, count: int) -> list[Any]:
@@ -257,7 +240,7 @@ def _align(processing_classes: Any, count: int) -> list[Any]:
 
 
 def _check(item: Any) -> None:
-    """Refuse what is no reward function before any model is loaded."""
+    """ValueError or TypeError for an item that is neither callable nor the name of a model."""
     if isinstance(item, str):
         if item in REWARD_FUNCTIONS:
             raise ValueError(
@@ -281,6 +264,7 @@ def _scorer(item: Any, processing_class: Any, options: RewardModelOptions) -> Re
 
 
 def _free_name(column: str, function: str, taken: set[str]) -> str:
+    """Prefixes a column with its function's name, and numbers it, until it is not taken."""
     name, number = column, 1
     while name in taken:
         name = f"{function}/{column}" if number == 1 else f"{function}/{column}_{number}"
