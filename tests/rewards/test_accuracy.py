@@ -8,7 +8,7 @@ import time
 import pytest
 
 from groupgrad.rewards import accuracy, accuracy_reward, reasoning_accuracy_reward
-from groupgrad.rewards.accuracy import MathVerifier, Verdict
+from groupgrad.rewards.math_verifier import MathVerifier, Verdict
 
 TOWER = r"the result is \boxed{9^{9^{9^{9}}}}"
 
