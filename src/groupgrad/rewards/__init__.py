@@ -1,6 +1,6 @@
-"""Reward functions: the built-in ones, and `RewardRunner`, which calls any of them on finished rollouts.
+"""Built-in reward functions, and `RewardRunner`, which calls reward functions and models on finished rollouts.
 
-Importing this package is light: torch and transformers are loaded with `RewardRunner`, not with the functions.
+Importing this package does not import torch or transformers; only `RewardRunner` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REWARD_FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {
     "get_cosine_scaled_reward": get_cosine_scaled_reward(max_len=1280),
     "get_repetition_penalty_reward": get_repetition_penalty_reward(ngram_size=3, max_penalty=-1.0),
 }
-"""Reward functions by the name that the command line knows; a factory stands for its result with the values here."""
+"""Reward functions by their command-line name; a factory's name stands for its function with the arguments here."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rewards for a right mathematical answer, compared by math-verify in a supervised child process."""
+"""Rewards for correct mathematical answers, which math-verify checks in supervised child processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def require_math_verify() -> None:
-    """Nothing, or ImportError if math-verify is not installed."""
+    """ImportError if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("accuracy rewards need math-verify, which is not installed: pip install groupgrad[math]")
 
 
 def requires_math_verify(function: F) -> F:
-    """The same function, marked so that `RewardRunner` looks for math-verify before the first generation."""
+    """Decorator: `RewardRunner` then checks for math-verify before the first generation."""
     function.__dict__["check_ready"] = require_math_verify
     return function
 
@@ -38,14 +38,13 @@ def accuracy_reward(
     log_metric: Callable[..., None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    r"""1.0 where a completion's answer equals the solution mathematically, 0.0 where not, None where nobody can tell.
+    r"""1.0 for an answer that equals the solution mathematically, else 0.0; None if the solution cannot be parsed.
 
-    `completions` are texts or message lists (the assistant's last message counts); the answer is LaTeX in `\boxed{}`
-    or anchored by words ("the answer is $...$"). `solution` holds LaTeX, a plain number or formula, or a GSM8K
-    solution that ends in `#### 72`; one that is None or cannot be parsed gives None. A row that is not decided within
-    `ROW_TIMEOUT_S` seconds gives 0.0 (None if it is the solution that takes so long), a warning, and, in calls where
-    there are such rows, the metric `accuracy_reward/timed_out`, their share. Logs the columns `solution`,
-    `gold_parsed` and `answer_parsed`. Works in any thread. ImportError without math-verify.
+    `completions` are texts or message lists, of which the assistant's last message counts. The answer is LaTeX in
+    `\boxed{}` or after words such as "the answer is". `solution` holds LaTeX, a plain number or formula, or a GSM8K
+    solution that ends in `#### 72`; None gives None. A row that takes more than 10 seconds gets 0.0, or None if its
+    solution is the cause; the calls with such rows log a warning and their share as `accuracy_reward/timed_out`. Logs
+    the columns `solution`, `gold_parsed` and `answer_parsed`. Works in any thread. ImportError without math-verify.
     """
     answers: list[str | None] = [completion_text(completion) for completion in completions]
     return _reward(answers, solution, log_extra, log_metric)
@@ -60,10 +59,10 @@ def reasoning_accuracy_reward(
     log_metric: Callable[..., None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """`accuracy_reward` of what follows the reasoning: the text after the last occurrence of any delimiter.
+    """`accuracy_reward` of the text after the reasoning, that is, after the last occurrence of any delimiter.
 
-    `reasoning_delimiters` is `["</think>"]` by default. A completion with none of them has not finished its reasoning
-    and gives 0.0 (None if its solution cannot be parsed). ValueError for an empty list or an empty delimiter.
+    `reasoning_delimiters` is `["</think>"]` by default. A completion without a delimiter has not finished its reasoning
+    and gets 0.0, or None if its solution cannot be parsed. ValueError for an empty list or an empty delimiter.
     """
     if isinstance(reasoning_delimiters, str):
         reasoning_delimiters = [reasoning_delimiters]

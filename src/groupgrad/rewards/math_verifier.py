@@ -9,40 +9,149 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 ROW_TIMEOUT_S = 10.0
-"""Seconds that parsing and comparing one row may take."""
+"""Seconds to parse and compare one row."""
 START_TIMEOUT_S = 120.0
-"""Seconds that a child process may take to import math-verify."""
+"""Seconds for a child process to import math-verify."""
 MIN_ROWS_PER_WORKER = 32
 HARMLESS_ANSWER = r"\boxed{1}"
 
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
-    """What became of one row."""
+    """Result of comparing one answer with its gold solution."""
 
     correct: bool | None
-    """None if the gold cannot be parsed, so that the row cannot be judged."""
+    """None if the gold cannot be parsed or compared."""
     gold: str | None = None
-    """Source text of the parsed gold, None if it cannot be parsed."""
+    """Source text of the parsed gold; None if it cannot be parsed."""
     answer: str | None = None
-    """Source text of the parsed answer, None if none was found."""
+    """Source text of the parsed answer; None if there is none."""
     timed_out: bool = False
-    """True if the deadline passed or the child process died (of memory, for one)."""
+    """True if the deadline passed or the child process died, for example of its memory limit."""
+
+
+class MathVerifier:
+    """Compares answers with gold solutions in child processes, with a deadline for each row. Thread-safe.
+
+    At most `max_workers` processes (default: the number of CPUs, at most 4) start when first needed. They end with
+    `close`, with this object, or with the interpreter. A row that passes its deadline costs the process it runs in.
+    If a harmless answer to the same gold passes the deadline too, that gold is not tried again.
+    """
+
+    def __init__(self, timeout_s: float = ROW_TIMEOUT_S, max_workers: int | None = None):
+        if not timeout_s > 0:
+            raise ValueError(
+                f"timeout_s={timeout_s}: no row can be judged in that time; set a positive number of seconds"
+            )
+        self.timeout_s = timeout_s
+        self._workers = [_Worker() for _ in range(max_workers or min(os.cpu_count() or 1, 4))]
+        self._probes: dict[str, Verdict | None] = {}
+        """Verdicts on the harmless answer, by gold, for golds with a row that timed out; None if it timed out too."""
+        self._reset()
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
+
+    def judge(self, golds: Sequence[str | None], answers: Sequence[str | None]) -> list[Verdict]:
+        """Returns one verdict a row. A gold of None cannot be judged; an answer of None is wrong."""
+        if self._pid != os.getpid():  # after a fork, threads of the parent may hold the pool's lock and workers
+            self._reset()
+        rows = list(zip(golds, answers, strict=True))
+        num_lanes = min(len(self._workers), max(1, len(rows) // MIN_ROWS_PER_WORKER))
+        stopped = threading.Event()
+        if num_lanes == 1:
+            return self._judge_rows(rows, stopped)
+        verdicts: list[Any] = [None] * len(rows)
+        with ThreadPoolExecutor(num_lanes, thread_name_prefix="math-verifier") as threads:
+            try:
+                lanes = threads.map(lambda i: self._judge_rows(rows[i::num_lanes], stopped), range(num_lanes))
+                for i, lane_verdicts in enumerate(lanes):
+                    verdicts[i::num_lanes] = lane_verdicts
+            except BaseException:
+                stopped.set()
+                raise
+        return verdicts
+
+    def close(self) -> None:
+        """Ends the processes; a later call starts new ones."""
+        _stop_all(self._workers)
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # last in, first out: running workers first
+        for worker in reversed(self._workers):
+            self._idle.put(worker)
+
+    def _judge_rows(self, rows: Sequence[tuple[str | None, str | None]], stopped: threading.Event) -> list[Verdict]:
+        verdicts = []
+        worker = self._idle.get()
+        try:
+            for gold, answer in rows:
+                if stopped.is_set():
+                    break
+                verdicts.append(Verdict(None) if gold is None else self._judge_row(worker, gold, answer))
+        finally:
+            self._idle.put(worker)
+        return verdicts
+
+    def _judge_row(self, worker: _Worker, gold: str, answer: str | None) -> Verdict:
+        if gold not in self._probes or self._probes[gold] is not None:
+            verdict = worker.judge(gold, answer, self.timeout_s)
+            if verdict is not None:
+                return verdict
+            if gold not in self._probes:
+                # If the gold itself is the cause, all completions of its group would time out.
+                self._probes[gold] = worker.judge(gold, HARMLESS_ANSWER, self.timeout_s)
+        probe = self._probes[gold]
+        if probe is None or probe.correct is None:
+            return Verdict(None, timed_out=True)
+        return Verdict(False, gold=probe.gold, timed_out=True)
 
 
 class _Worker:
-    """One child process. Used by one thread at a time."""
+    """A child process for one thread at a time; it starts with the first call and again after it has ended."""
 
     def __init__(self) -> None:
-        # The child finds what this process finds, however it came by its path; it must not see our terminal's Ctrl-C.
+        self._process: subprocess.Popen[str] | None = None
+        self._owner_pid = 0
+        self._replies: queue.Queue[str] = queue.Queue()
+
+    @property
+    def is_running(self) -> bool:
+        """False also in a fork of the process that started it."""
+        return self._process is not None and os.getpid() == self._owner_pid and self._process.poll() is None
+
+    def judge(self, gold: str, answer: str | None, timeout_s: float) -> Verdict | None:
+        """Returns the verdict on one row; None, and the process is ended, if there is none in time."""
+        if not self.is_running:
+            self._start()
+        reply = None
+        try:
+            with contextlib.suppress(OSError):  # the process has died
+                self._send({"gold": gold, "answer": answer, "timeout_s": timeout_s})
+                reply = self._receive(timeout_s)
+        finally:
+            # Also on KeyboardInterrupt: a late reply must not be read as the next row's.
+            if reply is None:
+                self.stop()
+        return None if reply is None else Verdict(**reply)
+
+    def stop(self) -> None:
+        """Kills the process, unless it belongs to the parent of this fork."""
+        if self._process is None or os.getpid() != self._owner_pid:
+            return
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _start(self) -> None:
+        # The child imports from the same paths as this process, and does not get the terminal's Ctrl-C.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "groupgrad.rewards.math_worker"],
@@ -55,168 +164,36 @@ class _Worker:
             start_new_session=True,
         )
         self._owner_pid = os.getpid()
-        self._lines: queue.Queue[str] = queue.Queue()
-        # A thread that reads, because a pipe cannot be read with a deadline on every system.
-        threading.Thread(target=self._read, name="math-worker-reader", daemon=True).start()
-        ready = self._receive(time.monotonic() + START_TIMEOUT_S)
+        self._replies = queue.Queue()
+        # A thread reads, because not every system can read a pipe with a deadline.
+        arguments = (self._process.stdout, self._replies)
+        threading.Thread(target=_read_lines, args=arguments, name="math-worker-reader", daemon=True).start()
+        ready = self._receive(START_TIMEOUT_S)
         if ready is None or not ready["ready"]:
             self.stop()
             reason = "it ended or did not start in time" if ready is None else ready["error"]
             raise RuntimeError(f"the process that checks mathematical answers did not start: {reason}")
 
-    def judge(self, gold: str, answer: str | None, timeout_s: float) -> Verdict:
-        """The verdict on one row; after one that timed out the process is gone."""
-        deadline = time.monotonic() + timeout_s
-        request = {"gold": gold, "answer": answer, "timeout_s": timeout_s}
-        first = second = None
+    def _send(self, request: dict[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(request) + "\n")  # pyright: ignore[reportOptionalMemberAccess]
+        self._process.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """Returns the next line of the process; None if there is none in time or the process has ended."""
         try:
-            if self._send(request):
-                first = self._receive(deadline)
-            if first is not None and first["gold"] is None:
-                return Verdict(None)
-            if first is not None:
-                second = self._receive(deadline)
-        finally:
-            # Also on an interrupt: an answer still to come must not be read as that of the next row.
-            if first is None or (first["gold"] is not None and second is None):
-                self.stop()
-        if first is None:
-            return Verdict(None, timed_out=True)
-        if second is None:
-            return Verdict(False, gold=first["gold"], timed_out=True)
-        return Verdict(second["correct"], gold=first["gold"], answer=second["answer"])
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def stop(self) -> None:
-        """End the process, whatever it is doing."""
-        if os.getpid() != self._owner_pid:
-            return  # inherited over a fork; it belongs to the parent
-        self._process.kill()
-        self._process.wait()
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
-
-    def _send(self, request: dict[str, Any]) -> bool:
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")  # pyright: ignore[reportOptionalMemberAccess]
-            self._process.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def _receive(self, deadline: float) -> dict[str, Any] | None:
-        try:
-            line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.0))
+            line = self._replies.get(timeout=timeout_s)
         except queue.Empty:
             return None
         return json.loads(line) if line else None
 
-    def _read(self) -> None:
-        with self._process.stdout as stream:  # pyright: ignore[reportOptionalContextManager]
-            for line in stream:
-                self._lines.put(line)
-        self._lines.put("")
 
-
-class MathVerifier:
-    """Compares answers with gold solutions in child processes, each row within a deadline, from any thread.
-
-    Processes start when first needed, at most `max_workers` of them (default: the processors, at most 4), and end with
-    `close`, with this object, or with the interpreter. A row that passes its deadline costs its process, no other row.
-    If its gold passes it with a harmless answer too, rows with that gold cannot be judged and are not tried again.
-    """
-
-    def __init__(self, timeout_s: float = ROW_TIMEOUT_S, max_workers: int | None = None):
-        if not timeout_s > 0:
-            raise ValueError(
-                f"timeout_s={timeout_s}: no row can be judged in that time; set a positive number of seconds"
-            )
-        self.timeout_s = timeout_s
-        self.max_workers = max_workers or min(os.cpu_count() or 1, 4)
-        self._workers: list[_Worker] = []
-        self._probed_golds: dict[str, bool] = {}  # by gold: whether any comparison with it can end
-        self._reset()
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
-
-    def judge(self, golds: Sequence[str | None], answers: Sequence[str | None]) -> list[Verdict]:
-        """One verdict a row. A gold of None cannot be judged; an answer of None is wrong."""
-        if self._pid != os.getpid():
-            self._workers.clear()
-            self._reset()
-        rows = list(zip(golds, answers, strict=True))
-        lanes = min(self.max_workers, max(1, len(rows) // MIN_ROWS_PER_WORKER))
-        stopped = threading.Event()
-        if lanes == 1:
-            return self._judge_lane(rows, stopped)
-        verdicts: list[Any] = [None] * len(rows)
-        with ThreadPoolExecutor(lanes, thread_name_prefix="math-verifier") as threads:
-            try:
-                futures = [threads.submit(self._judge_lane, rows[lane::lanes], stopped) for lane in range(lanes)]
-                for lane, future in enumerate(futures):
-                    verdicts[lane::lanes] = future.result()
-            except BaseException:
-                stopped.set()
-                raise
-        return verdicts
-
-    def close(self) -> None:
-        """End the processes; a later call starts new ones."""
-        with self._lock:
-            self._idle.clear()
-            _stop_all(self._workers)
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._slots = threading.Semaphore(self.max_workers)
-        self._idle: list[_Worker] = []
-
-    def _judge_lane(self, rows: list[tuple[str | None, str | None]], stopped: threading.Event) -> list[Verdict]:
-        verdicts = []
-        worker = None
-        with self._slots:
-            try:
-                for gold, answer in rows:
-                    if stopped.is_set():
-                        break
-                    if gold is None or not self._probed_golds.get(gold, True):
-                        verdicts.append(Verdict(None, timed_out=gold is not None))
-                        continue
-                    worker = self._ready(worker)
-                    verdict = worker.judge(gold, answer, self.timeout_s)
-                    if verdict.timed_out and gold not in self._probed_golds:
-                        # Was it the gold? Then every completion of its group would wait in vain.
-                        worker = self._ready(worker)
-                        self._probed_golds[gold] = not worker.judge(gold, HARMLESS_ANSWER, self.timeout_s).timed_out
-                    verdicts.append(verdict if self._probed_golds.get(gold, True) else Verdict(None, timed_out=True))
-            finally:
-                self._give_back(worker)
-        return verdicts
-
-    def _ready(self, worker: _Worker | None) -> _Worker:
-        """This process if it still runs, otherwise an idle or a new one."""
-        if worker is not None and worker.is_running:
-            return worker
-        with self._lock:
-            while self._idle:
-                worker = self._idle.pop()
-                if worker.is_running:
-                    return worker
-        worker = _Worker()
-        with self._lock:
-            self._workers[:] = [known for known in self._workers if known.is_running]
-            self._workers.append(worker)
-        return worker
-
-    def _give_back(self, worker: _Worker | None) -> None:
-        if worker is not None and worker.is_running:
-            with self._lock:
-                self._idle.append(worker)
+def _read_lines(stream: Iterable[str], lines: queue.Queue[str]) -> None:
+    with contextlib.closing(stream):  # pyright: ignore[reportArgumentType]
+        for line in stream:
+            lines.put(line)
+    lines.put("")
 
 
 def _stop_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().stop()
+    for worker in workers:
+        worker.stop()

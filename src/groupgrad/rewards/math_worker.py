@@ -1,13 +1,14 @@
-"""The child process that parses and compares mathematical answers: `python -m groupgrad.rewards.math_worker`.
+"""Child process that parses and compares mathematical answers: `python -m groupgrad.rewards.math_worker`.
 
-A formula such as 9^{9^{9^{9}}} keeps the interpreter inside one C call that no Python-level timeout can leave, so the
-comparison runs in a process of its own that its parent can end. One JSON object a line on standard input:
+A formula such as 9^{9^{9^{9}}} keeps the interpreter inside one C call that no timeout in Python can interrupt. The
+comparison therefore runs in a process that `MathVerifier` can kill. Requests and replies are JSON objects, one a line:
 
     {"gold": "72", "answer": "so \\boxed{72}" or null, "timeout_s": 10}
+    {"correct": true, "gold": "72", "answer": "72"}
 
-and one or two on standard output: `{"gold": "72"}` as soon as the gold is parsed (null: it cannot be, and nothing
-follows), then `{"correct": true, "answer": "72"}` (an answer of null: none was found). The first line of all is
-`{"ready": true}` or `{"ready": false, "error": "..."}`.
+The reply holds the source texts of what was parsed; `gold` and `correct` are null if the gold cannot be parsed, and
+`answer` is null if none was found. Before the first request the process writes `{"ready": true}` or
+`{"ready": false, "error": "..."}`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 
 @lru_cache(maxsize=1024)
 def parse_gold(gold: str) -> tuple[Any, ...]:
-    r"""What a reference solution says: expressions and their source text, () if there is nothing to compare with.
+    r"""Parses a reference solution into expressions and their source text; () if it has no expression.
 
-    Takes the part after the last `####` (GSM8K). A plain number is read as one; a bare formula (`x^2+1`, `(1, 2)`,
-    `\frac12`) as LaTeX; a text is searched for `\boxed{}`, `$...$` and then for its last number.
+    Only the part after the last `####` counts (GSM8K). A plain number is read as a number and a bare formula (`x^2+1`,
+    `(1, 2)`, `\frac12`) as LaTeX; in other texts, `\boxed{}`, `$...$` and then the last number are searched for.
     """
     from math_verify import parse
 
@@ -47,9 +48,9 @@ def parse_gold(gold: str) -> tuple[Any, ...]:
 
 
 def parse_answer(text: str) -> list[Any]:
-    r"""What a completion gives as its answer: LaTeX in `\boxed{}`, or else anchored by words such as "answer is".
+    r"""Parses the answer in a completion: LaTeX in `\boxed{}`, else LaTeX after words such as "answer is".
 
-    Units are dropped; of several candidates the first in that order is taken and none other is tried.
+    Units are dropped. Only the first candidate in that order is tried.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
@@ -62,27 +63,26 @@ def parse_answer(text: str) -> list[Any]:
     return parse(text, [extraction], extraction_mode="first_match", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
-def answer(request: dict[str, Any], reply: Any) -> None:
-    """Serve one request; `reply` is called with each object to send."""
+def judge(gold: str, answer: str | None) -> dict[str, Any]:
+    """Compares an answer with a gold solution and returns the reply."""
     from math_verify import verify
 
-    gold: tuple[Any, ...] = ()
+    parsed_gold: tuple[Any, ...] = ()
     with contextlib.suppress(Exception):
-        gold = parse_gold(request["gold"])
-    reply({"gold": _source(gold) if gold else None})
-    if not gold:
-        return
+        parsed_gold = parse_gold(gold)
+    if not parsed_gold:
+        return {"correct": None, "gold": None, "answer": None}
     parsed: list[Any] = []
     correct = False
     with contextlib.suppress(Exception):
-        parsed = [] if request["answer"] is None else parse_answer(request["answer"])
-        correct = bool(parsed) and bool(verify(list(gold), parsed, timeout_seconds=None))
-    reply({"correct": correct, "answer": _source(parsed) if parsed else None})
+        parsed = [] if answer is None else parse_answer(answer)
+        correct = bool(parsed) and bool(verify(list(parsed_gold), parsed, timeout_seconds=None))
+    return {"correct": correct, "gold": _source(parsed_gold), "answer": _source(parsed) if parsed else None}
 
 
 def main() -> None:
-    """Serve requests until standard input ends."""
-    # Libraries may print; the protocol keeps the real standard output to itself.
+    """Answers requests until standard input ends."""
+    # Replies go to the original standard output; whatever libraries print goes to standard error.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -103,9 +103,9 @@ def main() -> None:
     reply({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
-        # Should the parent die while a formula is stuck, the kernel ends this process: no Python handler is needed.
+        # If the parent dies while a formula hangs, the kernel ends this process; no Python handler has to run.
         _alarm(int(request["timeout_s"]) + 5)
-        answer(request, reply)
+        reply(judge(request["gold"], request["answer"]))
         _alarm(0)
 
 
@@ -125,7 +125,7 @@ def _limit_memory() -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     except (ImportError, ValueError, OSError):
-        pass  # not offered by this system; the deadline still holds
+        pass  # this system has no memory limits; the deadline still applies
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Factories of rewards that shape length and repetition.
+"""Factories of reward functions for completion length and repetition.
 
-Each returns a reward function whose `__name__`, and so the name of its metric, is fixed.
+The `__name__` of a returned function, which names its metric, does not depend on the arguments.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ RewardFunction = Callable[..., "list[float | None]"]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
-    """A reward that falls from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
+    """Builds a reward that falls from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
 
     With y completion tokens, limit L and cache K: 0 for y <= L - K, (L - K - y) / K for L - K < y <= L, -1 beyond
-    (arXiv:2503.14476, eq. 13). K = 0 leaves out the ramp. ValueError unless 0 <= K <= L and L >= 1.
+    (arXiv:2503.14476, eq. 13). K = 0 has no ramp. ValueError unless 0 <= K <= L and L >= 1.
     """
     if max_completion_len < 1:
         raise ValueError(f"max_completion_len={max_completion_len}: a completion has at least one token; set it to 1+")
@@ -27,17 +27,17 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             f"soft_punish_cache={soft_punish_cache} is not between 0 and max_completion_len={max_completion_len}: the "
             "ramp must lie inside the limit; set a smaller cache"
         )
-    free = max_completion_len - soft_punish_cache
+    ramp_start = max_completion_len - soft_punish_cache
 
     def soft_overlong_punishment_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float | None]:
         """0 for short completions, down to -1 for those at the limit or beyond."""
         rewards: list[float | None] = []
         for ids in completion_ids:
             length = len(ids)
-            if length <= free:
+            if length <= ramp_start:
                 rewards.append(0.0)
             elif length <= max_completion_len:
-                rewards.append((free - length) / soft_punish_cache)
+                rewards.append((ramp_start - length) / soft_punish_cache)
             else:
                 rewards.append(-1.0)
         return rewards
@@ -52,21 +52,19 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> RewardFunction:
-    """An accuracy reward scaled by length: a right answer is worth more when short, a wrong one costs more when short.
+    """Builds an accuracy reward scaled by length: short correct answers gain more, short wrong ones lose more.
 
     With p = min(tokens / max_len, 1) the reward is low + (high - low) / 2 * (1 + cos(pi * p)) (arXiv:2502.03373,
-    section 4.1): from `max_value_correct` down to `min_value_correct` for right answers, from `min_value_wrong` up to
-    `max_value_wrong` for wrong ones. None where `accuracy_reward` gives None. ValueError for max_len < 1 and for a
+    section 4.1): from `max_value_correct` down to `min_value_correct` for correct answers, from `min_value_wrong` up
+    to `max_value_wrong` for wrong ones. None where `accuracy_reward` gives None. ValueError for max_len < 1 and for a
     minimum above its maximum.
     """
     if max_len < 1:
         raise ValueError(f"max_len={max_len}: lengths are divided by it; set it to the completion budget, 1 or more")
-    for kind, low, high in (
-        ("wrong", min_value_wrong, max_value_wrong),
-        ("correct", min_value_correct, max_value_correct),
-    ):
+    ranges = {"wrong": (min_value_wrong, max_value_wrong), "correct": (min_value_correct, max_value_correct)}
+    for answer, (low, high) in ranges.items():
         if low > high:
-            raise ValueError(f"min_value_{kind}={low} is above max_value_{kind}={high}; swap them")
+            raise ValueError(f"min_value_{answer}={low} is above max_value_{answer}={high}; swap them")
 
     @requires_math_verify
     def cosine_scaled_reward(
@@ -81,19 +79,17 @@ def get_cosine_scaled_reward(
         rewards: list[float | None] = []
         accuracies = accuracy_reward(completions, solution, log_extra=log_extra, log_metric=log_metric)
         for accuracy, ids in zip(accuracies, completion_ids):
-            if accuracy is None:
-                rewards.append(None)
-                continue
             start, end = (max_value_correct, min_value_correct) if accuracy else (min_value_wrong, max_value_wrong)
             progress = min(len(ids) / max_len, 1.0)
-            rewards.append(end + (start - end) / 2 * (1 + math.cos(math.pi * progress)))
+            scaled = end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
+            rewards.append(None if accuracy is None else scaled)
         return rewards
 
     return cosine_scaled_reward
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
-    """A reward of `max_penalty` times the share of repeated n-grams of token ids: (1 - distinct / all) * max_penalty.
+    """Builds a reward of `max_penalty` times the share of repeated token n-grams: (1 - distinct / all) * max_penalty.
 
     0 for a completion shorter than `ngram_size` tokens (arXiv:2502.03373, appendix). ValueError for ngram_size < 1 and
     for max_penalty > 0, which would reward repetition.
@@ -104,7 +100,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ValueError(f"max_penalty={max_penalty} is positive and would reward repetition; set it to 0 or less")
 
     def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float | None]:
-        """0 without repeated n-grams, towards `max_penalty` the more of them repeat."""
+        """0 without repeated n-grams, closer to `max_penalty` the more n-grams repeat."""
         return [_repeated_share(ids, ngram_size) * max_penalty for ids in completion_ids]
 
     return repetition_penalty_reward

@@ -1,4 +1,4 @@
-"""The text that a reward function judges in a completion."""
+"""Extracts plain text from prompts and completions that may be message lists."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """The completion itself if it is a text, otherwise the text of the assistant's last message.
+    """Returns a text completion as it is, and of messages the text of the assistant's last one.
 
-    The last message rather than the first: with tools the first one is a call, the last one the answer. Content made of
-    parts gives its text parts end to end. A conversation without an assistant message, or whose last one has no
-    content, gives "".
+    With tools, the first assistant message is a call and the last one is the answer. Without an assistant message, or
+    without content in the last one, the text is empty.
     """
     if isinstance(completion, str):
         return completion
@@ -21,7 +20,7 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
 
 
 def content_text(content: Any) -> str:
-    """The text in a message's content: a string, a list of parts (`{"type": "text", "text": ...}`) or None."""
+    """Joins the texts of a message's content: a string, a list of parts (`{"type": "text", "text": ...}`) or None."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -30,7 +29,7 @@ def content_text(content: Any) -> str:
 
 
 def conversation_text(value: Any) -> str:
-    """A prompt or completion as one line of text for a message to a person: `role: content | role: content`."""
+    """Formats a prompt or completion as one line for an error message: `role: content | role: content`."""
     if isinstance(value, str):
         return value
     return " | ".join(f"{message.get('role', '?')}: {content_text(message.get('content'))}" for message in value)
