@@ -177,7 +177,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         label = f"{ENGINES[name]}: {result['accuracy']:.1%} of held-out prompts at the end"
         # Both of vLLM's curves begin alike, so one of them is broken.
         style = (0, (3, 2)) if name == "server" else "-"
-        axes.plot(curve.steps, curve.values, color=COLORS[name], linewidth=1.6, linestyle=style, label=label)
+        axes.plot(curve.index, curve, color=COLORS[name], linewidth=1.6, linestyle=style, label=label)
     axes.set_title("The demo's task with each engine", loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("right answers among sampled completions")

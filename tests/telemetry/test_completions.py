@@ -35,6 +35,10 @@ def record(i: int, **changes):
     return {**base, **changes}
 
 
+def add(log: CompletionLog, records: list[dict[str, Any]], phase: str = "train", reward_names=("accuracy", "format")):
+    log.add(records, phase=phase, reward_names=reward_names)
+
+
 def quiet_log(tmp_path, **options) -> CompletionLog:
     return CompletionLog(tmp_path, **{"num_to_print": 0, **options})
 
@@ -48,7 +52,7 @@ def printed(log: CompletionLog, width: int, step: int = 10, phase: str = "train"
 class TestParquet:
     def test_columns_and_values_read_back(self, tmp_path):
         log = quiet_log(tmp_path)
-        log.add([record(0), record(1, format=float("nan"), accuracy=torch.tensor(0.5)), record(2, format=-1)])
+        add(log, [record(0), record(1, format=float("nan"), accuracy=torch.tensor(0.5)), record(2, format=-1)])
         path = log.flush(10)
         assert path == tmp_path / "completions" / "completions_00010.parquet"
         frame = pd.read_parquet(path)
@@ -71,9 +75,9 @@ class TestParquet:
 
     def test_phases_have_their_own_rows_and_files(self, tmp_path):
         log = quiet_log(tmp_path)
-        log.add([record(0)])
-        log.add([record(1), record(2)], phase="eval")
-        log.add([record(3)], phase="eval_math/easy")
+        add(log, [record(0)])
+        add(log, [record(1), record(2)], phase="eval")
+        add(log, [record(3)], phase="eval_math/easy")
         names = [log.flush(7, phase).name for phase in ("eval", "eval_math/easy", "train")]
         assert names == ["eval_00007.parquet", "eval_math_easy_00007.parquet", "completions_00007.parquet"]
         frames = [pd.read_parquet(tmp_path / "completions" / name) for name in names]
@@ -86,7 +90,7 @@ class TestParquet:
     def test_two_flushes_at_one_step_make_two_files(self, tmp_path):
         log = quiet_log(tmp_path)
         for i in range(3):
-            log.add([record(i)])
+            add(log, [record(i)])
             log.flush(10)
         found = {path.name: pd.read_parquet(path)["prompt"].tolist() for path in (tmp_path / "completions").iterdir()}
         assert found == {
@@ -98,7 +102,7 @@ class TestParquet:
     def test_nothing_to_flush_writes_nothing(self, tmp_path):
         log = quiet_log(tmp_path)
         assert log.flush(1) is None
-        log.add([record(0)])
+        add(log, [record(0)])
         log.flush(1)
         assert log.flush(2) is None
         assert len(list((tmp_path / "completions").iterdir())) == 1
@@ -106,7 +110,7 @@ class TestParquet:
     def test_only_the_main_process_writes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(dist, "is_main", lambda: False)
         log = quiet_log(tmp_path)
-        log.add([record(0)])
+        add(log, [record(0)])
         assert log.flush(1) is None
         assert len(log) == 0
         assert not (tmp_path / "completions").exists()
@@ -116,7 +120,7 @@ class TestParquet:
         prompt = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "see?"}]}]
         completion = [{"role": "assistant", "content": "yes"}]
         log = quiet_log(tmp_path)
-        log.add([record(i, prompt=prompt, completion=completion, images=[picture]) for i in range(2)])
+        add(log, [record(i, prompt=prompt, completion=completion, images=[picture]) for i in range(2)])
         frame = pd.read_parquet(log.flush(10))
         blocks = frame["prompt"][0][0]["content"]
         assert blocks[0] == {"type": "image", "image": "[IMAGE]", "text": None}
@@ -127,7 +131,7 @@ class TestParquet:
     def test_columns_that_fit_no_one_type_become_json(self, tmp_path):
         log = quiet_log(tmp_path)
         mixed = [1, "a", {"b": {1, 2}}, None]
-        log.add([record(i, mixed=value, empty={}) for i, value in enumerate(mixed)])
+        add(log, [record(i, mixed=value, empty={}) for i, value in enumerate(mixed)])
         frame = pd.read_parquet(log.flush(10))
         assert frame["mixed"].tolist()[:3] == ["1", '"a"', '{"b": [1, 2]}']
         assert pd.isna(frame["mixed"][3])
@@ -137,7 +141,7 @@ class TestParquet:
         log = quiet_log(tmp_path)
         short = record(1)
         del short["solution"], short["step"]
-        log.add([record(0, late="x"), short])
+        add(log, [record(0, late="x"), short])
         frame = pd.read_parquet(log.flush(12))
         assert frame["step"].tolist() == [10, 12]
         assert pd.isna(frame["solution"][1])
@@ -155,7 +159,11 @@ class TestTable:
     def test_every_width_holds_text_and_scores(self, tmp_path, width, num_rewards):
         rewards = {f"reward_function_number_{i}": 0.126 for i in range(num_rewards)}
         log = CompletionLog(tmp_path)
-        log.add([{"prompt": "how much?", "completion": "seven", **rewards, "advantage": -1.0, "a": "note", "b": [1]}])
+        add(
+            log,
+            [{"prompt": "how much?", "completion": "seven", **rewards, "advantage": -1.0, "a": "note", "b": [1]}],
+            reward_names=list(rewards),
+        )
         text = printed(log, width)
         lines = text.splitlines()
         assert max(cell_len(line) for line in lines) <= width
@@ -168,7 +176,7 @@ class TestTable:
 
     def test_columns_stand_in_the_documented_order(self, tmp_path):
         log = CompletionLog(tmp_path)
-        log.add([record(1)])
+        add(log, [record(1)])
         lines = printed(log, 140).splitlines()
         header = next(line for line in lines if "Prompt" in line)
         assert header.replace("│", " ").split() == [
@@ -184,7 +192,7 @@ class TestTable:
 
     def test_reward_names_may_be_given(self, tmp_path):
         log = CompletionLog(tmp_path)
-        log.add([{"prompt": "p", "completion": "c", "advantage": 0.0, "acc": 0.123, "note": 5}], reward_names=["acc"])
+        add(log, [{"prompt": "p", "completion": "c", "advantage": 0.0, "acc": 0.123, "note": 5}], reward_names=["acc"])
         header = next(line for line in printed(log, 140).splitlines() if "Prompt" in line)
         assert header.replace("│", " ").split() == ["Prompt", "Completion", "acc", "Advantage", "note"]
 
@@ -196,15 +204,16 @@ class TestTable:
             {"role": "tool", "name": "add", "content": "3"},
         ]
         log = CompletionLog(tmp_path)
-        log.add([record(0, prompt=prompt, completion=completion)])
+        add(log, [record(0, prompt=prompt, completion=completion)])
         text = printed(log, 120)
         for part in ("USER", "[IMAGE]", "look", "ASSISTANT", "well", "add(a=1, b='x')", "TOOL"):
             assert part in text
 
     def test_markup_and_control_characters_are_shown_not_obeyed(self, tmp_path):
         log = CompletionLog(tmp_path)
-        log.add(
-            [record(0, completion="[bold]x[/bold] [/] \x1b[2J\x07 \u202e \x9b", solution="[red]y", prompt="[/link]")]
+        add(
+            log,
+            [record(0, completion="[bold]x[/bold] [/] \x1b[2J\x07 \u202e \x9b", solution="[red]y", prompt="[/link]")],
         )
         text = printed(log, 160)
         assert "[bold]x[/bold] [/] ␛[2J␇ <202E> <009B>" in text
@@ -214,14 +223,14 @@ class TestTable:
 
     def test_reasoning_is_dim_and_italic_on_a_terminal(self, tmp_path):
         log = CompletionLog(tmp_path)
-        log.add([record(0, completion=[{"role": "assistant", "content": "no", "reasoning_content": "hm"}])])
+        add(log, [record(0, completion=[{"role": "assistant", "content": "no", "reasoning_content": "hm"}])])
         log.console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
         log.flush(1)
         assert "\x1b[2;3mhm" in log.console.file.getvalue()
 
     def test_a_terminal_without_unicode_still_prints(self, tmp_path):
         log = CompletionLog(tmp_path)
-        log.add([record(0, completion="数学")])
+        add(log, [record(0, completion="数学")])
         raw = io.BytesIO()
         log.console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=120, force_terminal=False)
         log.flush(1)
@@ -230,7 +239,7 @@ class TestTable:
 
     def test_a_very_long_text_keeps_its_ends(self, tmp_path):
         log = CompletionLog(tmp_path)
-        log.add([record(0, completion="first" + "x" * 100_000 + "last")])
+        add(log, [record(0, completion="first" + "x" * 100_000 + "last")])
         text = printed(log, 200)
         assert "first" in text
         assert "last" in text
@@ -240,7 +249,7 @@ class TestTable:
     def test_a_subset_is_the_same_each_time_and_moves_no_global_stream(self, tmp_path):
         def shown() -> list[str]:
             log = CompletionLog(tmp_path, num_to_print=3)
-            log.add([record(i, prompt=f"Q{i:02d}") for i in range(20)])
+            add(log, [record(i, prompt=f"Q{i:02d}") for i in range(20)])
             text = printed(log, 120)
             return [f"Q{i:02d}" for i in range(20) if f"Q{i:02d}" in text]
 
@@ -253,15 +262,15 @@ class TestTable:
 
     def test_zero_prints_nothing_and_more_than_there_are_prints_all(self, tmp_path):
         log = CompletionLog(tmp_path, num_to_print=0)
-        log.add([record(0)])
+        add(log, [record(0)])
         assert printed(log, 120) == ""
         log = CompletionLog(tmp_path, num_to_print=99)
-        log.add([record(0), record(1)])
+        add(log, [record(0), record(1)])
         assert printed(log, 120).count("question") == 2
 
     def test_an_evaluation_says_so_in_the_title(self, tmp_path):
         log = CompletionLog(tmp_path)
-        log.add([record(0)], phase="eval_math")
+        add(log, [record(0)], phase="eval_math")
         assert "Step 3 (eval_math)" in printed(log, 120, 3, "eval_math").splitlines()[0]
 
 
@@ -290,7 +299,7 @@ def trackio(monkeypatch):
 class TestTrackers:
     def test_both_get_a_table_of_text(self, tmp_path, wandb, trackio):
         log = quiet_log(tmp_path, report_to=["wandb", "trackio"])
-        log.add([record(0, completion=[{"role": "assistant", "content": "hi"}], extra={"a": 1})])
+        add(log, [record(0, completion=[{"role": "assistant", "content": "hi"}], extra={"a": 1})])
         log.flush(10)
         for tracker in (wandb, trackio):
             (values,) = tracker.logged
@@ -302,18 +311,18 @@ class TestTrackers:
 
     def test_only_those_asked_for_and_running(self, tmp_path, wandb, trackio):
         log = quiet_log(tmp_path, report_to="trackio")
-        log.add([record(0)])
+        add(log, [record(0)])
         log.flush(1)
         assert (len(wandb.logged), len(trackio.logged)) == (0, 1)
         wandb.run = None
         log.report_to = ("wandb",)
-        log.add([record(0)])
+        add(log, [record(0)])
         log.flush(2)
         assert wandb.logged == []
 
     def test_unique_prompts_thin_the_table_but_not_the_file(self, tmp_path, wandb):
         log = quiet_log(tmp_path, report_to=["wandb"], unique_prompts=True)
-        log.add([record(i, prompt=f"q{i // 2}") for i in range(4)])
+        add(log, [record(i, prompt=f"q{i // 2}") for i in range(4)])
         path = log.flush(1)
         assert wandb.logged[0]["completions"]["completion"].tolist() == ["answer 0", "answer 2"]
         assert len(pd.read_parquet(path)) == 4
@@ -323,7 +332,7 @@ class TestTrackers:
         picture = SimpleNamespace(size=(1, 1), mode="RGB", save=None)
         prompt = [{"role": "user", "content": [{"type": "image", "image": picture}]}]
         log = quiet_log(tmp_path, report_to=["wandb"], log_multimodal=with_images)
-        log.add([record(0, prompt=prompt), record(1)])
+        add(log, [record(0, prompt=prompt), record(1)])
         log.flush(1)
         table = wandb.logged[0]["completions"]
         if with_images:
@@ -337,7 +346,7 @@ class TestTrackers:
 
         wandb.log = fail
         log = quiet_log(tmp_path, report_to=["wandb"])
-        log.add([record(0)])
+        add(log, [record(0)])
         assert log.flush(4) is not None
         assert "step 4" in caplog.text
         assert "no network" in caplog.text
@@ -345,13 +354,13 @@ class TestTrackers:
 
 def test_waiting_records_survive_a_checkpoint(tmp_path):
     first = quiet_log(tmp_path / "a")
-    first.add([record(0, accuracy=torch.tensor(0.5))])
-    first.add([record(5)], phase="eval")
+    add(first, [record(0, accuracy=torch.tensor(0.5))])
+    add(first, [record(5)], phase="eval")
     state = json.loads(json.dumps(first.state_dict()))
     second = quiet_log(tmp_path / "b")
     second.load_state_dict(state)
     for log in (first, second):
-        log.add([record(1)])
+        add(log, [record(1)])
     frames = [pd.read_parquet(log.flush(10)) for log in (first, second)]
     pd.testing.assert_frame_equal(*frames)
     assert frames[0]["accuracy"].tolist() == [0.5, 1.0]
@@ -373,7 +382,7 @@ def test_a_question_about_another_picture_is_another_prompt(tmp_path, wandb):
         return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "which?"}]}]
 
     log = quiet_log(tmp_path, report_to=["wandb"], unique_prompts=True)
-    log.add([record(0, prompt=asked("red")), record(1, prompt=asked("blue")), record(2, prompt=asked("red"))])
+    add(log, [record(0, prompt=asked("red")), record(1, prompt=asked("blue")), record(2, prompt=asked("red"))])
     log.flush(1)
     assert wandb.logged[0]["completions"]["completion"].tolist() == ["answer 0", "answer 1"]
 
@@ -381,7 +390,7 @@ def test_a_question_about_another_picture_is_another_prompt(tmp_path, wandb):
 def test_markers_of_images_that_a_checkpoint_left_are_not_shown_as_images(tmp_path, wandb):
     picture = Image.new("RGB", (2, 2))
     first = quiet_log(tmp_path / "a")
-    first.add([record(0, prompt=[{"role": "user", "content": [{"type": "image", "image": picture}]}])])
+    add(first, [record(0, prompt=[{"role": "user", "content": [{"type": "image", "image": picture}]}])])
     second = quiet_log(tmp_path / "b", report_to=["wandb"])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     second.flush(1)

@@ -20,15 +20,15 @@ HISTORY = [
 
 def test_series_takes_the_numbers_of_one_key_by_step():
     reward = series([*HISTORY, {"step": 1, "reward": 0.0}, {"step": 2, "reward": 0.3}, {"reward": 9.0}], "reward")
-    assert reward.steps.tolist() == [1, 2, 4]
+    assert reward.index.tolist() == [1, 2, 4]
     assert reward.values.tolist() == [0.0, 0.3, 0.75]
 
 
 def test_the_running_average_is_unbiased_and_passes_over_gaps():
     # span 3: each earlier value weighs half of the next.
-    got = running_average(np.array([1.0, 3.0, np.nan, 7.0]), 3)
+    got = running_average(pd.Series([1.0, 3.0, np.nan, 7.0]), 3)
     np.testing.assert_allclose(got, [1.0, (0.5 * 1 + 3) / 1.5, (0.5 * 1 + 3) / 1.5, (0.25 + 1.5 + 7) / 1.75])
-    assert np.isnan(running_average(np.array([np.nan]), 5)).all()
+    assert running_average(pd.Series([np.nan]), 5).isna().all()
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_the_bar_shows_step_numbers_and_phase(monkeypatch):
     progress, state = ProgressCallback(), run_state(2)
     progress.on_train_begin(ARGS, state, None)
     progress.set_phase("sampling")
-    progress._shown_at = float("-inf")
+    progress._refreshed_at = float("-inf")
     progress.set_numbers(reward=0.12345, length=45.4, tokens_per_second=1234.4)
     last = frames(streams.err)[-1]
     assert "| 2/8 [" in last

@@ -1,4 +1,4 @@
-"""What a run tells people: metrics, the completions log, the progress bar, step timings, curves, the model card."""
+"""Metrics, completions, progress, timings, reward curves and the model card of a training run."""
 
 from __future__ import annotations
 

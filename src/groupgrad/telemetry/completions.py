@@ -1,4 +1,4 @@
-"""What the policy wrote and what it got for it: kept until a log event, then printed, written and sent to trackers."""
+"""Collects completion records between log events, then writes, prints and sends them to trackers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rich.console import Console
 from tqdm import tqdm
 
 from groupgrad import dist
-from groupgrad.telemetry.completions_table import Columns, print_table
+from groupgrad.telemetry.completions_table import print_table
 from groupgrad.telemetry.parquet import plain_value, write_records
 from groupgrad.telemetry.trackers import log_to_trackers, unique_by_prompt
 
-# Columns with a place of their own; every other column is a reward, an extra or the images.
-_FRONT = ("step", "prompt", "completion")
-_BACK = ("advantage", "finish_reason", "num_tokens")
+# A record is ordered as: these, the rewards, the columns of _AFTER_REWARDS, then extra columns.
+_BEFORE_REWARDS = ("step", "prompt", "completion")
+_AFTER_REWARDS = ("advantage", "finish_reason", "num_tokens")
 _IMAGES = ("image", "images")
 
 
 class CompletionLog:
-    """Completion records between two log events, apart for training and each evaluation.
+    """Holds the completion records of training and of each evaluation until they are flushed.
 
-    `num_to_print` is the number of rows printed, chosen at random but the same in every run: None prints all, 0 none.
-    `unique_prompts` leaves one row a prompt in the trackers' tables; `log_multimodal` puts images there. `report_to`
-    names the trackers. Files go to `<output_dir>/completions/`. Attributes may be changed between flushes.
+    `num_to_print` rows, a random sample that is the same in every run, are printed; None prints all, 0 none.
+    `unique_prompts` sends one row a prompt to the trackers; `log_multimodal` sends images too. `report_to` names the
+    trackers. Files go to `<output_dir>/completions/`. Attributes may be changed between flushes.
     """
 
     def __init__(
@@ -45,41 +45,37 @@ class CompletionLog:
         self.log_multimodal = log_multimodal
         self.report_to = (report_to,) if isinstance(report_to, str) else tuple(report_to)
         self.console: Console | None = None
-        """Where tables are printed; None is standard output as it is at the time."""
+        """Console for the printed tables; None prints to the current standard output."""
         self._records: dict[str, list[dict[str, Any]]] = {}
         self._reward_names: dict[str, list[str]] = {}
 
     def __len__(self) -> int:
-        """Records waiting, of all phases."""
+        """Number of records that have not been flushed, over all phases."""
         return sum(len(records) for records in self._records.values())
 
-    def add(
-        self, records: Sequence[Mapping[str, Any]], *, phase: str = "train", reward_names: Sequence[str] | None = None
-    ) -> None:
-        """Keep records until the next flush of `phase`. No collective: call it where all ranks' records are.
+    def add(self, records: Sequence[Mapping[str, Any]], *, reward_names: Sequence[str], phase: str = "train") -> None:
+        """Keeps records until the next flush of `phase`. No collective: only the rank that has all records adds any.
 
         A record has `step`, `prompt` and `completion` (text or messages), one column per reward, `advantage`,
-        `finish_reason`, `num_tokens` and any further columns; a column that a record lacks is None. `reward_names` says
-        which columns are rewards; None takes those that stand between `completion` and `advantage`.
+        `finish_reason`, `num_tokens` and any extra columns; a missing column is None.
         """
-        for record in records:
-            names = _rewards_by_place(record) if reward_names is None else reward_names
-            known = self._reward_names.setdefault(phase, [])
-            known.extend(name for name in names if name not in known)
+        if records:
+            names = [*self._reward_names.get(phase, ()), *reward_names]
+            self._reward_names[phase] = list(dict.fromkeys(names))
         self._records.setdefault(phase, []).extend(dict(record) for record in records)
 
     def flush(self, step: int, phase: str = "train") -> Path | None:
-        """Print, write and send the records of `phase`, and forget them; the file written, or None without records.
+        """Writes, prints, sends and drops the records of `phase`. Returns the file, or None without records.
 
-        `phase` is `train` (file `completions_00010.parquet`) or the prefix of an evaluation's metrics: `eval`
-        (`eval_00010.parquet`) or `eval_<name>`. An existing file is never overwritten: `_2`, `_3`, ... are appended.
-        Other ranks than the first only forget. No collective.
+        `phase` is `train` (file `completions_00010.parquet`) or the metric prefix of an evaluation, `eval` or
+        `eval_<name>` (`eval_00010.parquet`). An existing file is not overwritten: `_2`, `_3`, ... are appended. Ranks
+        other than the first only drop their records. No collective.
         """
         records = self._records.pop(phase, [])
         rewards = self._reward_names.pop(phase, [])
         if not records or not dist.is_main():
             return None
-        records = _completed(records, rewards, step)
+        records = _with_all_columns(records, rewards, step)
         stem = "completions" if phase == "train" else re.sub(r"[^\w.-]+", "_", phase)
         stored = [{key: value for key, value in record.items() if key not in _IMAGES} for record in records]
         path = write_records(stored, self.folder, f"{stem}_{step:05d}", number_columns=[*rewards, "advantage"])
@@ -93,42 +89,34 @@ class CompletionLog:
         return path
 
     def state_dict(self) -> dict[str, Any]:
-        """The waiting records in plain values; images become a marker. No collective."""
+        """Returns the records as plain values, with a marker for each image. No collective."""
         return {
             "records": {phase: [plain_value(record) for record in records] for phase, records in self._records.items()},
             "reward_names": {phase: list(names) for phase, names in self._reward_names.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; records waiting before are dropped."""
+        """Replaces all records by those of a `state_dict`."""
         self._records = {phase: [dict(record) for record in records] for phase, records in state["records"].items()}
         self._reward_names = {phase: list(names) for phase, names in state["reward_names"].items()}
 
     def _print(self, records: list[dict[str, Any]], rewards: list[str], step: int, phase: str) -> None:
-        chosen = records
         if self.num_to_print is not None and self.num_to_print < len(records):
-            # Of its own stream: printing must not move the random numbers that training draws.
-            picks = random.Random(f"{step}-{phase}").sample(range(len(records)), max(self.num_to_print, 0))
-            chosen = [records[index] for index in sorted(picks)]
-        if not chosen:
+            # A generator of its own: printing must not change the random numbers of training.
+            rows = random.Random(f"{step}-{phase}").sample(range(len(records)), max(self.num_to_print, 0))
+            records = [records[row] for row in sorted(rows)]
+        if not records:
             return
-        extras = [key for key in records[0] if key not in (*_FRONT, *_BACK, *_IMAGES, *rewards)]
+        extras = [key for key in records[0] if key not in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *_IMAGES)]
         title = f"Step {step}" if phase == "train" else f"Step {step} ({phase})"
         with tqdm.external_write_mode():
-            print_table(chosen, Columns(rewards, extras), title=title, console=self.console)
+            print_table(records, rewards, extras, title=title, console=self.console)
 
 
-def _rewards_by_place(record: Mapping[str, Any]) -> list[str]:
-    keys = list(record)
-    if "completion" not in keys or "advantage" not in keys:
-        return []
-    between = keys[keys.index("completion") + 1 : keys.index("advantage")]
-    return [key for key in between if key not in (*_FRONT, *_BACK, *_IMAGES)]
-
-
-def _completed(records: list[dict[str, Any]], rewards: list[str], step: int) -> list[dict[str, Any]]:
-    """Every record with every column, in one order: the fixed ones, rewards before the advantage, then the extras."""
-    keys = dict.fromkeys([*_FRONT, *rewards, *_BACK, *(key for record in records for key in record)])
+def _with_all_columns(records: list[dict[str, Any]], rewards: list[str], step: int) -> list[dict[str, Any]]:
+    """Gives every record every column, in one order; a missing `step` becomes the step of the flush."""
+    extras = (key for record in records for key in record)
+    keys = dict.fromkeys([*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *extras])
     rows = [{key: record.get(key) for key in keys} for record in records]
     for row in rows:
         row["step"] = step if row["step"] is None else row["step"]

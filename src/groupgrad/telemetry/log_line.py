@@ -1,4 +1,4 @@
-"""A log event as one line for people."""
+"""Formats a log event as one readable line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class _Field:
     key: str
     spec: str
     width: int
-    """Characters that the number is padded to, so that the lines of a run stand in columns."""
-    rank: int
-    """On a narrow terminal the fields of the highest rank go first."""
+    """Characters that the number is padded to, which aligns the lines of a run."""
+    priority: int
+    """A narrow terminal drops the fields with the highest number first, and never one with 0."""
     scale: float = 1.0
     unit: str = ""
 
@@ -32,7 +32,7 @@ _FIELDS = (
     _Field("grad", "grad_norm", ".2f", 5, 8),
     _Field("lr", "learning_rate", ".1e", 7, 9),
 )
-_SECONDS_RANK = 7
+_SECONDS_PRIORITY = 7
 
 
 def format_log(
@@ -43,11 +43,11 @@ def format_log(
     seconds_per_step: float | None = None,
     width: int | None = None,
 ) -> str:
-    """The log event as one line: reward, loss, length and the like for a training step or an evaluation, a closing
-    line for the end of training, and plain `key value` pairs for anything else.
+    """Formats a log event: reward, loss, length and so on for a training step or an evaluation, a summary at the end of
+    training, and `key value` pairs for any other event.
 
-    `seconds_per_step` is wall-clock time; the event's own `step_time` is used without it. With `width` (columns) the
-    less important numbers of a training line are left out until it fits.
+    Without `seconds_per_step` (wall-clock) the event's `step_time` is shown. With `width` (terminal columns) the less
+    important numbers of a line are left out until it fits.
     """
     if "train_runtime" in logs:
         return _end_line(logs, step)
@@ -64,19 +64,19 @@ def format_log(
         return _joined(f"step {counter}", [(0, text) for text in rest], None)
     seconds = logs.get("step_time") if seconds_per_step is None else seconds_per_step
     if seconds is not None:
-        parts.append((_SECONDS_RANK, f"{_number(seconds, '.2f'):>6} s/step"))
+        parts.append((_SECONDS_PRIORITY, f"{_number(seconds, '.2f'):>6} s/step"))
     return _joined(f"step {counter}", parts, width)
 
 
 def _parts(logs: Mapping[str, Any], prefix: str) -> list[tuple[int, str]]:
-    found = []
+    parts = []
     for field in _FIELDS:
         value = logs.get(prefix + field.key)
         if value is None:
             continue
         scaled = value * field.scale if isinstance(value, (int, float)) else value
-        found.append((field.rank, f"{field.label} {_number(scaled, field.spec):>{field.width}}{field.unit}"))
-    return found
+        parts.append((field.priority, f"{field.label} {_number(scaled, field.spec):>{field.width}}{field.unit}"))
+    return parts
 
 
 def _joined(head: str, parts: list[tuple[int, str]], width: int | None) -> str:
@@ -85,15 +85,15 @@ def _joined(head: str, parts: list[tuple[int, str]], width: int | None) -> str:
         line = "  ".join([head, *(text for _, text in kept)]).replace("  ± ", " ± ")
         if width is None or len(line) < width or len(kept) <= 1:
             return line
-        worst = max(range(len(kept)), key=lambda index: (kept[index][0], index))
-        if kept[worst][0] == 0:
+        least = max(range(len(kept)), key=lambda index: (kept[index][0], index))
+        if kept[least][0] == 0:
             return line
-        kept.pop(worst)
+        kept.pop(least)
 
 
 def _evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
-    # `eval_policy_loss` is a metric of `eval`, not the loss of `eval_policy`: the run time, which every evaluation
-    # has, decides, and without it the shortest name.
+    # `eval_policy_loss` is a metric of `eval`, not the loss of `eval_policy`. The prefix is therefore taken from the
+    # run time, which every evaluation has; without one, the shortest candidate is taken.
     for endings in ("runtime", "loss|reward"):
         matches = [re.fullmatch(rf"((?:eval|test)(?:_[^/]+)?)_(?:{endings})", key) for key in logs]
         prefixes = [match.group(1) for match in matches if match]
@@ -106,10 +106,11 @@ def _end_line(logs: Mapping[str, Any], step: int) -> str:
     seconds = float(logs["train_runtime"])
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    spent = (
-        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
-    )
-    line = f"done: {step} steps in {spent}"
+    if hours:
+        duration = f"{hours} h {minutes:02d} min"
+    else:
+        duration = f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+    line = f"done: {step} steps in {duration}"
     if logs.get("train_loss") is not None:
         line += f", mean loss {_number(logs['train_loss'], '.4f')}"
     return line

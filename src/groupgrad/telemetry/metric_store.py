@@ -1,7 +1,8 @@
-"""The window of measurements between two log events: many small metrics in, one flat dict of floats out."""
+"""Collects metrics between two log events and merges them over micro-batches and ranks into one dict of floats."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch
 from groupgrad import dist
 from groupgrad.metrics import Metric, merge
 
-# A window longer than this per key is folded early, so that rare logging does not hoard small tensors.
+# After this many values a key is folded into one, so that rare logging does not accumulate small tensors.
 _MAX_PENDING = 256
 
 
 class MetricStore:
-    """What was measured since the last flush, on this rank.
+    """Metrics of this rank since the last flush.
 
-    Values may be tensors on an accelerator; they stay there until `flush` or `state_dict` reads them, all at once and
-    in float64. Keys keep the order in which they were first seen in the life of the store.
+    Values may be tensors on an accelerator; `flush` and `state_dict` read them all at once, in float64. Keys keep the
+    order in which the store first got them, over all flushes.
     """
 
     def __init__(self) -> None:
@@ -26,14 +27,13 @@ class MetricStore:
         self._window: dict[str, list[Metric]] = {}
 
     def __len__(self) -> int:
-        """Number of keys in the present window."""
+        """Number of keys since the last flush."""
         return len(self._window)
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Take measurements into the window. No collective, no wait for the device.
+        """Adds metrics. No collective, and no wait for the device.
 
-        A key that was first logged as one kind (`mean`, `max`, ...) and now comes as another is a ValueError; then
-        nothing of `metrics` is taken.
+        ValueError, and none is added, if a key was logged before as another kind (`mean`, `max`, ...).
         """
         for key, metric in metrics.items():
             self._check_kind(key, metric)
@@ -45,33 +45,28 @@ class MetricStore:
                 self._window[key] = [_fold(key, _as_floats(pending))]
 
     def flush(self) -> dict[str, float]:
-        """Collective. The merged numbers of all ranks' windows, after which the window is empty.
+        """Returns the metrics merged over all ranks, the same floats on each, and starts anew. Collective, one gather.
 
-        One gather, whatever the number of keys; every rank gets the same floats. A key with nothing measured on any
-        rank (a mean of weight 0, a NaN extremum) is left out. Two ranks that logged a key as different kinds are a
-        ValueError on every rank.
+        Leaves out keys without a measurement on any rank (a mean of weight 0, a NaN extremum). ValueError on every
+        rank if two ranks logged a key as different kinds.
         """
-        parts = dist.all_gather_objects(self._folded())
+        folded_by_rank = dist.all_gather_objects(self._folded())
         self._window.clear()
-        merged: dict[str, list[Metric]] = {key: [] for key in self._kinds}
-        for part in parts:
-            for key, metric in part.items():
+        by_key: dict[str, list[Metric]] = {key: [] for key in self._kinds}
+        for folded in folded_by_rank:
+            for key, metric in folded.items():
                 self._kinds.setdefault(key, metric.kind)
-                merged.setdefault(key, []).append(metric)
-        numbers: dict[str, float] = {}
-        for key, metrics in merged.items():
-            number = _fold(key, metrics).read() if metrics else None
-            if number is not None:
-                numbers[key] = number
-        return numbers
+                by_key.setdefault(key, []).append(metric)
+        numbers = {key: _fold(key, metrics).read() for key, metrics in by_key.items() if metrics}
+        return {key: number for key, number in numbers.items() if number is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's window and key order in plain lists and numbers. No collective: each rank saves its own."""
+        """Returns this rank's metrics and key order as plain lists and numbers. No collective."""
         window = [[key, metric.kind, metric.value, metric.weight] for key, metric in self._folded().items()]
         return {"kinds": [[key, kind] for key, kind in self._kinds.items()], "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; what the store held before is dropped."""
+        """Replaces all metrics by those of a `state_dict`."""
         self._kinds = dict(state["kinds"])
         self._window = {key: [Metric(kind, value, weight)] for key, kind, value, weight in state["window"]}
 
@@ -84,6 +79,7 @@ class MetricStore:
             )
 
     def _folded(self) -> dict[str, Metric]:
+        """Returns one metric a key, as floats."""
         flat = _as_floats([metric for pending in self._window.values() for metric in pending])
         folded, start = {}, 0
         for key, pending in self._window.items():
@@ -93,14 +89,10 @@ class MetricStore:
 
 
 def _fold(key: str, metrics: Iterable[Metric]) -> Metric:
-    result: Metric | None = None
-    for metric in metrics:
-        try:
-            result = metric if result is None else merge(result, metric)
-        except ValueError as error:
-            raise ValueError(f"metric '{key}': {error}") from error
-    assert result is not None
-    return result
+    try:
+        return functools.reduce(merge, metrics)
+    except ValueError as error:
+        raise ValueError(f"metric '{key}': {error}") from error
 
 
 def _detached(value: Any) -> Any:
@@ -108,17 +100,17 @@ def _detached(value: Any) -> Any:
 
 
 def _as_floats(metrics: list[Metric]) -> list[Metric]:
-    """The same metrics as Python floats, with one transfer a device instead of one a number."""
+    """Converts values to Python floats with one transfer a device instead of one a value."""
     numbers = [number for metric in metrics for number in (metric.value, metric.weight)]
     by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for index, number in enumerate(numbers):
         if isinstance(number, torch.Tensor):
             by_device.setdefault(number.device, {})[index] = number.reshape(())
-    for device, found in by_device.items():
-        # Stacking needs one dtype; float64 holds every float32 and count exactly, but not every accelerator has it.
+    for device, tensors in by_device.items():
+        # Stacking needs one dtype. float64 holds every float32 and count exactly, but MPS does not have it.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        stacked = torch.stack([number.to(dtype) for number in found.values()])
-        for index, value in zip(found, stacked.tolist()):
+        stacked = torch.stack([number.to(dtype) for number in tensors.values()])
+        for index, value in zip(tensors, stacked.tolist()):
             numbers[index] = value
     floats = [float(number) for number in numbers]
     return [Metric(m.kind, floats[2 * i], floats[2 * i + 1]) for i, m in enumerate(metrics)]

@@ -1,10 +1,9 @@
-"""Completion records as a parquet file that pandas, datasets and query engines read back."""
+"""Writes completion records to parquet files."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,33 +19,31 @@ from groupgrad.telemetry.render import IMAGE_MARKER
 def write_records(
     records: Sequence[Mapping[str, Any]], folder: Path, stem: str, *, number_columns: Sequence[str] = ()
 ) -> Path:
-    """Write the records as `<folder>/<stem>.parquet`, or `<stem>_2.parquet` and so on where that exists.
+    """Writes records to `<folder>/<stem>.parquet`, or `<stem>_2.parquet` and so on if that exists; returns the path.
 
-    One column a key, in the order first seen; a record without a key holds null there. `number_columns` are float64
-    with null for None and NaN. Other columns keep their structure (messages become lists of structs) where one type
-    fits all rows, and are JSON text otherwise. Images become a marker. A file that exists is never touched.
+    One column a key, in the order first seen, with null where a record lacks the key. `number_columns` are float64,
+    with null for None and NaN. Other columns keep their structure (messages become lists of structs) if one type fits
+    all rows, and are JSON text otherwise. Images become a marker. An existing file is never changed.
     """
     table = to_table(records, number_columns=number_columns)
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(1, 1_000_000):
+    number = 1
+    while True:
         path = folder / (f"{stem}.parquet" if number == 1 else f"{stem}_{number}.parquet")
         try:
-            # Exclusive creation: of two processes that share the folder, neither can overwrite the other's file.
+            # Exclusive creation: two processes that share the folder cannot overwrite each other's files.
             with open(path, "xb") as file:
                 pq.write_table(table, file)
             return path
         except FileExistsError:
-            continue
+            number += 1
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-    raise ValueError(
-        f"{os.fspath(folder)} holds a million files named {stem}_*.parquet; clean it or use another folder"
-    )
 
 
 def to_table(records: Sequence[Mapping[str, Any]], *, number_columns: Sequence[str] = ()) -> pa.Table:
-    """The records as an arrow table; see `write_records`."""
+    """Converts records to an arrow table; see `write_records`."""
     keys = dict.fromkeys(str(key) for record in records for key in record)
     columns = {}
     for key in keys:
@@ -56,11 +53,11 @@ def to_table(records: Sequence[Mapping[str, Any]], *, number_columns: Sequence[s
 
 
 def plain_value(value: Any) -> Any:
-    """`value` built of nothing but dicts, lists, texts, bytes, numbers, booleans and None; images become a marker."""
+    """Converts to dicts, lists, texts, bytes, numbers, booleans and None only; images become a marker."""
     if value is None or isinstance(value, (bool, int, float, bytes)):
         return value
     if isinstance(value, str):
-        # A lone surrogate, as half-decoded tokens give, has no UTF-8 form.
+        # Half-decoded tokens give lone surrogates, which have no UTF-8 form.
         return value.encode("utf-8", errors="replace").decode("utf-8")
     if isinstance(value, Mapping):
         return _plain_block(value)
@@ -76,7 +73,7 @@ def plain_value(value: Any) -> Any:
 
 
 def is_image(value: Any) -> bool:
-    """True for an image object (anything with a `size`, a `mode` and a `save`, as Pillow's have)."""
+    """True for an object with the `size`, `mode` and `save` of a Pillow image."""
     return all(hasattr(value, name) for name in ("size", "mode", "save"))
 
 
@@ -104,11 +101,11 @@ def _column(values: list[Any]) -> pa.Array:
     return pa.array([None if value is None else _json(value) for value in values], type=pa.string())
 
 
-def _has_empty_struct(kind: pa.DataType) -> bool:
-    # Parquet has no form for a struct without fields, which is what `{}` becomes.
-    if pa.types.is_struct(kind):
-        return kind.num_fields == 0 or any(_has_empty_struct(kind.field(i).type) for i in range(kind.num_fields))
-    return pa.types.is_list(kind) and _has_empty_struct(kind.value_type)
+def _has_empty_struct(type_: pa.DataType) -> bool:
+    # `{}` becomes a struct without fields, which parquet cannot store.
+    if pa.types.is_struct(type_):
+        return type_.num_fields == 0 or any(_has_empty_struct(type_.field(i).type) for i in range(type_.num_fields))
+    return pa.types.is_list(type_) and _has_empty_struct(type_.value_type)
 
 
 def _json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The progress bar of a training run, and one readable line a log event."""
+"""Progress bar of a training run, and one readable line for each log event."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Phase = Literal["sampling", "rewards", "scoring", "training", "evaluating", "sav
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {desc}"
 _BAR_UNSIZED = "{n_fmt} [{elapsed}] {desc}"
 
-# What the bar keeps for itself: percentage, twelve cells, counts, elapsed and remaining time.
-_BAR_RESERVE = 46
+# Columns of the bar itself: percentage, twelve cells, counts, elapsed and remaining time.
+_BAR_COLUMNS = 46
 _REFRESH_S = 0.1
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar over optimizer steps with the latest reward, length, speed and what the trainer is doing now.
+    """Shows a bar over optimizer steps with the latest reward, completion length, speed and phase of the trainer.
 
     On a terminal the bar is drawn on standard error and log lines go above it, on standard output. Without a terminal,
-    or with `disable_tqdm`, there is no bar and each log event is one line. Only the main process shows anything; on the
-    others every method does nothing. Use the callback as a context manager around training, or call `close` in a
-    `finally`, so that the terminal is left in order after an exception or an interrupt.
+    or with `disable_tqdm`, there is no bar and each log event is one line. Ranks other than the first show nothing. Use
+    the callback as a context manager around training, or call `close` in a `finally`, so that an exception or an
+    interrupt leaves no unfinished line on the terminal.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,13 +41,13 @@ class ProgressCallback(TrainerCallback):
         self._evaluation_bar: Any = None
         self._phase = "idle"
         self._numbers: dict[str, float] = {}
-        self._shown_at = float("-inf")
+        self._refreshed_at = float("-inf")
         self._logged_at: float | None = None
         self._logged_step = 0
         self._closes_at_exit = False
 
     def __enter__(self) -> ProgressCallback:
-        """Itself; `close` is called at the end of the block."""
+        """Returns itself; the end of the block calls `close`."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -55,30 +55,29 @@ class ProgressCallback(TrainerCallback):
 
     @property
     def phase(self) -> str:
-        """What the trainer was last said to be doing."""
+        """Current phase of the trainer."""
         return self._phase
 
     def set_phase(self, name: Phase | str) -> None:
-        """Say what the trainer is doing now; shown at once if it is something new."""
-        if name == self._phase:
-            return
-        self._phase = name
-        self._show()
+        """Sets the current phase; a new one is shown at once."""
+        if name != self._phase:
+            self._phase = name
+            self._refresh()
 
     def set_numbers(
         self, *, reward: float | None = None, length: float | None = None, tokens_per_second: float | None = None
     ) -> None:
-        """Give the latest mean reward, mean completion length (tokens) and speed; None leaves the number as it was.
+        """Sets the latest mean reward, mean completion length (tokens) and speed; None keeps the last number.
 
-        Shown at most ten times a second.
+        The bar is redrawn at most ten times a second.
         """
-        given = {"reward": reward, "len": length, "tok/s": tokens_per_second}
-        self._numbers.update({key: float(value) for key, value in given.items() if value is not None})
-        if self._clock() - self._shown_at >= _REFRESH_S:
-            self._show()
+        numbers = {"reward": reward, "len": length, "tok/s": tokens_per_second}
+        self._numbers.update({key: float(value) for key, value in numbers.items() if value is not None})
+        if self._clock() - self._refreshed_at >= _REFRESH_S:
+            self._refresh()
 
     def close(self) -> None:
-        """Finish the bars where they are and end their lines; may be called at any time and more than once."""
+        """Stops the bars where they are and ends their lines. May be called at any time and any number of times."""
         self._close_evaluation()
         bar, self._bar = self._bar, None
         if bar is not None:
@@ -87,57 +86,41 @@ class ProgressCallback(TrainerCallback):
             bar.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the bar at the step that training starts or resumes from."""
+        """Opens the bar at the step that training starts or resumes from."""
         self.close()
         self._phase, self._numbers = "idle", {}
         self._logged_at, self._logged_step = self._clock(), state.global_step
         if state.is_world_process_zero and _wants_bar(args):
-            self._bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                bar_format=_BAR,
-                dynamic_ncols=True,
-                file=sys.stderr,
-                mininterval=_REFRESH_S,
-            )
-            self._close_at_exit()
-            self._show()
+            self._bar = self._new_bar(total=state.max_steps, initial=state.global_step, bar_format=_BAR)
+            self._refresh()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar to the step just finished."""
+        """Moves the bar to the current step."""
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Move the evaluation bar, which opens with the first batch."""
+        """Moves the evaluation bar, which opens with the first batch."""
         if not state.is_world_process_zero or not _wants_bar(args):
             return
         if self._evaluation_bar is None:
             total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self._evaluation_bar = tqdm(
-                total=total,
-                bar_format=_BAR if total else _BAR_UNSIZED,
-                desc="evaluation",
-                leave=False,
-                dynamic_ncols=True,
-                file=sys.stderr,
-                mininterval=_REFRESH_S,
-            )
-            self._close_at_exit()
+            bar_format = _BAR if total else _BAR_UNSIZED
+            self._evaluation_bar = self._new_bar(total=total, bar_format=bar_format, desc="evaluation", leave=False)
         self._evaluation_bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the evaluation bar away."""
+        """Removes the evaluation bar."""
         self._close_evaluation()
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Take the evaluation bar away."""
+        """Removes the evaluation bar."""
         self._close_evaluation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Write the log event as one line above the bar."""
+        """Writes the log event as one line above the bar."""
         if not state.is_world_process_zero or not logs:
             return
         columns = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
@@ -154,55 +137,54 @@ class ProgressCallback(TrainerCallback):
             tqdm.write(line, file=sys.stdout)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Finish the bar."""
+        """Closes the bar."""
         self.close()
 
     def _seconds_per_step(self, step: int, logs: Mapping[str, Any]) -> float | None:
-        """Wall-clock seconds a step since the last training log; None for other log events."""
+        """Returns the wall-clock seconds a step since the last training log; None for other log events."""
         if "loss" not in logs:
             return None
-        now, last, steps = self._clock(), self._logged_at, step - self._logged_step
+        now, last_logged, steps = self._clock(), self._logged_at, step - self._logged_step
         self._logged_at, self._logged_step = now, step
-        return None if last is None or steps <= 0 else (now - last) / steps
+        return None if last_logged is None or steps <= 0 else (now - last_logged) / steps
 
-    def _show(self) -> None:
+    def _refresh(self) -> None:
         if self._bar is None:
             return
-        self._shown_at = self._clock()
+        self._refreshed_at = self._clock()
         self._bar.set_description_str(self._description(), refresh=False)
         self._bar.refresh()
 
     def _description(self) -> str:
-        """`reward=... len=... tok/s=... | phase`; idle is blank.
+        """Formats `reward=... len=... tok/s=... | phase`, without the phase `idle`.
 
-        On a narrow terminal the last numbers go first, the phase never.
+        A narrow terminal drops the last numbers first, and never the phase.
         """
-        written = [f"{key}={_short(key, value)}" for key, value in self._numbers.items()]
-        room = shutil.get_terminal_size().columns - _BAR_RESERVE - len(self._phase)
-        while written and len(" ".join(written)) + 3 > room:
-            written.pop()
-        doing = [] if self._phase == "idle" else [self._phase]
-        return " ".join([*written, "|", *doing] if written and doing else written or doing)
+        numbers = [f"{key}={_short(key, value)}" for key, value in self._numbers.items()]
+        columns = shutil.get_terminal_size().columns - _BAR_COLUMNS - len(self._phase)
+        while numbers and len(" ".join(numbers)) + 3 > columns:
+            numbers.pop()
+        phase = "" if self._phase == "idle" else self._phase
+        return " | ".join(part for part in (" ".join(numbers), phase) if part)
 
     def _close_evaluation(self) -> None:
         bar, self._evaluation_bar = self._evaluation_bar, None
         if bar is not None:
             bar.close()
 
-    def _close_at_exit(self) -> None:
-        # transformers tells callbacks nothing when training ends in an exception; without this the last bar would stay
-        # half drawn when the interpreter leaves. The weak reference lets a callback that is done with go.
-        if self._closes_at_exit:
-            return
-        self._closes_at_exit = True
-        reference = weakref.ref(self)
+    def _new_bar(self, **options: Any) -> Any:
+        if not self._closes_at_exit:
+            # transformers does not notify callbacks of an exception, so the last bar would stay half drawn when the
+            # interpreter exits. A weak method lets an unused callback be freed before that.
+            self._closes_at_exit = True
+            atexit.register(_call_if_alive, weakref.WeakMethod(self.close))
+        return tqdm(dynamic_ncols=True, file=sys.stderr, mininterval=_REFRESH_S, **options)
 
-        def close() -> None:
-            alive = reference()
-            if alive is not None:
-                alive.close()
 
-        atexit.register(close)
+def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    method = reference()
+    if method is not None:
+        method()
 
 
 def _wants_bar(args: Any) -> bool:

@@ -1,27 +1,36 @@
-"""Prompts and completions as text that is safe to show: messages, tool calls, images, control characters."""
+"""Formats prompts and completions as text for terminals and trackers: messages, tool calls, images."""
 
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from rich.text import Text
 
+from groupgrad.data.images import image_blocks, image_of_block, is_image_block
+
 IMAGE_MARKER = "[IMAGE]"
 
-# Beyond this many characters a table cell shows only its beginning and its end.
-_MAX_CELL = 2000
+# A table cell with more characters than this shows only the start and the end of its text.
+_MAX_CELL_CHARS = 2000
 
-# Characters that reorder or hide their neighbours on a terminal (bidirectional controls, zero-width marks).
-_INVISIBLE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF}
+# C1 controls and surrogates, and characters that reorder or hide their neighbours (bidirectional, zero-width).
+_UNSAFE = (
+    *(*range(0x80, 0xA0), *range(0xD800, 0xE000)),
+    *(*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF),
+)
+_VISIBLE_FORMS = {
+    **{code: f"<{code:04X}>" for code in _UNSAFE},
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) != "\n"},
+    0x7F: "\u2421",
+}
 
 PieceKind = Literal["role", "text", "reasoning", "tool"]
 
 
 def plain_text(value: Any) -> str:
-    """A prompt or completion as one text: a string as it is, messages as `ROLE`, newline, content, blank line."""
+    """Returns a string as it is, and messages as one text: `ROLE`, newline, content, blank line."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -30,10 +39,10 @@ def plain_text(value: Any) -> str:
 
 
 def cell_text(value: Any) -> Text:
-    """A prompt or completion as a styled table cell.
+    """Formats a prompt or completion as a styled table cell.
 
-    Roles are upper-case and bold, reasoning is dim italics. Markup is not interpreted, control characters become
-    visible symbols, and a text of more than 2000 characters loses its middle, with the number of characters left out.
+    Roles are upper-case and bold, reasoning is dim and italic. Markup is not interpreted, control characters become
+    visible symbols, and in a text of more than 2000 characters the middle is replaced by its number of characters.
     """
     pieces = [("text", plain_text(value))] if value is None or isinstance(value, str) else list(_pieces(value))
     styles = {"role": "bold cyan", "reasoning": "dim italic", "tool": "yellow", "text": ""}
@@ -44,64 +53,47 @@ def cell_text(value: Any) -> Text:
 
 
 def visible(text: str) -> str:
-    """`text` with every control, bidirectional-override and surrogate character made visible; newlines are kept."""
+    """Replaces control, bidirectional-override and surrogate characters by visible symbols; newlines are kept."""
     if text.isascii() and text.isprintable():
         return text
-    text = text.replace("\r\n", "\n").expandtabs(4)
-    return "".join(_visible_character(character) for character in text)
+    return text.replace("\r\n", "\n").expandtabs(4).translate(_VISIBLE_FORMS)
 
 
 def images_of(value: Any) -> list[Any]:
-    """The image objects (or addresses) inside messages, a list of images, or one image; text holds none."""
-    if value is None or isinstance(value, str):
-        return [value] if isinstance(value, str) else []
+    """Collects the images of messages, of a list of images, or of one image; markers of images are left out."""
+    if value is None:
+        return []
     if not isinstance(value, (list, tuple)):
         return [value]
-    found: list[Any] = []
+    images: list[Any] = []
     for item in value:
         if not isinstance(item, Mapping):
-            found.extend(images_of(item))
+            images.extend(images_of(item))
             continue
-        content = item.get("content")
-        for block in content if isinstance(content, (list, tuple)) else ():
-            image = _image_in(block) if _is_image(block) else None
-            # A marker is all that a checkpoint keeps of an image.
-            if image is not None and not (isinstance(image, str) and image == IMAGE_MARKER):
-                found.append(image)
-    return found
+        blocks = [image_of_block(block) for block in image_blocks([item])]
+        images.extend(image for image in blocks if image is not None and not _is_marker(image))
+    return images
 
 
 def without_images(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with a marker in place of every image in its prompt and completion."""
-    changed = {key: _marked(record[key]) for key in ("prompt", "completion") if key in record}
-    return {**record, **changed}
+    """Replaces every image in the prompt and the completion of a record by a marker."""
+    return {**record, **{key: _with_markers(record[key]) for key in ("prompt", "completion") if key in record}}
 
 
-def _marked(messages: Any) -> Any:
+def _is_marker(image: Any) -> bool:
+    return isinstance(image, str) and image == IMAGE_MARKER
+
+
+def _with_markers(messages: Any) -> Any:
     if not isinstance(messages, (list, tuple)):
         return messages
+    marker = {"type": "image", "image": IMAGE_MARKER}
     return [
-        {**message, "content": [_bare(block) for block in message["content"]]}
+        {**message, "content": [marker if is_image_block(block) else block for block in message["content"]]}
         if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
         else message
         for message in messages
     ]
-
-
-def _bare(block: Any) -> Any:
-    return {"type": "image", "image": IMAGE_MARKER} if _is_image(block) else block
-
-
-def _is_image(block: Any) -> bool:
-    return isinstance(block, Mapping) and block.get("type") in ("image", "image_url", "input_image")
-
-
-def _image_in(block: Mapping[str, Any]) -> Any:
-    for key in ("image", "image_url", "url", "path"):
-        if block.get(key) is not None:
-            inner = block[key]
-            return inner.get("url") if isinstance(inner, Mapping) else inner
-    return None
 
 
 def _pieces(messages: Any) -> Iterator[tuple[PieceKind, str]]:
@@ -129,7 +121,7 @@ def _content(content: Any) -> str:
         return str(content)
     parts = []
     for block in content:
-        if _is_image(block):
+        if is_image_block(block):
             parts.append(IMAGE_MARKER)
         elif isinstance(block, Mapping):
             parts.append(str(block["text"]) if block.get("text") is not None else f"[{block.get('type', '?')}]".upper())
@@ -157,21 +149,8 @@ def _tool_call(call: Any) -> str:
     return f"{function.get('name', '?')}({inside})"
 
 
-def _visible_character(character: str) -> str:
-    code = ord(character)
-    if character == "\n" or (code >= 0x20 and character.isprintable()):
-        return character
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\u2421"
-    if code in _INVISIBLE or unicodedata.category(character) in ("Cc", "Cs"):
-        return f"<{code:04X}>"
-    return character
-
-
 def _shortened(text: str) -> str:
-    if len(text) <= _MAX_CELL:
+    if len(text) <= _MAX_CELL_CHARS:
         return text
-    half = _MAX_CELL // 2
+    half = _MAX_CELL_CHARS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"

@@ -1,4 +1,4 @@
-"""Where the wall-clock time of a step goes."""
+"""Measures the wall-clock time of the phases of a training step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from contextlib import contextmanager
 
 
 class Timings:
-    """Seconds spent in each named phase since they were last taken.
+    """Seconds spent in each named phase since the last `take`.
 
-    Time is exclusive: while a phase runs inside another, the clock of the outer one stands still, so the phases sum to
-    the time spent in any of them. Seconds are those of the calling process; work that an accelerator still has queued
-    when a phase ends counts for the phase that waits for it. For one thread only.
+    Time is exclusive: an outer phase does not count while an inner one runs, so the phases sum to the total time spent
+    in any of them. Work that an accelerator still has queued when a phase ends counts for the phase that waits for it.
+    For one thread only.
 
-    `on_phase` is called with a phase's name when it begins and with the outer phase's name when an inner one ends; it
-    is not called when the outermost one ends.
+    `on_phase` is called with a phase's name when it begins, and with the outer phase's name when an inner one ends.
     """
 
     def __init__(
@@ -25,16 +24,16 @@ class Timings:
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
-        self._mark = 0.0
+        self._counted_until = 0.0
 
     @property
     def current(self) -> str | None:
-        """The innermost open phase, or None."""
+        """Name of the innermost open phase, or None."""
         return self._open[-1] if self._open else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A `with` block whose time counts for `name`, also when it ends in an exception."""
+        """Context whose time counts for `name`, also when it ends in an exception."""
         self._settle()
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
@@ -49,32 +48,33 @@ class Timings:
 
     @contextmanager
     def inclusive(self, name: str) -> Iterator[None]:
-        """A phase whose time, that of the phases inside it included, counts for none but `name`."""
+        """Context whose time counts for `name` alone, including the time of the phases inside it."""
         with self.phase(name):
             self._settle()
-            before = self._seconds
+            outer_seconds = self._seconds
             self._seconds = dict.fromkeys(self._open, 0.0)
             try:
                 yield
             finally:
                 self._settle()
-                before[name] += sum(self._seconds.values())
-                self._seconds = before
+                outer_seconds[name] += sum(self._seconds.values())
+                self._seconds = outer_seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last take, in the order first seen; then the count starts again at zero.
+        """Returns the seconds of each phase, in the order first seen, and resets them to zero.
 
-        Phases still open give what they have used so far and go on counting.
+        Open phases return their time so far and continue to count.
         """
         self._settle()
-        taken, self._seconds = self._seconds, dict.fromkeys(self._open, 0.0)
-        return taken
+        seconds, self._seconds = self._seconds, dict.fromkeys(self._open, 0.0)
+        return seconds
 
     def _settle(self) -> None:
+        """Counts the time since the last call for the innermost open phase."""
         now = self._clock()
         if self._open:
-            self._seconds[self._open[-1]] = self._seconds.get(self._open[-1], 0.0) + now - self._mark
-        self._mark = now
+            self._seconds[self._open[-1]] = self._seconds.get(self._open[-1], 0.0) + now - self._counted_until
+        self._counted_until = now
 
     def _announce(self, name: str) -> None:
         if self.on_phase is not None:

@@ -1,4 +1,4 @@
-"""The completions table in wandb and trackio."""
+"""Logs completion records as a table to wandb and trackio."""
 
 from __future__ import annotations
 
@@ -19,48 +19,43 @@ TABLE_NAME = "completions"
 
 def log_to_trackers(
     records: Sequence[Mapping[str, Any]], *, step: int, report_to: Sequence[str], with_images: bool
-) -> list[str]:
-    """Log the records as a table named `completions` to each of wandb and trackio that is asked for and has a run.
+) -> None:
+    """Logs the records as a table named `completions` to those of wandb and trackio in `report_to` that have a run.
 
-    Prompts and completions are logged as text, other structured values as text too. With `with_images` a record's
-    images go to a column `image`. A tracker that fails is reported as a warning, since a lost table must not end a
-    run. Returns the names of the trackers that took the table.
+    Prompts, completions and other structured values are logged as text, and with `with_images` the images of a record
+    go to a column `image`. A tracker that fails is reported by a warning, since a lost table must not end a run.
     """
-    done = []
-    for name, open_run in (("wandb", _has_wandb_run), ("trackio", _has_trackio_run)):
+    for name, has_run in (("wandb", _has_wandb_run), ("trackio", _has_trackio_run)):
         if name not in report_to and "all" not in report_to:
             continue
         try:
             tracker = importlib.import_module(name)
         except ImportError:
             continue
-        if not open_run(tracker):
+        if not has_run(tracker):
             continue
         try:
             frame = _frame(records, tracker.Image if with_images else None)
             tracker.log({TABLE_NAME: tracker.Table(dataframe=frame), "train/global_step": step})
-            done.append(name)
         except Exception as error:
             logger.warning("the completions table of step %d was not logged to %s: %r", step, name, error)
-    return done
 
 
 def unique_by_prompt(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first record of each distinct prompt, text and images, in order."""
+    """Keeps the first record of each distinct prompt; prompts with other images are distinct."""
     first: dict[tuple[str, int], Mapping[str, Any]] = {}
     for record in records:
-        first.setdefault((plain_text(record.get("prompt")), _pictured(record)), record)
+        first.setdefault((plain_text(record.get("prompt")), _prompt_images_hash(record)), record)
     return list(first.values())
 
 
-def _pictured(record: Mapping[str, Any]) -> int:
-    """Equal for records with the same images in their prompts."""
+def _prompt_images_hash(record: Mapping[str, Any]) -> int:
     images = [] if isinstance(record.get("prompt"), str) else images_of(record.get("prompt"))
     return hash(tuple((image.size, image.tobytes()) if hasattr(image, "tobytes") else str(image) for image in images))
 
 
 def record_images(record: Mapping[str, Any]) -> list[Any]:
-    """The images of a record: those in its `image` or `images` column, else those inside its messages."""
+    """Returns the images of a record's `images` or `image` column, or else of its messages."""
     for key in ("images", "image"):
         if record.get(key) is not None:
             return images_of(record[key])
@@ -85,11 +80,12 @@ def _frame(records: Sequence[Mapping[str, Any]], image_class: Any) -> pd.DataFra
     keys = dict.fromkeys(key for record in records for key in record if key not in ("image", "images"))
     columns: dict[str, list[Any]] = {key: [_cell(key, record.get(key)) for record in records] for key in keys}
     if image_class is not None:
-        pictures = [[image_class(image) for image in record_images(record)] for record in records]
-        if any(pictures):
-            # One picture a cell where that is all there is: both trackers show it larger than a list of one.
-            single = all(len(images) <= 1 for images in pictures)
-            columns["image"] = [(images[0] if images else None) if single else images for images in pictures]
+        cells = [[image_class(image) for image in record_images(record)] for record in records]
+        if any(cells):
+            # Both trackers display a single image larger than a list of one image.
+            if all(len(images) <= 1 for images in cells):
+                cells = [images[0] if images else None for images in cells]
+            columns["image"] = cells
     return pd.DataFrame(columns)
 
 
