@@ -1,9 +1,10 @@
-"""The README.md that goes with a trained model."""
+"""Writes the model card (README.md) of a trained model."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata as installed
 from pathlib import Path
 from typing import Any
@@ -42,59 +43,57 @@ def write_model_card(
     load_from: str | None = None,
     **metadata: Any,
 ) -> str:
-    """Write a model card to `path` (a file, or a folder that gets a README.md) and return its text.
+    """Writes a model card to `path` (a file, or a folder that gets a README.md) and returns its text.
 
-    `model_name` is the hub id or folder that the quick start loads, unless `load_from` names another. `base_model` and
-    `dataset_name` go to the metadata where they have the form of hub ids; a local path is named in the text only, as
-    its last part. `config_summary` and `metrics` become tables. `versions` None lists what is installed. Of `metadata`,
-    arguments that end in `_url` (`wandb_url=...`) become links; the others (`license`, `language`, `pipeline_tag`, ...)
-    are metadata fields.
+    The quick start loads `load_from`, or else `model_name`, a hub id or folder. `base_model` and `dataset_name` go to
+    the metadata if they are hub ids; of a local path, the text has the last part only. `config_summary` and `metrics`
+    become tables. `versions` defaults to the installed packages. Arguments in `metadata` that end in `_url`
+    (`wandb_url=...`) become links; the others (`license`, `language`, `pipeline_tag`, ...) are metadata fields.
     """
-    links = {key[: -len("_url")]: metadata.pop(key) for key in list(metadata) if key.endswith("_url")}
-    datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or ())
+    urls = {key.removesuffix("_url"): metadata.pop(key) for key in list(metadata) if key.endswith("_url")}
+    datasets = as_list(dataset_name)
     fields: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "base_model": base_model if base_model and _is_hub_id(base_model) else None,
         "datasets": [name for name in datasets if _is_hub_id(name)] or None,
         "model_name": _last_part(model_name),
-        "tags": _merged([*_TAGS, *([tags] if isinstance(tags, str) else tags or ())]),
+        "tags": list(dict.fromkeys([*_TAGS, *as_list(tags)])),
     }
     card_data = ModelCardData(**{**fields, **{key: value for key, value in metadata.items() if value is not None}})
-    parts = [
+    sections = [
         f"# {_inline(_last_part(model_name))}",
         _introduction(base_model, datasets),
-        _links(links),
+        "\n".join(f"- [{_inline(name)} run]({url})" for name, url in urls.items() if url),
         _quick_start(load_from or model_name),
         _table("Training settings", "Setting", config_summary),
         _table("Last logged metrics", "Metric", metrics),
         _table("Framework versions", "Package", versions if versions is not None else _installed_versions()),
         "## Citation\n\nThe method comes from the DeepSeekMath paper:\n\n" + _CITATION,
     ]
-    text = f"---\n{card_data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    text = f"---\n{card_data.to_yaml()}\n---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
     card = ModelCard(text)
-    target = Path(path)
-    if target.suffix.lower() != ".md":
-        target = target / "README.md"
-    card.save(target)
+    path = Path(path)
+    card.save(path if path.suffix.lower() == ".md" else path / "README.md")
     return str(card)
+
+
+def as_list(value: str | Sequence[str] | None) -> list[str]:
+    """Converts a single string, a sequence of strings or None to a list."""
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _introduction(base_model: str | None, datasets: Sequence[str]) -> str:
     text = "This model was trained with reinforcement learning by groupgrad"
     if base_model:
-        text += f", starting from {_named(base_model, '')}"
+        text += f", starting from {_hub_link(base_model, '')}"
     if datasets:
-        text += ", on " + " and ".join(_named(name, "datasets/") for name in datasets)
+        text += ", on " + " and ".join(_hub_link(name, "datasets/") for name in datasets)
     return (
         text + ".\nThe method is GRPO, group relative policy optimization "
         "([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)): several completions are sampled for each prompt, "
         "scored, and each is reinforced by how much better it did than the others of its prompt."
     )
-
-
-def _links(links: Mapping[str, Any]) -> str:
-    return "\n".join(f"- [{_inline(name)} run]({url})" for name, url in links.items() if url)
 
 
 def _quick_start(model_name: str) -> str:
@@ -116,24 +115,21 @@ def _table(title: str, column: str, rows: Mapping[str, Any] | None) -> str:
     if not rows:
         return ""
     lines = [f"## {title}", "", f"| {column} | Value |", "|---|---|"]
-    lines += [f"| {_inline(key)} | {_inline(_value(value))} |" for key, value in rows.items()]
+    for key, value in rows.items():
+        lines.append(f"| {_inline(key)} | {_inline(f'{value:.4g}' if isinstance(value, float) else value)} |")
     return "\n".join(lines)
 
 
-def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _inline(text: Any) -> str:
-    """`text` as table-safe code, or bare where it is only letters, digits and harmless signs."""
+    """Formats text as code that is safe in a table; letters, digits and harmless signs stay plain."""
     flat = " ".join(str(text).split())
     if re.fullmatch(r"[\w .,:+/%()=-]*", flat) and "_" not in flat:
         return flat
     return "`" + flat.replace("`", "'").replace("|", "\\|") + "`"
 
 
-def _named(name: str, kind: str) -> str:
-    return f"[{name}](https://huggingface.co/{kind}{name})" if _is_hub_id(name) else f"`{_last_part(name)}`"
+def _hub_link(name: str, folder: str) -> str:
+    return f"[{name}](https://huggingface.co/{folder}{name})" if _is_hub_id(name) else f"`{_last_part(name)}`"
 
 
 def _last_part(name: str) -> str:
@@ -141,7 +137,7 @@ def _last_part(name: str) -> str:
 
 
 def _is_hub_id(name: str) -> bool:
-    # A folder on this machine may look like `user/name`; the hub would refuse or misread a card that names it.
+    # A local folder may look like `user/name`; the hub would reject or misread it in the metadata.
     if Path(name).exists():
         return False
     try:
@@ -151,15 +147,9 @@ def _is_hub_id(name: str) -> bool:
     return True
 
 
-def _merged(tags: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(tags))
-
-
 def _installed_versions() -> dict[str, str]:
     versions = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(installed.PackageNotFoundError):
             versions[package] = installed.version(package)
-        except installed.PackageNotFoundError:
-            continue
     return versions

@@ -1,4 +1,4 @@
-"""The model card of a training run: what the trainer knows, under the names that `write_model_card` takes."""
+"""Fills the model card of a training run from its configuration, model and log history."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupgrad.telemetry.model_card import write_model_card
+from groupgrad.telemetry.model_card import as_list, write_model_card
 
 SETTINGS = (
     "loss_type",
@@ -22,7 +22,7 @@ SETTINGS = (
     "gradient_accumulation_steps",
     "seed",
 )
-"""Fields of the configuration that the card shows."""
+"""Configuration fields in the card's table of settings."""
 
 OTHER_NAMES = {
     "finetuned_from": "base_model",
@@ -30,7 +30,7 @@ OTHER_NAMES = {
     "dataset_tags": "dataset_name",
     "tasks": "pipeline_tag",
 }
-"""What `Trainer.create_model_card` calls some fields, and their name here."""
+"""Arguments of `Trainer.create_model_card`, with their names in `write_model_card`."""
 
 
 def write_run_card(
@@ -42,38 +42,35 @@ def write_run_card(
     hub_model_id: str | None = None,
     **fields: Any,
 ) -> str:
-    """Write the card of a run into `config.output_dir` and return its text.
+    """Writes the model card of a run into `config.output_dir` and returns its text.
 
-    `model` tells what was trained from, and whether the result is an adapter; `log_history` the last numbers.
-    `hub_model_id` is what the card's example loads. `fields` are those of `write_model_card`, some also by the names in
-    `OTHER_NAMES`; None counts as not given.
+    The base model and the adapter type are read from `model`, the last metrics from `log_history`. The card's example
+    loads `hub_model_id`. `fields` are arguments of `write_model_card`, also by their names in `OTHER_NAMES`; those that
+    are None are ignored.
     """
-    given = {OTHER_NAMES.get(name, name): value for name, value in fields.items() if value is not None}
+    fields = {OTHER_NAMES.get(name, name): value for name, value in fields.items() if value is not None}
     if hasattr(model, "peft_config"):
-        given.setdefault("library_name", "peft")
-        kinds = [getattr(adapter.peft_type, "value", adapter.peft_type) for adapter in model.peft_config.values()]
-        given["tags"] = [*dict.fromkeys(kind.lower() for kind in kinds), *_listed(given.get("tags"))]
-    given.setdefault("base_model", getattr(getattr(model, "config", None), "_name_or_path", None) or None)
-    given.setdefault("config_summary", {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)})
-    given.setdefault("metrics", last_metrics(log_history))
+        fields.setdefault("library_name", "peft")
+        types = [getattr(adapter.peft_type, "value", adapter.peft_type) for adapter in model.peft_config.values()]
+        fields["tags"] = [*dict.fromkeys(type_.lower() for type_ in types), *as_list(fields.get("tags"))]
+    fields.setdefault("base_model", getattr(getattr(model, "config", None), "_name_or_path", None) or None)
+    fields.setdefault("config_summary", {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)})
+    fields.setdefault("metrics", last_metrics(log_history))
     name = model_name or hub_model_id or str(config.output_dir)
     return write_model_card(
-        Path(str(config.output_dir)) / "README.md", model_name=name, load_from=hub_model_id, **given
+        Path(str(config.output_dir)) / "README.md", model_name=name, load_from=hub_model_id, **fields
     )
 
 
 def last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers logged last that tell how good the model is: rewards, lengths, loss, KL, entropy."""
-    last: dict[str, float] = {}
-    for entry in log_history:
-        last |= {key: value for key, value in entry.items() if _tells_quality(key) and isinstance(value, (int, float))}
-    return last
+    """Returns the last logged value of each quality metric: rewards, lengths, loss, KL and entropy."""
+    metrics: dict[str, float] = {}
+    for event in log_history:
+        numbers = {key: value for key, value in event.items() if isinstance(value, (int, float))}
+        metrics |= {key: value for key, value in numbers.items() if _is_quality_metric(key)}
+    return metrics
 
 
-def _tells_quality(key: str) -> bool:
+def _is_quality_metric(key: str) -> bool:
     plain = key.removeprefix("eval_")
     return plain in ("loss", "kl", "entropy") or "reward" in plain or plain.endswith("completions/mean_length")
-
-
-def _listed(tags: str | Sequence[str] | None) -> list[str]:
-    return [tags] if isinstance(tags, str) else list(tags or ())
