@@ -1,4 +1,4 @@
-"""Rollouts made by hand."""
+"""Rollouts with hand-written completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupgrad.types import Prompt, Rollout
 
 
 def build_rollouts(completions: list[Any], rows: list[dict[str, Any]] | None = None, **fields: Any) -> list[Rollout]:
-    """One rollout a completion; token ids are one per character of a text."""
+    """Builds one rollout a completion, with one token id per character of its text."""
     rollouts = []
     for index, completion in enumerate(completions):
         row = (rows or [{"prompt": f"p{i}"} for i in range(len(completions))])[index]

@@ -49,13 +49,13 @@ async def slow(completions, **kwargs):
         (AsyncJudge(), "AsyncJudge", True),
     ],
 )
-def test_name_and_kind(function, name, asynchronous):
+def test_name_and_async_flag(function, name, asynchronous):
     assert function_name(function) == name
     assert is_async(function) is asynchronous
     assert inspect_function(function).is_async is asynchronous
 
 
-def test_an_instance_may_name_itself():
+def test_an_instance_can_have_a_name():
     judge = Judge()
     judge.__name__ = "strict_judge"  # pyright: ignore[reportAttributeAccessIssue]
     assert function_name(judge) == "strict_judge"
@@ -97,7 +97,7 @@ def inputs_of(make_rollouts, count=3, step=7):
         [torch.tensor(1.0), np.float32(2.5), Fraction(1)],
     ],
 )
-def test_numbers_of_every_kind_are_read(make_rollouts, returned):
+def test_numbers_of_every_type_are_accepted(make_rollouts, returned):
     assert read_rewards(returned, "f", inputs_of(make_rollouts)) == [1.0, 2.5, 1.0]
 
 
@@ -129,20 +129,20 @@ def test_unusable_rewards_are_errors(make_rollouts, returned, message):
         read_rewards(returned, "f", inputs_of(make_rollouts))
 
 
-def test_a_shown_row_is_cut(make_rollouts):
+def test_the_description_of_a_row_is_shortened(make_rollouts):
     rollouts = make_rollouts(["c" * 1000], [{"prompt": "start " + "p" * 1000 + " end"}])
     text = CallInputs.of(rollouts, None, 0).describe(0)
     assert "start" not in text and " end'" in text and len(text) < 500
 
 
-def test_a_conversation_is_shown_as_text(make_rollouts):
+def test_a_conversation_is_described_as_text(make_rollouts):
     rollouts = make_rollouts(
         [[{"role": "assistant", "content": "four"}]], [{"prompt": [{"role": "user", "content": "2+2?"}]}]
     )
     assert CallInputs.of(rollouts, None, 0).describe(0) == "row 0 (prompt 'user: 2+2?', completion 'assistant: four')"
 
 
-def test_fresh_copies_structure_and_shares_leaves():
+def test_copies_have_new_containers_and_shared_leaves():
     image = object()
     value = [{"role": "user", "content": [{"type": "image", "image": image}]}, (1, [2])]
     copy = copy_containers(value)

@@ -53,7 +53,7 @@ def make_model(seed=0, **overrides):
 
 
 def by_hand(model, ids):
-    """The score head on the last token's hidden state, one row and no padding."""
+    """Applies the score head to the last token's hidden state of one row without padding."""
     with torch.no_grad():
         hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state
         return model.score(hidden[0, -1])[0].item()
@@ -75,7 +75,7 @@ def test_texts_score_as_one_row_at_a_time(make_rollouts, batch_tokens):
     expected = [by_hand(model, [WORDS.index(word) for word in ("the sky " + text).split()]) for text in TEXTS]
     assert table.rewards.flatten().tolist() == pytest.approx(expected, abs=1e-6)
     assert max(expected) - min(expected) > 1e-3
-    assert tokenizer.pad_token is None  # the tokenizer given is left as it was
+    assert tokenizer.pad_token is None  # the tokenizer is not changed
     assert model.config.pad_token_id == WORDS.index("<eos>")
 
 
@@ -93,7 +93,7 @@ def test_conversations_go_through_the_template(make_rollouts):
     assert model.config.pad_token_id == WORDS.index("<pad>")
 
 
-def test_content_blocks_are_read_as_their_text(make_rollouts):
+def test_content_blocks_are_read_as_text(make_rollouts):
     model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
     completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
     blocks = [{"type": "text", "text": "the "}, {"type": "text", "text": "sky"}]
@@ -109,10 +109,10 @@ def test_content_blocks_are_read_as_their_text(make_rollouts):
 
 def test_a_folder_is_loaded_with_one_label_and_options_of_its_own(make_rollouts, saved):
     kwargs = {"dtype": "float64", "attn_implementation": "eager"}
-    given = dict(kwargs)
+    original = dict(kwargs)
     functions = [saved + "/", lambda completions: [1.0] * len(completions)]
     runner = RewardRunner(functions, models=RewardModelOptions(init_kwargs=kwargs))
-    assert kwargs == given and functions[0] == saved + "/" and len(functions) == 2
+    assert kwargs == original and functions[0] == saved + "/" and len(functions) == 2
     assert runner.names == ["tiny-rm", "<lambda>"]
     (scorer,) = runner.models
     model: Any = scorer.model
@@ -123,17 +123,17 @@ def test_a_folder_is_loaded_with_one_label_and_options_of_its_own(make_rollouts,
     assert runner.score(rollouts).rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_reward_model_is_whole_on_every_rank_also_under_zero_3(saved):
-    """Each scores its own rows, in as many passes as these take: none can wait for others' parts of the weights."""
+def test_a_reward_model_is_not_sharded_under_zero_3(saved):
+    """Ranks make different numbers of forward passes, so no pass can gather weights from other ranks."""
 
-    class Spread:
+    class Sharded:
         config: Any = None
 
         def is_zero3(self) -> bool:
             return True
 
-    spread = Spread()  # transformers holds no more than a weak reference
-    hf_deepspeed.set_hf_deepspeed_config(spread)
+    sharded = Sharded()  # transformers keeps only a weak reference
+    hf_deepspeed.set_hf_deepspeed_config(sharded)
     try:
         (scorer,) = RewardRunner(saved).models
         assert hf_deepspeed.is_deepspeed_zero3_enabled()
@@ -149,13 +149,13 @@ def test_without_options_a_folder_is_loaded_as_it_was_saved(tmp_path):
     assert model.dtype == torch.bfloat16
 
 
-def test_of_the_policys_options_only_how_files_are_fetched_is_shared():
+def test_only_download_options_are_shared_with_the_policy():
     policy = {"dtype": "bfloat16", "revision": "main", "token": "t", "device_map": "auto", "cache_dir": "/c"}
     assert hub_kwargs(policy) == {"cache_dir": "/c", "token": "t"}
 
 
 def test_a_checkpoint_without_a_score_head_is_refused(tmp_path):
-    """transformers fills the head with random numbers and goes on."""
+    """transformers itself initializes the head at random and continues."""
     LlamaForCausalLM(make_model().config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lacks score.weight, so its rewards would be random; give a sequence-class"):
@@ -232,7 +232,7 @@ def test_a_model_that_gives_nothing_but_nan_is_refused_at_once():
         RewardRunner(model, make_tokenizer())
 
 
-def test_the_row_that_a_template_cannot_write_is_named(make_rollouts):
+def test_the_row_that_a_template_rejects_is_named(make_rollouts):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m['content'] == 'green' %}{{ raise_exception('not green') }}{% endif %}"
@@ -288,7 +288,7 @@ def test_a_model_that_scores_tokens_is_refused():
         RewardRunner(Tagger(), make_tokenizer())
 
 
-def test_a_text_beyond_the_models_length_keeps_its_end_and_says_so(make_rollouts, caplog):
+def test_a_text_beyond_the_models_length_is_truncated_with_a_warning(make_rollouts, caplog):
     model = make_model()
     runner = RewardRunner(model, make_tokenizer())
     words = ["very"] * 70 + ["is", "blue"]
@@ -298,14 +298,14 @@ def test_a_text_beyond_the_models_length_keeps_its_end_and_says_so(make_rollouts
     expected = by_hand(model, [WORDS.index(word) for word in words[-64:]])
     assert table.rewards[0].item() == pytest.approx(expected, abs=1e-6)
     assert table.metrics["rewards/LlamaForSequenceClassification/truncated"].read() == 0.5
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert "reads at most 64 tokens; of longer texts it sees the end only, as of row 0" in said[0]
-    assert "which has 73" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "reads at most 64 tokens; of longer texts it sees the end only, as of row 0" in messages[0]
+    assert "which has 73" in messages[0]
 
 
-def test_learned_positions_begin_behind_the_padding_token():
-    """RoBERTa's table of 20 holds 18 positions: those up to the padding token's are not used."""
+def test_learned_positions_start_after_the_padding_token():
+    """RoBERTa's table of 20 rows has 18 positions; the rows up to the padding token's are unused."""
     sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = RobertaConfig(vocab_size=13, max_position_embeddings=20, pad_token_id=1, **{**sizes, "num_labels": 1})
     model = RobertaForSequenceClassification(config).eval()
@@ -318,7 +318,7 @@ def test_learned_positions_begin_behind_the_padding_token():
 
 
 def test_forward_passes_are_bounded_by_tokens(make_rollouts):
-    """Rows of 2, 3, 3, 4 and 8 tokens; what a pass reads is its rows times the longest of them."""
+    """Rows have 2, 3, 3, 4 and 8 tokens; a pass reads its number of rows times their longest."""
     model = make_model()
     runner = RewardRunner(model, make_tokenizer(), models=RewardModelOptions(batch_tokens=9))
     shapes: list[tuple[int, ...]] = []
@@ -349,43 +349,43 @@ def test_a_pass_that_runs_out_of_memory_is_made_in_parts(make_rollouts):
 
 
 class Elsewhere(HostWeights):
-    """A device of its own in the same memory."""
+    """Simulates a device by copies in the same memory."""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-def test_offloaded_weights_are_on_the_device_while_it_scores_alone(make_rollouts, monkeypatch):
-    """Nothing is copied back: the tensors at home are those of before; what was made anew in between is kept."""
+def test_offloaded_weights_are_on_the_device_only_while_scoring(make_rollouts, monkeypatch):
+    """Host tensors stay the same objects, nothing is copied back, and buffers created in between are kept."""
     monkeypatch.setattr(models_module, "HostWeights", Elsewhere)
     model = make_model()
     rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
     expected = RewardRunner(model, make_tokenizer()).score(rollouts).rewards
-    home = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    away: list[dict[str, int]] = []
+    host = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    on_device: list[dict[str, int]] = []
     handle = model.register_forward_hook(
-        lambda *_: away.append({name: tensor.data_ptr() for name, tensor in model.state_dict().items()})
+        lambda *_: on_device.append({name: tensor.data_ptr() for name, tensor in model.state_dict().items()})
     )
     runner = RewardRunner(model, make_tokenizer(), models=RewardModelOptions(offload=True))
     assert runner.score(rollouts).rewards.tolist() == expected.tolist()
-    assert len(away) == 2  # the text that is tried, and the rows
-    assert all(pointer != home[name] for pointers in away for name, pointer in pointers.items())
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == home
+    assert len(on_device) == 2  # the test text and the rows
+    assert all(pointer != host[name] for pointers in on_device for name, pointer in pointers.items())
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == host
     handle.remove()
     model.register_forward_hook(lambda *_: model.register_buffer("made", torch.ones(1)) or 1 / 0)
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         runner.score(rollouts)
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items() if name in home} == home
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items() if name in host} == host
 
 
-def test_a_model_that_stays_where_it_is_cannot_be_offloaded():
+def test_a_placed_model_cannot_be_offloaded():
     model = make_model()
     model.hf_device_map = {"": "cpu"}  # pyright: ignore
     with pytest.raises(ValueError, match=r"reward_model_offload=True.*stays where it is"):
         RewardRunner(model, make_tokenizer(), models=RewardModelOptions(offload=True))
 
 
-def test_the_models_own_padding_token_goes_before_the_end_of_sequence(make_rollouts):
+def test_the_models_padding_token_precedes_the_end_of_sequence(make_rollouts):
     model = make_model(pad_token_id=WORDS.index("or"))
     RewardRunner(model, make_tokenizer())
     assert model.config.pad_token_id == WORDS.index("or")
@@ -396,14 +396,14 @@ def test_the_models_own_padding_token_goes_before_the_end_of_sequence(make_rollo
 @pytest.mark.parametrize(
     ("options", "problem"), [({"batch_tokens": 0}, "batch_tokens=0"), ({"device": "gpu"}, "reward_model_device='gpu'")]
 )
-def test_options_that_cannot_work(options, problem):
+def test_invalid_options(options, problem):
     with pytest.raises(ValueError, match=problem):
         RewardModelOptions(**options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that this machine has")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_device_that_is_not_there_is_named(offload: bool):
+def test_a_missing_device_is_named(offload: bool):
     with pytest.raises(ValueError, match=r"reward_model_device='cuda:9' cannot be used for reward model 'Llama.*: "):
         RewardModel(make_model(), make_tokenizer(), RewardModelOptions(device="cuda:9", offload=offload))
 
@@ -414,7 +414,7 @@ def test_names_of_models():
     assert model_name(torch.nn.Linear(1, 1)) == "Linear"
 
 
-def test_a_reward_model_stays_on_its_devices():
+def test_a_placed_model_is_not_moved():
     model = make_model()
     model.hf_device_map = {"": "cpu"}  # pyright: ignore
     RewardModel(model, make_tokenizer(), RewardModelOptions(device="meta"))

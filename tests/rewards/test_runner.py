@@ -21,12 +21,12 @@ from groupgrad.rewards import REWARD_FUNCTIONS, RewardRunner, accuracy_reward
 def run(make_rollouts):
     runners = []
 
-    def go(functions, completions=("a", "bb"), rows=None, *, step=0, trainer_state=None, **extra):
+    def score(functions, completions=("a", "bb"), rows=None, *, step=0, trainer_state=None, **extra):
         runner = RewardRunner(functions)
         runners.append(runner)
         return runner.score(make_rollouts(list(completions), rows, **extra), trainer_state=trainer_state, step=step)
 
-    yield go
+    yield score
     for runner in runners:
         runner.close()
 
@@ -58,9 +58,9 @@ def test_functions_of_every_kind_in_one_list(run):
         lambda prompts: (1, 2),
         Judge().method,
     ]
-    given = list(functions)
+    original = list(functions)
     table = run(functions)
-    assert functions == given
+    assert functions == original
     assert table.names == ["length", "Judge", "coroutine", "scaled", "<lambda>", "method"]
     assert table.rewards.dtype == torch.float64
     expected = torch.tensor([[1, 10, math.nan, 100, 1, 1], [2, 20, 3, 200, 2, 0]], dtype=torch.float64)
@@ -80,12 +80,12 @@ def test_one_function_needs_no_list(run):
     assert run(length).rewards.tolist() == [[1.0], [2.0]]
 
 
-def test_same_names_are_told_apart(run):
+def test_repeated_names_are_numbered(run):
     table = run([functools.partial(length, a=1), functools.partial(length, a=2), length])
     assert table.names == ["length", "length_2", "length_3"]
 
 
-def test_no_rollouts_call_nothing():
+def test_without_rollouts_no_function_is_called():
     def reward(**kwargs):
         raise AssertionError("called")
 
@@ -142,7 +142,7 @@ def test_a_required_argument_that_does_not_exist(run, asynchronous):
         run(async_reward if asynchronous else reward, ["a"], [{"prompt": "p", "task": 1}], step=4)
 
 
-def test_what_a_partial_binds_stays_bound(run):
+def test_keywords_of_a_partial_are_not_replaced(run):
     def reward(completions, solution, **kwargs):
         return [float(solution == "fixed")] * len(completions)
 
@@ -189,26 +189,26 @@ def test_ground_truths_without_such_a_column(run):
         run(reward_fn, ["a"], [{"prompt": "p", "label": "x"}])
 
 
-def test_inputs_that_a_function_changes_stay_whole_for_the_next(run):
+def test_changes_to_arguments_do_not_reach_the_next_function(run):
     prompt = [{"role": "user", "content": "q"}]
     completion = [{"role": "assistant", "content": "a"}]
     rows = [{"prompt": prompt, "tests": [1, 2]}]
 
-    def vandal(prompts, completions, completion_ids, tests, **kwargs):
+    def change_all(prompts, completions, completion_ids, tests, **kwargs):
         prompts[0][0]["content"] = completions[0][0]["content"] = "changed"
         prompts.clear()
         completion_ids[0].clear()
         tests[0].append(3)
         return [0.0]
 
-    def witness(prompts, completions, completion_ids, tests, **kwargs):
+    def check_unchanged(prompts, completions, completion_ids, tests, **kwargs):
         assert prompts == [[{"role": "user", "content": "q"}]] and completions == [
             [{"role": "assistant", "content": "a"}]
         ]
         assert completion_ids == [[0]] and tests == [[1, 2]]
         return [1.0]
 
-    assert run([vandal, witness], [completion], rows).rewards.tolist() == [[0.0, 1.0]]
+    assert run([change_all, check_unchanged], [completion], rows).rewards.tolist() == [[0.0, 1.0]]
     assert prompt[0]["content"] == "q" and rows[0]["tests"] == [1, 2]
 
 
@@ -364,7 +364,7 @@ def test_metrics_of_the_trainer_are_not_replaced(run, name):
         run([judge], ["a", "b"])
 
 
-def test_columns_last_one_call(make_rollouts):
+def test_columns_belong_to_one_call(make_rollouts):
     def reward(completions, log_extra, **kwargs):
         if len(completions) == 1:
             log_extra("once", ["x"])
@@ -432,7 +432,7 @@ def test_logging_from_many_threads(run):
     assert metric.weight == 4000 and metric.read() == pytest.approx(249.5)
 
 
-def test_rows_that_nothing_scores_are_reported_once(make_rollouts, caplog):
+def test_unscored_rows_are_reported_once(make_rollouts, caplog):
     runner = RewardRunner([lambda completions: [None, 1.0], lambda completions: [None, None]])
     with caplog.at_level(logging.WARNING):
         for step in range(2):
@@ -453,7 +453,7 @@ def test_rows_that_nothing_scores_are_reported_once(make_rollouts, caplog):
         ([length], {"processing_classes": [None, None]}, ValueError, r"2 reward_processing_classes for 1"),
     ],
 )
-def test_what_cannot_work_fails_at_construction(functions, kwargs, error, message):
+def test_invalid_arguments_fail_at_construction(functions, kwargs, error, message):
     with pytest.raises(error, match=message):
         RewardRunner(functions, **kwargs)
 
@@ -464,7 +464,7 @@ def test_processing_classes_of_functions_are_ignored():
     assert len(classes) == 2
 
 
-def test_a_missing_math_verify_shows_at_construction(monkeypatch):
+def test_a_missing_math_verify_fails_at_construction(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install groupgrad\[math\]"):
         RewardRunner([length, functools.partial(accuracy_reward, a=1)])
@@ -488,7 +488,7 @@ def test_the_registry_scores(run):
 # --- rewards of environments, failed rollouts ---
 
 
-def test_rewards_that_rollouts_bring_with_them_are_columns_behind_the_functions(make_rollouts):
+def test_own_rewards_of_rollouts_follow_the_columns_of_functions(make_rollouts):
     rollouts = [
         dataclasses.replace(rollout, own_rewards=own)
         for rollout, own in zip(make_rollouts(["a", "bb", "ccc"]), [{"Maze": 1.5}, {"Maze": None}, {"Shop": -1.0}])
@@ -506,7 +506,7 @@ def test_an_environments_reward_may_be_the_only_one(make_rollouts):
         RewardRunner([])
 
 
-def test_failed_rollouts_are_not_shown_to_functions_and_get_no_reward(make_rollouts):
+def test_failed_rollouts_are_not_passed_to_functions_and_get_no_reward(make_rollouts):
     seen: list[Any] = []
 
     def note(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:

@@ -92,8 +92,8 @@ class TestParquet:
         for i in range(3):
             add(log, [record(i)])
             log.flush(10)
-        found = {path.name: pd.read_parquet(path)["prompt"].tolist() for path in (tmp_path / "completions").iterdir()}
-        assert found == {
+        files = {path.name: pd.read_parquet(path)["prompt"].tolist() for path in (tmp_path / "completions").iterdir()}
+        assert files == {
             "completions_00010.parquet": ["question 0"],
             "completions_00010_2.parquet": ["question 1"],
             "completions_00010_3.parquet": ["question 2"],
@@ -116,11 +116,11 @@ class TestParquet:
         assert not (tmp_path / "completions").exists()
 
     def test_messages_stay_structured_and_lose_their_images(self, tmp_path):
-        picture = SimpleNamespace(size=(1, 1), mode="RGB", save=None)
-        prompt = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "see?"}]}]
+        photo = SimpleNamespace(size=(1, 1), mode="RGB", save=None)
+        prompt = [{"role": "user", "content": [{"type": "image", "image": photo}, {"type": "text", "text": "see?"}]}]
         completion = [{"role": "assistant", "content": "yes"}]
         log = quiet_log(tmp_path)
-        add(log, [record(i, prompt=prompt, completion=completion, images=[picture]) for i in range(2)])
+        add(log, [record(i, prompt=prompt, completion=completion, images=[photo]) for i in range(2)])
         frame = pd.read_parquet(log.flush(10))
         blocks = frame["prompt"][0][0]["content"]
         assert blocks[0] == {"type": "image", "image": "[IMAGE]", "text": None}
@@ -128,7 +128,7 @@ class TestParquet:
         assert frame["completion"][1][0] == {"role": "assistant", "content": "yes"}
         assert "images" not in frame
 
-    def test_columns_that_fit_no_one_type_become_json(self, tmp_path):
+    def test_columns_of_mixed_types_become_json(self, tmp_path):
         log = quiet_log(tmp_path)
         mixed = [1, "a", {"b": {1, 2}}, None]
         add(log, [record(i, mixed=value, empty={}) for i, value in enumerate(mixed)])
@@ -174,7 +174,7 @@ class TestTable:
         assert "-1.00" in text
         assert ("note" in text) or ("too narrow for: a" in text) or ("too narrow for: b" in text)
 
-    def test_columns_stand_in_the_documented_order(self, tmp_path):
+    def test_columns_have_the_documented_order(self, tmp_path):
         log = CompletionLog(tmp_path)
         add(log, [record(1)])
         lines = printed(log, 140).splitlines()
@@ -190,7 +190,7 @@ class TestTable:
         row = next(line for line in lines if "question 1" in line)
         assert row.replace("│", " ").split() == ["question", "1", "answer", "1", "1.00", "-", "0.25", "1"]
 
-    def test_reward_names_may_be_given(self, tmp_path):
+    def test_reward_names_define_the_reward_columns(self, tmp_path):
         log = CompletionLog(tmp_path)
         add(log, [{"prompt": "p", "completion": "c", "advantage": 0.0, "acc": 0.123, "note": 5}], reward_names=["acc"])
         header = next(line for line in printed(log, 140).splitlines() if "Prompt" in line)
@@ -209,7 +209,7 @@ class TestTable:
         for part in ("USER", "[IMAGE]", "look", "ASSISTANT", "well", "add(a=1, b='x')", "TOOL"):
             assert part in text
 
-    def test_markup_and_control_characters_are_shown_not_obeyed(self, tmp_path):
+    def test_markup_and_control_characters_are_not_interpreted(self, tmp_path):
         log = CompletionLog(tmp_path)
         add(
             log,
@@ -237,7 +237,7 @@ class TestTable:
         log.console.file.flush()
         assert b"\\u6570\\u5b66" in raw.getvalue()
 
-    def test_a_very_long_text_keeps_its_ends(self, tmp_path):
+    def test_a_very_long_text_loses_its_middle(self, tmp_path):
         log = CompletionLog(tmp_path)
         add(log, [record(0, completion="first" + "x" * 100_000 + "last")])
         text = printed(log, 200)
@@ -246,15 +246,15 @@ class TestTable:
         assert "98,009 characters" in text
         assert len(text.splitlines()) < 60
 
-    def test_a_subset_is_the_same_each_time_and_moves_no_global_stream(self, tmp_path):
-        def shown() -> list[str]:
+    def test_a_subset_is_reproducible_and_leaves_the_global_generator_alone(self, tmp_path):
+        def printed_prompts() -> list[str]:
             log = CompletionLog(tmp_path, num_to_print=3)
             add(log, [record(i, prompt=f"Q{i:02d}") for i in range(20)])
             text = printed(log, 120)
             return [f"Q{i:02d}" for i in range(20) if f"Q{i:02d}" in text]
 
         state = random.getstate()
-        first, second = shown(), shown()
+        first, second = printed_prompts(), printed_prompts()
         assert first == second
         assert len(first) == 3
         assert first != ["Q00", "Q01", "Q02"]
@@ -268,7 +268,7 @@ class TestTable:
         add(log, [record(0), record(1)])
         assert printed(log, 120).count("question") == 2
 
-    def test_an_evaluation_says_so_in_the_title(self, tmp_path):
+    def test_the_title_names_an_evaluation(self, tmp_path):
         log = CompletionLog(tmp_path)
         add(log, [record(0)], phase="eval_math")
         assert "Step 3 (eval_math)" in printed(log, 120, 3, "eval_math").splitlines()[0]
@@ -329,14 +329,14 @@ class TestTrackers:
 
     @pytest.mark.parametrize("with_images", [True, False])
     def test_images_go_to_a_column(self, tmp_path, wandb, with_images):
-        picture = SimpleNamespace(size=(1, 1), mode="RGB", save=None)
-        prompt = [{"role": "user", "content": [{"type": "image", "image": picture}]}]
+        photo = SimpleNamespace(size=(1, 1), mode="RGB", save=None)
+        prompt = [{"role": "user", "content": [{"type": "image", "image": photo}]}]
         log = quiet_log(tmp_path, report_to=["wandb"], log_multimodal=with_images)
         add(log, [record(0, prompt=prompt), record(1)])
         log.flush(1)
         table = wandb.logged[0]["completions"]
         if with_images:
-            assert table["image"].tolist() == [("image", picture), None]
+            assert table["image"].tolist() == [("image", photo), None]
         else:
             assert "image" not in table
 
@@ -352,7 +352,7 @@ class TestTrackers:
         assert "no network" in caplog.text
 
 
-def test_waiting_records_survive_a_checkpoint(tmp_path):
+def test_records_survive_a_checkpoint(tmp_path):
     first = quiet_log(tmp_path / "a")
     add(first, [record(0, accuracy=torch.tensor(0.5))])
     add(first, [record(5)], phase="eval")
@@ -376,21 +376,21 @@ def test_plain_text_of_odd_messages():
     assert visible("a\tb\r\nc\x00") == "a   b\nc␀"
 
 
-def test_a_question_about_another_picture_is_another_prompt(tmp_path, wandb):
-    def asked(color: str) -> list[dict[str, Any]]:
-        picture = Image.new("RGB", (2, 2), color)
-        return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "which?"}]}]
+def test_prompts_with_different_images_are_distinct(tmp_path, wandb):
+    def question(color: str) -> list[dict[str, Any]]:
+        photo = Image.new("RGB", (2, 2), color)
+        return [{"role": "user", "content": [{"type": "image", "image": photo}, {"type": "text", "text": "which?"}]}]
 
     log = quiet_log(tmp_path, report_to=["wandb"], unique_prompts=True)
-    add(log, [record(0, prompt=asked("red")), record(1, prompt=asked("blue")), record(2, prompt=asked("red"))])
+    add(log, [record(0, prompt=question("red")), record(1, prompt=question("blue")), record(2, prompt=question("red"))])
     log.flush(1)
     assert wandb.logged[0]["completions"]["completion"].tolist() == ["answer 0", "answer 1"]
 
 
-def test_markers_of_images_that_a_checkpoint_left_are_not_shown_as_images(tmp_path, wandb):
-    picture = Image.new("RGB", (2, 2))
+def test_image_markers_of_a_checkpoint_are_not_logged_as_images(tmp_path, wandb):
+    photo = Image.new("RGB", (2, 2))
     first = quiet_log(tmp_path / "a")
-    add(first, [record(0, prompt=[{"role": "user", "content": [{"type": "image", "image": picture}]}])])
+    add(first, [record(0, prompt=[{"role": "user", "content": [{"type": "image", "image": photo}]}])])
     second = quiet_log(tmp_path / "b", report_to=["wandb"])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     second.flush(1)
@@ -399,10 +399,10 @@ def test_markers_of_images_that_a_checkpoint_left_are_not_shown_as_images(tmp_pa
     assert "image" not in table
 
 
-def test_records_without_images_keep_their_words():
-    picture = Image.new("RGB", (2, 2))
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": "a"}]
+def test_records_without_images_keep_their_text():
+    photo = Image.new("RGB", (2, 2))
+    content = [{"type": "image", "image": photo}, {"type": "text", "text": "a"}]
     kept = without_images(record(0, prompt=[{"role": "user", "content": content}], completion="b"))
     marked = [{"type": "image", "image": "[IMAGE]"}, {"type": "text", "text": "a"}]
     assert kept == record(0, prompt=[{"role": "user", "content": marked}], completion="b")
-    assert content[0]["image"] is picture
+    assert content[0]["image"] is photo

@@ -18,32 +18,32 @@ HISTORY = [
 ]
 
 
-def test_series_takes_the_numbers_of_one_key_by_step():
+def test_series_has_the_numbers_of_one_key_by_step():
     reward = series([*HISTORY, {"step": 1, "reward": 0.0}, {"step": 2, "reward": 0.3}, {"reward": 9.0}], "reward")
     assert reward.index.tolist() == [1, 2, 4]
     assert reward.values.tolist() == [0.0, 0.3, 0.75]
 
 
-def test_the_running_average_is_unbiased_and_passes_over_gaps():
+def test_the_running_average_is_unbiased_and_skips_nan():
     # span 3: each earlier value weighs half of the next.
-    got = running_average(pd.Series([1.0, 3.0, np.nan, 7.0]), 3)
-    np.testing.assert_allclose(got, [1.0, (0.5 * 1 + 3) / 1.5, (0.5 * 1 + 3) / 1.5, (0.25 + 1.5 + 7) / 1.75])
+    average = running_average(pd.Series([1.0, 3.0, np.nan, 7.0]), 3)
+    np.testing.assert_allclose(average, [1.0, (0.5 * 1 + 3) / 1.5, (0.5 * 1 + 3) / 1.5, (0.25 + 1.5 + 7) / 1.75])
     assert running_average(pd.Series([np.nan]), 5).isna().all()
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were made, to look at what is on them."""
+    """Collects the saved figures."""
     figure = pytest.importorskip("matplotlib.figure")
-    made = []
+    figures = []
     original = figure.Figure.savefig
 
     def savefig(self, *args, **kwargs):
-        made.append(self)
+        figures.append(self)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(figure.Figure, "savefig", savefig)
-    return made
+    return figures
 
 
 def test_the_picture_shows_training_evaluation_and_length(tmp_path, drawn):
@@ -68,7 +68,7 @@ def test_long_runs_are_smoothed_and_sets_have_their_own_points(tmp_path, drawn):
     assert np.ptp(smooth[20:]) < 0.5 < np.ptp(axis.lines[0].get_ydata())
 
 
-def test_one_event_or_only_evaluations_can_be_drawn(tmp_path, drawn):
+def test_one_event_or_only_evaluations_can_be_plotted(tmp_path, drawn):
     plot_rewards(HISTORY[:1], tmp_path / "a.png")
     assert drawn[0].axes[0].get_xlim() == pytest.approx((1, 3), abs=0.2)
     plot_rewards(HISTORY[1:2], tmp_path / "b.png")
@@ -80,7 +80,7 @@ def test_no_reward_is_an_error(tmp_path):
         plot_rewards([{"step": 1, "loss": 0.0}], tmp_path / "reward.png")
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(tmp_path, monkeypatch):
     original = builtins.__import__
 
     def refuse(name, *args, **kwargs):

@@ -23,26 +23,26 @@ def test_a_training_line_shows_the_numbers_that_matter():
     )
 
 
-def test_kl_is_shown_when_there_is_one_and_lines_stand_in_columns():
+def test_kl_is_shown_when_logged_and_lines_are_aligned():
     lines = [
         format_log({**TRAIN, "kl": 0.01, "reward": reward, "loss": loss}, step=step, max_steps=1000)
         for step, reward, loss in ((1, -2.5, 0.0), (1000, 0.25, -1.25))
     ]
     assert "kl 0.0100" in lines[0]
-    assert "  9.00 s/step" in lines[0]  # the event's own step_time where no wall-clock time is known
+    assert "  9.00 s/step" in lines[0]  # the event's step_time, without a wall-clock time
     for word in ("loss", "kl", "len", "lr", "s/step"):
         assert lines[0].index(word) == lines[1].index(word)
 
 
-def test_a_narrow_terminal_loses_the_least_important_numbers_first():
-    kept = {width: format_log(TRAIN, step=5, max_steps=9, width=width) for width in (200, 100, 80, 20)}
-    assert "lr" in kept[200]
-    assert "lr" not in kept[100]
-    assert "s/step" in kept[100]
-    assert len(kept[100]) < 100
-    assert len(kept[80]) < 80
-    assert "s/step" not in kept[80]
-    assert kept[20].split() == ["step", "5", "reward", "0.500"]
+def test_a_narrow_terminal_drops_the_least_important_numbers_first():
+    lines = {width: format_log(TRAIN, step=5, max_steps=9, width=width) for width in (200, 100, 80, 20)}
+    assert "lr" in lines[200]
+    assert "lr" not in lines[100]
+    assert "s/step" in lines[100]
+    assert len(lines[100]) < 100
+    assert len(lines[80]) < 80
+    assert "s/step" not in lines[80]
+    assert lines[20].split() == ["step", "5", "reward", "0.500"]
 
 
 def test_an_evaluation_line_names_its_data_set():

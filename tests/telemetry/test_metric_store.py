@@ -20,7 +20,7 @@ def test_a_mean_is_the_sum_over_the_count_not_a_mean_of_means():
     assert store.flush() == {"length": 20.0}
 
 
-def test_every_kind_merges_its_own_way():
+def test_each_kind_has_its_own_merge():
     store = MetricStore()
     store.add({"a": total(1), "b": minimum(2), "c": maximum(2), "d": latest(5), "e": average(1)})
     store.add({"a": total(2), "b": minimum(float("nan")), "c": maximum(7), "d": latest(4), "e": average(2)})
@@ -61,7 +61,7 @@ def test_a_long_window_is_folded_and_stays_exact():
     assert store.flush() == {"x": 499.5 / 2}
 
 
-def test_a_kind_clash_names_the_key_and_takes_nothing():
+def test_a_kind_clash_names_the_key_and_adds_nothing():
     store = MetricStore()
     store.add({"score": average(1.0)})
     with pytest.raises(ValueError, match=r"'score'.*'mean'.*'max'"):
@@ -87,12 +87,12 @@ def test_a_resume_inside_a_window_is_exact():
 
 
 def test_ranks_are_merged_with_one_gather(monkeypatch):
-    theirs = {"x": mean_of(9.0, 3), "only_there": total(2.0), "top": maximum(1.0)}
+    other_rank = {"x": mean_of(9.0, 3), "only_there": total(2.0), "top": maximum(1.0)}
     calls = []
 
     def gather(mine):
         calls.append(mine)
-        return [mine, theirs]
+        return [mine, other_rank]
 
     monkeypatch.setattr(dist, "all_gather_objects", gather)
     store = MetricStore()
@@ -128,7 +128,7 @@ def test_two_processes_agree_when_one_has_nothing():
     ranks = [context.Process(target=_rank, args=(rank, port, results)) for rank in range(2)]
     for process in ranks:
         process.start()
-    got = dict(results.get(timeout=60) for _ in ranks)
+    numbers = dict(results.get(timeout=60) for _ in ranks)
     for process in ranks:
         process.join(timeout=60)
-    assert got == {0: {"x": 3.0, "best": 3.0}, 1: {"x": 3.0, "best": 3.0}}
+    assert numbers == {0: {"x": 3.0, "best": 3.0}, 1: {"x": 3.0, "best": 3.0}}

@@ -22,7 +22,7 @@ def write(path, **changes) -> str:
     return write_model_card(path, **{**options, **changes})
 
 
-def test_the_metadata_is_what_the_hub_reads(tmp_path):
+def test_the_hub_reads_the_metadata(tmp_path):
     text = write(tmp_path / "model", license="mit", language="en")
     card = ModelCard.load(tmp_path / "model" / "README.md")
     assert str(card).strip() == text.strip()
@@ -66,7 +66,7 @@ def test_local_paths_stay_out_of_the_metadata(tmp_path, monkeypatch):
     assert "/data" not in text
 
 
-def test_everything_but_the_name_may_be_missing(tmp_path):
+def test_only_the_name_is_required(tmp_path):
     text = write_model_card(tmp_path, model_name="m")
     assert f"| torch | {torch.__version__.split('+')[0]}" in text
     assert "Training settings" not in text

@@ -30,9 +30,9 @@ class Clock:
 
 
 def terminal(monkeypatch) -> SimpleNamespace:
-    """Standard output and error that claim to be a 100-column terminal.
+    """Replaces standard output and error by a simulated terminal of 100 columns.
 
-    Not a fixture: pytest puts its own streams back between the set-up of a test and its call.
+    Not a fixture, since pytest restores its own streams between the set-up of a test and its call.
     """
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
@@ -50,7 +50,7 @@ ARGS = SimpleNamespace(disable_tqdm=False)
 
 
 def frames(stream: io.StringIO) -> list[str]:
-    """What was drawn, one entry a redraw."""
+    """Returns the drawn text, one entry a redraw."""
     return [frame.strip() for frame in re.split(r"\r|\n", stream.getvalue().replace("\x1b[A", "")) if frame.strip()]
 
 
@@ -129,7 +129,7 @@ def test_timings_drive_the_phase(monkeypatch):
     progress.close()
 
 
-def test_evaluation_has_a_bar_that_goes_away(monkeypatch):
+def test_the_evaluation_bar_is_removed_at_the_end(monkeypatch):
     streams = terminal(monkeypatch)
     progress, state = ProgressCallback(), run_state()
     progress.on_train_begin(ARGS, state, None)
@@ -138,7 +138,7 @@ def test_evaluation_has_a_bar_that_goes_away(monkeypatch):
     assert any("/3 [" in frame and "evaluation" in frame for frame in frames(streams.err))
     progress.on_evaluate(ARGS, state, None)
     assert progress._evaluation_bar is None
-    progress.on_prediction_step(ARGS, state, None, eval_dataloader=iter([0]))  # a stream has no length
+    progress.on_prediction_step(ARGS, state, None, eval_dataloader=iter([0]))  # an iterator has no length
     progress.on_predict(ARGS, state, None, metrics={})
     progress.close()
 
@@ -160,13 +160,13 @@ def test_an_exception_leaves_no_bar_and_a_second_run_starts_clean(monkeypatch):
     progress.close()
 
 
-@pytest.mark.parametrize("why", ["no terminal", "disable_tqdm"])
-def test_without_a_bar_there_is_one_plain_line_a_log(monkeypatch, why):
+@pytest.mark.parametrize("reason", ["no terminal", "disable_tqdm"])
+def test_without_a_bar_there_is_one_plain_line_a_log(monkeypatch, reason):
     terminal(monkeypatch)
-    if why == "no terminal":
+    if reason == "no terminal":
         monkeypatch.setattr(sys, "stderr", io.StringIO())
         monkeypatch.setattr(sys, "stdout", io.StringIO())
-    args = SimpleNamespace(disable_tqdm=why == "disable_tqdm")
+    args = SimpleNamespace(disable_tqdm=reason == "disable_tqdm")
     progress, state = ProgressCallback(), run_state()
     progress.on_train_begin(args, state, None)
     for step in range(1, 9):
@@ -226,7 +226,7 @@ def test_on_a_real_terminal_lines_go_above_the_bar_and_an_abandoned_bar_ends_its
     while True:
         try:
             chunk = os.read(main, 65536)
-        except OSError:  # how Linux says that the other end has closed
+        except OSError:  # on Linux, the other end has closed
             break
         if not chunk:
             break
@@ -238,6 +238,6 @@ def test_on_a_real_terminal_lines_go_above_the_bar_and_an_abandoned_bar_ends_its
     assert drawn.endswith("\r\n")
     last = drawn.rstrip().split("\r")[-1].strip()
     assert "2/4 [" in last
-    # Libraries may have something to say before the bar is there.
+    # Libraries may print before the bar is drawn.
     frames = re.split(r"[\r\n]", drawn[drawn.index("0/4 [") :])
     assert all(len(frame) <= 90 for frame in frames)

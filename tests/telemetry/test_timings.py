@@ -16,7 +16,7 @@ class Clock:
 def test_nested_phases_count_exclusively():
     clock = Clock()
     timings = Timings(clock=clock)
-    clock.now += 5  # outside any phase: nobody's
+    clock.now += 5  # outside any phase, not counted
     with timings.phase("sampling"):
         clock.now += 2
         with timings.phase("rewards"):
@@ -39,7 +39,7 @@ def test_a_phase_repeated_or_inside_itself_adds_up_once():
     assert timings.take() == {"scoring": 9.0}
 
 
-def test_a_phase_apart_takes_the_time_of_those_inside_it():
+def test_an_inclusive_phase_counts_the_time_of_phases_inside_it():
     clock = Clock()
     timings = Timings(clock=clock)
     with timings.phase("sampling"):
@@ -57,7 +57,7 @@ def test_a_phase_apart_takes_the_time_of_those_inside_it():
     assert timings.take() == {"sampling": 1.0, "training": 7.0, "evaluating": 13.0}
 
 
-def test_taking_inside_a_phase_splits_it():
+def test_take_inside_a_phase_splits_it():
     clock = Clock()
     timings = Timings(clock=clock)
     with timings.phase("training"):
@@ -78,11 +78,11 @@ def test_an_exception_closes_the_phase():
     assert timings.take() == {"rewards": 2.0}
 
 
-def test_the_hook_hears_of_each_beginning_and_of_returns():
-    heard: list[str] = []
-    timings = Timings(heard.append)
+def test_the_hook_is_called_at_each_beginning_and_return():
+    phases: list[str] = []
+    timings = Timings(phases.append)
     with timings.phase("sampling"), timings.phase("rewards"):
         pass
     with timings.phase("training"):
         pass
-    assert heard == ["sampling", "rewards", "sampling", "training"]
+    assert phases == ["sampling", "rewards", "sampling", "training"]

@@ -1,4 +1,4 @@
-"""Every logged number, worked out again from what the reward functions saw and a row-by-row pass of the policy."""
+"""Recomputes every logged number from the reward functions' arguments and a row-by-row pass of the policy."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ EOS = {1, *range(4, 24)}
 
 @dataclass
 class Seen:
-    """What a run did, noted from outside."""
+    """Observations of a run: its generation batches and its training passes."""
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
-    """By generation round: lengths, truncated flags, rewards by function, prompt tokens, metric values."""
+    """By generation batch: lengths, truncated flags, rewards by function, prompt tokens, metric values."""
     passes: list[dict[str, Any]] = field(default_factory=list)
     """By micro-batch: log-probs, old and reference log-probs, entropies, advantage and row of each token."""
 
 
 @pytest.fixture
 def watch(monkeypatch, tokenizer, make_policy):
-    """`watch()`: reward functions `length` (weight 1) and `odd` (weight 0.5, None for every third row), and notes."""
+    """Returns `watch()`, with reward functions `length` (weight 1) and `odd` (weight 0.5, None every third row)."""
     seen, reference = Seen(), make_policy()
 
     def length(prompts, completion_ids, log_metric, log_extra, **kwargs):
@@ -59,7 +59,7 @@ def watch(monkeypatch, tokenizer, make_policy):
     plain = trainer_module.score_tokens
 
     def note(model, batch, options, *precomputed):
-        """Note the pass, computed anew for each row by itself."""
+        """Records a pass, recomputed for each row alone."""
         logprobs, entropies, refs = [], [], []
         with torch.no_grad():
             for row in range(batch.num_rows):
@@ -93,7 +93,7 @@ def combined(round_: dict[str, Any]) -> list[float]:
 
 
 def clipping(passes: list[dict[str, Any]]) -> dict[str, float]:
-    """The shares of clipped tokens, and the extremes over completions, of ratios outside 0.8 to 1.2."""
+    """Returns the shares of ratios outside 0.8 to 1.2, and their extremes over completions."""
     low, high, lows, highs = [], [], [], []
     for p in passes:
         ratio = torch.ones_like(p["logprobs"]) if p["old"] is None else (p["logprobs"] - p["old"]).exp()
@@ -115,7 +115,7 @@ def clipping(passes: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def expected_of(rounds: list[dict[str, Any]], passes: list[dict[str, Any]]) -> dict[str, float]:
-    """Every number of a log event, from the rounds sampled and the passes made in its window."""
+    """Computes every number of a log event from its generation batches and training passes."""
     lengths = [n for r in rounds for n in r["lengths"]]
     ended = [n for r in rounds for n, e in zip(r["lengths"], r["ended"]) if e]
     sums = [combined(r) for r in rounds]
@@ -146,7 +146,7 @@ def expected_of(rounds: list[dict[str, Any]], passes: list[dict[str, Any]]) -> d
 
 
 def test_every_number_over_a_window_of_steps(make_trainer, watch):
-    """Two log events of three steps: rounds of 16 rows feed two steps of two micro-batches, each trained on twice."""
+    """Two log events of three steps; 16 rows a generation batch feed two steps of two micro-batches, used twice."""
     seen, rewards = watch()
     trainer = make_trainer(
         reward_funcs=rewards,
@@ -181,7 +181,7 @@ def test_every_number_over_a_window_of_steps(make_trainer, watch):
     assert own == loop_keys | set(expected_of(*windows[0]))
 
 
-def test_rounds_of_one_window_are_merged_by_rows(make_trainer, watch):
+def test_generation_batches_of_one_log_event_are_merged_by_rows(make_trainer, watch):
     seen, rewards = watch()
     trainer = make_trainer(
         reward_funcs=rewards, reward_weights=[1.0, 0.5], beta=0.05, logging_steps=3, max_steps=3, num_generations=4
@@ -209,7 +209,7 @@ def test_the_loss_and_the_bonus(make_trainer):
 
 
 def test_the_adaptive_coefficient_is_logged_and_moves(make_trainer):
-    """Entropy is above the target: no bonus is applied, and the coefficient falls to its minimum by delta a step."""
+    """With entropy above the target there is no bonus, and the coefficient falls by delta a step to its minimum."""
     trainer = make_trainer(
         entropy_coef=0.1,
         use_adaptive_entropy=True,
@@ -236,7 +236,7 @@ def test_the_adaptive_coefficient_is_logged_and_moves(make_trainer):
         ({"entropy_coef": 0.1}, "entropy_coef policy_loss", "kl"),
     ],
 )
-def test_keys_belong_to_what_is_used(make_trainer, settings, present, absent):
+def test_keys_depend_on_the_settings(make_trainer, settings, present, absent):
     trainer = make_trainer(max_steps=1, **settings)
     trainer.train()
     entry = trainer.state.log_history[0]
@@ -252,8 +252,8 @@ def test_nothing_ended_leaves_the_terminated_lengths_out(make_trainer, make_mode
     assert "completions/mean_terminated_length" not in entry
 
 
-def test_rows_without_a_reward_count_nowhere(make_trainer):
-    """One function, None for one row of each group: means are over the others, and that row has advantage 0."""
+def test_rows_without_a_reward_are_ignored(make_trainer):
+    """A row with reward None is left out of the means and has advantage 0."""
 
     def reward(completion_ids, **kwargs):
         return [None if i % 4 == 0 else float(i % 4) for i in range(len(completion_ids))]
@@ -287,7 +287,7 @@ def test_step_time_is_a_mean_over_steps_and_includes_sampling(make_trainer, monk
 
 
 def test_collectives_do_not_grow_with_micro_batches(make_trainer, monkeypatch):
-    """Per step: the totals, and the gathers of a round; per log event: one. None of them per micro-batch."""
+    """Collectives run per step, per generation batch and per log event, never per micro-batch."""
     counts = []
     for split in ((16, 1), (1, 16)):
         calls = []
@@ -354,15 +354,15 @@ def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
         assert math.fsum(row["advantage"] for row in rows[start : start + 4]) == pytest.approx(0, abs=1e-9)
 
 
-def test_nothing_is_gathered_or_written_unless_asked_for(make_trainer):
+def test_without_log_completions_nothing_is_gathered_or_written(make_trainer):
     trainer = make_trainer()
     trainer.train()
     assert stored(trainer) == {}
     assert len(trainer.completion_log) == 0
 
 
-def test_what_was_sampled_after_the_last_log_event_is_kept(make_trainer):
-    """Five steps and a log event every two: the last step's rows and numbers come with the end of training."""
+def test_completions_after_the_last_log_event_are_written(make_trainer):
+    """With five steps and a log event every two, the last step is logged at the end of training."""
     trainer = make_trainer(logging_steps=2, max_steps=5, log_completions=True, num_completions_to_print=0)
     trainer.train()
     assert {name: len(rows) for name, rows in stored(trainer).items()} == {

@@ -1,4 +1,4 @@
-"""Reward models beside the policy: how they are loaded, placed and read."""
+"""Loading, placement and scoring of reward models in a trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_scorer(vocabulary: int, **config: Any) -> LlamaForSequenceClassificatio
 
 @pytest.fixture
 def saved(tokenizer: Any, tmp_path: Path) -> str:
-    """A scorer with its tokenizer, saved in bfloat16."""
+    """Saves a reward model in bfloat16 with its tokenizer."""
     folder = tmp_path / "scorer"
     make_scorer(len(tokenizer)).bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -32,13 +32,13 @@ def saved(tokenizer: Any, tmp_path: Path) -> str:
 
 
 def by_hand(model: Any, tokenizer: Any, texts: list[str]) -> list[float]:
-    """One text at a time: the score of the last token."""
+    """Scores one text at a time by its last token."""
     with torch.no_grad():
         return [float(model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0]) for text in texts]
 
 
-def test_loading_is_their_own(make_trainer: Callable[..., Any], saved: str, model_dir: Path) -> None:
-    """Nothing of how the policy is loaded reaches them; nothing given is changed."""
+def test_loading_options_are_separate(make_trainer: Callable[..., Any], saved: str, model_dir: Path) -> None:
+    """The policy's loading options do not reach reward models, and arguments are not changed."""
     policy, own = {"dtype": "float32", "attn_implementation": "eager"}, {"dtype": "float16"}
     functions = [saved, lambda completions, **kwargs: [0.0] * len(completions)]
     classes = [None, None]
@@ -61,7 +61,7 @@ def test_loading_is_their_own(make_trainer: Callable[..., Any], saved: str, mode
     assert make_trainer(reward_funcs=saved, reward_model_init_kwargs='{"dtype": "float32"}').rewards.models
 
 
-def test_options_reach_them(make_trainer: Callable[..., Any], saved: str) -> None:
+def test_options_reach_the_reward_models(make_trainer: Callable[..., Any], saved: str) -> None:
     shapes: list[tuple[int, ...]] = []
     with pytest.warns(UserWarning, match=r"reward_model_offload=True \(reward models run on the CPU, in host memory\)"):
         trainer = make_trainer(
@@ -82,8 +82,8 @@ def test_options_reach_them(make_trainer: Callable[..., Any], saved: str) -> Non
     assert all(rows * width <= 20 for rows, width in shapes) and len(shapes) > 2
 
 
-def test_options_of_reward_models_without_one_say_so(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
-    """Of a model that is loaded already only the options for loading do nothing."""
+def test_unused_reward_model_options_are_reported(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
+    """For a loaded model, only the loading options are unused."""
     given: dict[str, Any] = {"reward_model_init_kwargs": {"dtype": "float16"}, "reward_model_batch_tokens": 20}
     with pytest.warns(UserWarning, match="reward_model_batch_tokens have no effect: no reward function is"):
         make_trainer(**given)
@@ -92,7 +92,7 @@ def test_options_of_reward_models_without_one_say_so(make_trainer: Callable[...,
         make_trainer(**object_given, **given)
 
 
-def test_two_places_are_one_too_many(saved: str) -> None:
+def test_two_placements_are_rejected(saved: str) -> None:
     given = {"device_map": "cpu"}
     with pytest.raises(ConfigError, match=r"reward_model_init_kwargs has device_map='cpu'.*Set one of the two"):
         GRPOConfig(use_cpu=True, reward_model_init_kwargs=given, reward_model_device="cpu")
@@ -101,7 +101,7 @@ def test_two_places_are_one_too_many(saved: str) -> None:
 
 
 def test_models_and_functions_score_side_by_side(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
-    """A model's reward is that of prompt and completion, a function's stands beside it; weights hold for both."""
+    """Rewards of a model and of a function are columns of one table, and weights apply to both."""
     scorer, seen = make_scorer(len(tokenizer)), []
 
     def length(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -139,7 +139,7 @@ def test_conversations_without_a_template_are_refused_before_training(
         )
 
 
-def test_nan_ends_training_with_the_rows_name(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
+def test_nan_ends_training_and_names_the_row(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
     from groupgrad.errors import RewardError
 
     scorer = make_scorer(len(tokenizer))
