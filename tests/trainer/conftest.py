@@ -1,4 +1,4 @@
-"""One way to make a small trainer, and what is compared of two runs."""
+"""Small trainers and models for the tests of this folder, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def _one_thread() -> None:
 
 
 def letters_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Something that differs within most groups and is a function of the tokens alone."""
+    """Reward that depends on the tokens alone and differs within most groups."""
     return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
 
 
 def prompts(count: int = 16) -> Dataset:
-    """Distinct short prompts with their number in the column `row`."""
+    """Returns distinct short prompts, numbered in the column `row`."""
     texts = [PROMPTS[i % len(PROMPTS)] + "!" * (i // len(PROMPTS)) for i in range(count)]
     return Dataset.from_dict({"prompt": texts, "row": list(range(count))})
 
 
 def weights(model: nn.Module) -> torch.Tensor:
-    """All parameters end to end, float64."""
+    """Concatenates all parameters, as float64."""
     return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
 
 
 def relative(first: torch.Tensor, second: torch.Tensor) -> float:
-    """|first - second| / |second|, Euclidean."""
+    """Returns |first - second| / |second| in the Euclidean norm."""
     return float((first - second).norm() / second.norm())
 
 
 def without_times(log_history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The log but for what a clock measured."""
+    """Returns the log history without measured times."""
     return [{k: v for k, v in entry.items() if not any(t in k for t in TIMES)} for entry in log_history]
 
 
 @pytest.fixture
 def make_policy(make_model: Callable[..., Qwen3ForCausalLM]) -> Callable[..., Qwen3ForCausalLM]:
-    """A small model, livelier than a fresh one; a fifth of its vocabulary ends a completion."""
+    """Builds a small model with larger random weights than usual; a fifth of its vocabulary ends a completion."""
 
     def make(seed: int = 0, **config: Any) -> Qwen3ForCausalLM:
         model = make_model(seed, **{"initializer_range": 0.15, **config})
@@ -66,7 +66,7 @@ def make_policy(make_model: Callable[..., Qwen3ForCausalLM]) -> Callable[..., Qw
 def make_trainer(
     make_policy: Callable[..., Qwen3ForCausalLM], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> Callable[..., GRPOTrainer]:
-    """`make_trainer(model=..., reward_funcs=..., **config fields)`: a trainer that takes a few quick steps on a CPU."""
+    """`make_trainer(model=..., reward_funcs=..., **config fields)`: a trainer of a few fast steps on a CPU."""
 
     def make(
         *,
@@ -105,7 +105,7 @@ def make_trainer(
 
 @pytest.fixture
 def tools() -> SimpleNamespace:
-    """The plain functions above."""
+    """Returns the helper functions of this module."""
     return SimpleNamespace(
         letters_reward=letters_reward,
         prompts=prompts,

@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:
-    """Equal rewards but for every fifth prompt."""
+    """Gives equal rewards within a group, except for every fifth prompt."""
     return [float(len(ids) + ids[0] % 3) if number % 5 == 0 else 0.5 for ids, number in zip(completion_ids, row)]
 
 
@@ -80,7 +80,7 @@ def make_scorer() -> LlamaForSequenceClassification:
 
 
 class Tally:
-    """An environment that begins in a way of the row's own and gives a reward of its own."""
+    """An environment with an initial message for each row and its own reward."""
 
     def reset(self, row: int, **columns: Any) -> str:
         self.total = row
@@ -100,7 +100,7 @@ class Tally:
 
 
 def read_call(text: str, ids: list[int]) -> dict[str, Any]:
-    """Every other turn is a call."""
+    """Makes every other turn a tool call."""
     call = {"name": "add", "arguments": {"number": len(ids)}}
     return {"role": "assistant", "content": text, "tool_calls": [call] if ids[0] % 2 else []}
 
@@ -117,7 +117,7 @@ BASE, HELP = module_from(TESTS / "conftest.py"), module_from(TESTS / "trainer" /
 
 
 def first_model() -> Any:
-    """The policy that most cases begin with."""
+    """Builds the initial policy of most cases."""
     model = BASE.make_model(0, initializer_range=0.15)
     model.generation_config.eos_token_id = [1, *range(4, 24)]
     return model
@@ -193,7 +193,7 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
 
 
 def run(name: str, out: Path) -> dict[str, Any]:
-    """Train one case to its end; weights, log and what was stored."""
+    """Trains one case to its end and returns weights, log and stored completions."""
     trainer = build(name, out)
     trainer.train()
     if "resume_from" in CASES[name]:
@@ -210,7 +210,7 @@ def run(name: str, out: Path) -> dict[str, Any]:
 
 
 def fail_on_last_rank(out: Path) -> dict[str, Any]:
-    """A reward function that raises on one rank, in the second round; what each rank sees of it."""
+    """Runs a reward function that raises on one rank in the second generation batch; returns each rank's error."""
 
     def reward(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
         if trainer_state.global_step == 1 and int(os.environ.get("RANK", "0")) == 1:

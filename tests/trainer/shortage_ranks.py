@@ -70,14 +70,14 @@ class Shortage:
     first: int = 0
     times: int = 10**6
     fails: bool = False
-    """The pass now made."""
+    """Number of the current pass."""
     passes: int = 0
     failures: int = 0
     half_made: int = 0
     """Failures that found gradients of this pass."""
 
     def put_into(self, model: nn.Module) -> None:
-        """Let passes of the model fail."""
+        """Makes passes of the model fail."""
         layer = next(m for name, m in model.named_modules() if name.endswith("layers.0"))
         last = next(m for name, m in model.named_modules() if name.endswith("layers.1"))
         trained = [p for p in last.parameters() if p.requires_grad]
@@ -135,7 +135,7 @@ def folder(name: str) -> str:
 
 
 def run(name: str, out: Path) -> dict[str, Any]:
-    """One case to its end."""
+    """Trains one case to its end."""
     settings, shortage = CASES[name]
     trainer = ranks.build(folder(name), out, **settings)
     shortage = shortage or Shortage("forward", ())
@@ -150,7 +150,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 def resume(out: Path) -> dict[str, Any]:
-    """Go on with the run that was saved, with what it learned of memory."""
+    """Resumes the saved run with its memory limits."""
     shortage = Shortage("middle", (1,), most=10)
     trainer = ranks.build(folder("saved, middle on one"), out, **SAVED)
     shortage.put_into(trainer.model)
@@ -201,7 +201,7 @@ def joined(out: Path) -> dict[str, Any]:
 
 
 class Normed(nn.Module):
-    """Remembers the mean of what it has seen."""
+    """Keeps a running mean of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Normed(nn.Module):
 
 
 def statistics(buffers: bool) -> list[list[float]]:
-    """Running means and a table after each rank's step on numbers of its own."""
+    """Returns the running means and a table after each rank has taken a step on different numbers."""
     from groupgrad.modeling.systems.gradient_sync import GradientSync
 
     model: Any = Normed()

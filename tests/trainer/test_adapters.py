@@ -1,4 +1,4 @@
-"""Every kind of adapter: sampled without merging, trained alone, saved alone, resumed bit for bit."""
+"""Adapters of every type are sampled without merging, trained and saved alone, and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_experts() -> Qwen3MoeForCausalLM:
 
 @pytest.fixture
 def build(make_trainer, make_policy, tmp_path):
-    """`build(kind, folder, **settings)`: a trainer of that kind of adapter; its base model lies in `base`."""
+    """`build(kind, folder, **settings)` returns a trainer with that type of adapter; its base model is in `base`."""
 
     def make(kind: str, folder: str, **settings: Any) -> Any:
         base = tmp_path / "base"
@@ -118,7 +118,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool, buil
 
 
 def test_an_adapters_directory_is_trained_further(build, make_trainer, tmp_path: Path):
-    """It is its own reference: divergence begins at 0, from the adapter as it was given, not from the base model."""
+    """The initial adapter, not the base model, is the reference, so the divergence starts at 0."""
     first = build("LoRA", "first", learning_rate=0.1)
     first.train()
     first.save_model(str(tmp_path / "adapter"))
@@ -150,7 +150,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_training(make_trainer, m
 
 
 def test_virtual_tokens_are_sampled_by_generate(make_trainer, caplog):
-    """What the native engine cannot sample falls back in one line, and trains."""
+    """Adapters that the native engine cannot sample fall back to transformers, with one log line, and train."""
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = make_trainer(trainer={"peft_config": config}, max_steps=1)
     assert trainer.execution.engine.name == "transformers"

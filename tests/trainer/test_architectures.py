@@ -1,4 +1,4 @@
-"""Models other than plain transformers train: mixtures of experts, recurrent layers, layers patched from outside."""
+"""Training of mixtures of experts, recurrent models and models with patched layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from groupgrad.modeling.scoring.forward import layout_for
 
 @pytest.fixture
 def make_any(build: Callable[..., Any], tokenizer: Any) -> Callable[..., Any]:
-    """A small random model of one of the architectures, with the tests' vocabulary; many of its tokens end a text."""
+    """Builds a small random model of an architecture, with the tests' vocabulary and many end-of-sequence tokens."""
 
     def make(name: str, **changes: Any) -> Any:
         model = build(name, vocab_size=len(tokenizer), **changes)
@@ -70,7 +70,7 @@ def test_recurrent_layers_train_in_rows_of_their_own(make_trainer: Any, make_any
 
 @pytest.mark.parametrize("name", ["gpt-oss (experts, sinks)", "mamba2 (recurrent)", "qwen3.5 (linear attention)"])
 def test_checkpointing_changes_nothing(make_trainer: Any, make_any: Any, tools: Any, name: str) -> None:
-    """Neither do experts that are counted, nor states, come twice when layers are computed again."""
+    """Recomputed layers do not count experts or update states twice."""
     finals = []
     for checkpointing in (False, True):
         model = make_any(name)

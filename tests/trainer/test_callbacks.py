@@ -1,4 +1,4 @@
-"""The state of a run beside its weights."""
+"""State of callbacks in checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from groupgrad.trainer.callbacks import RunState
 
 
 class Counter:
-    """Something with state."""
+    """A callback with state."""
 
     def __init__(self, value: int = 0):
         self.value = value
@@ -29,7 +29,7 @@ def test_state_comes_back(tmp_path):
 
 
 def test_all_ranks_restore_or_none(tmp_path, monkeypatch, caplog):
-    """Folders that hold the first node's files alone: were some ranks to restore, they would not meet the others."""
+    """If a folder has the files of the first node only, no rank restores, since the others could not."""
     RunState({"counter": Counter(3)}).save(tmp_path)
     monkeypatch.setattr(dist, "all_gather_objects", lambda mine: [mine, "groupgrad_state_1.pt"])
     counter = Counter()

@@ -1,4 +1,4 @@
-"""How a trainer's model is sampled from and scored."""
+"""Sampling and scoring of a trainer's model by its engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_engine_kv_memory_bounds_the_sampler(make_trainer, make_policy, tools):
 
 
 def test_packed_weights_are_the_present_ones(make_trainer, make_policy, tools, monkeypatch):
-    """Three steps, each with other weights: a copy that outlived its round would sample other texts."""
+    """Each of three steps has other weights, so a stale copy would sample other texts."""
     made, weights = [], []
     plain = NativeEngine.__init__
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Evaluation measures every prompt once, leaves training alone, and gives the same numbers for the same policy."""
+"""Evaluation scores every prompt once, does not affect training, and is reproducible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_
 
 @pytest.fixture
 def recorder(tools):
-    """A reward function that notes, by phase, what it is called with."""
+    """A reward function that records its arguments by phase."""
 
     class Recorder:
         def __init__(self) -> None:
@@ -39,7 +39,7 @@ def eval_entries(trainer) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_evaluation_while_training_changes_nothing(make_trainer, make_policy, tools, dropout):
-    """With dropout too, whose random stream an evaluation must not move; the training log stays the same."""
+    """An evaluation does not change the random stream of dropout, so the training log stays the same."""
     finals, logs = [], []
     for settings in ({}, {**EVERY_STEP, "eval_on_start": True}):
         policy = make_policy(attention_dropout=dropout)
@@ -203,7 +203,7 @@ def test_no_set_is_an_error_that_says_so(make_trainer):
 
 
 def test_a_failing_reward_is_an_error_and_training_can_go_on(make_trainer, tools):
-    """The model is in its old mode again after the error."""
+    """An error in an evaluation restores the model's mode."""
 
     def reward(completion_ids, trainer_state, row, **kwargs):
         if row == [0] * 4:

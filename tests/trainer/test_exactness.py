@@ -1,4 +1,4 @@
-"""How a step is cut into micro-batches does not change what it computes; and it computes what the papers write."""
+"""A step computes the papers' equations, however it is divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def train(make_trainer, make_policy, tools):
-    """`train((b, accumulation), **settings)`: the log and final weights; fails if the weights hardly moved."""
+    """`train((b, accumulation), **settings)` returns log and final weights; it fails if the weights hardly moved."""
 
     def run(split, **settings: Any):
         policy = make_policy()
@@ -90,7 +90,7 @@ def test_losses_do_not_depend_on_the_micro_batch(train, tools, loss_type, optimi
 
 
 def test_the_ratio_moves_within_a_round(train):
-    """Without this the comparisons above would be about ratios of 1."""
+    """Otherwise the comparisons above would only cover ratios of 1."""
     log, _ = train((8, 2), **TWO_STEPS, **ADAMW)
     moved = [entry["clip_ratio/region_mean"] for entry in log[:-1]]
     assert moved[0] == moved[2] == 0.0
@@ -113,7 +113,7 @@ def test_bnpo_is_local_by_definition(train, tools):
 
 
 def test_a_round_may_be_cut_in_any_way_between_steps(train, tools):
-    """Rounds of 32 rows and steps of 8: S is 4 at one micro-batch a step, 8 at two, 16 at four."""
+    """Generation batches of 32 rows and steps of 8: S is 4 at one micro-batch a step, 8 at two, 16 at four."""
     splits = [(8, 1), (4, 2), (2, 4)]
     assert_same([train(split, generation_batch_size=32, max_steps=5, **ADAMW) for split in splits], tools)
     by_name = train((4, 2), steps_per_generation=8, max_steps=5, **ADAMW)
@@ -122,13 +122,13 @@ def test_a_round_may_be_cut_in_any_way_between_steps(train, tools):
 
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_step_may_span_several_rounds(train, tools, iterations):
-    """Rounds of 8 rows and steps of 32: each step trains on four rounds, or on two of them twice."""
+    """Generation batches of 8 rows and steps of 32: a step trains on four batches, or on two of them twice."""
     settings = {"generation_batch_size": 8, "num_iterations": iterations, "max_steps": 2, **ADAMW}
     assert_same([train(split, **settings) for split in [(8, 4), (4, 8)]], tools)
 
 
 def test_a_round_may_end_within_a_step(train, tools):
-    """Rounds of 24 rows and steps of 16: the second step begins in one round and ends in the next."""
+    """Generation batches of 24 rows and steps of 16: the second step uses rows of two batches."""
     splits = [(8, 2), (4, 4)]
     assert_same([train(split, generation_batch_size=24, max_steps=4, **ADAMW) for split in splits], tools)
 

@@ -1,4 +1,4 @@
-"""Fields of `transformers.TrainingArguments` still do what they say in this trainer's runs."""
+"""Fields of `transformers.TrainingArguments` have their documented effect in this trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 
 
 def logged(trainer, key: str) -> dict[int, Any]:
-    """The values of a key by step."""
+    """Returns the values of a key by step."""
     return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
 
 
@@ -44,7 +44,7 @@ class Watch(TrainerCallback):
     ids=str,
 )
 def test_number_of_steps(make_trainer, tools, settings, steps):
-    """16 prompts, and two to a step of 8 rows with groups of 4."""
+    """16 prompts; a step has 8 rows, which are two groups of 4."""
     rows = settings.get("rows", 16)
     config = {name: value for name, value in settings.items() if name != "rows"}
     trainer = make_trainer(
@@ -223,7 +223,7 @@ def test_what_a_checkpoint_holds(make_trainer, tmp_path, alone):
 
 
 class Counter(TrainerCallback, ExportableState):
-    """Counts steps, and is stored with checkpoints."""
+    """Counts steps; checkpoints include the count."""
 
     def __init__(self, steps: int = 0):
         self.steps = steps
@@ -247,7 +247,7 @@ def test_callbacks_of_a_resumed_run(make_trainer, tmp_path, restore, steps):
 
 @pytest.mark.parametrize(("skip", "rows"), [(False, [4, 5]), (True, [0, 1])])
 def test_data_of_a_resumed_run(make_trainer, tools, tmp_path, skip, rows):
-    """`ignore_data_skip=True` begins the epoch again instead of going on where the checkpoint was."""
+    """`ignore_data_skip=True` restarts the epoch instead of continuing from the checkpoint's position."""
     seen: list[int] = []
 
     def reward(completion_ids, row, **kwargs):
@@ -422,14 +422,14 @@ def test_kernels_are_put_into_the_model(make_trainer, calls, monkeypatch):
 
 @pytest.mark.parametrize("value", [True, False])
 def test_the_cache_of_the_saved_model(make_trainer, value):
-    """Sampling and scoring choose for themselves."""
+    """Sampling and scoring do not use the setting."""
     trainer = make_trainer(use_cache=value, max_steps=1)
     trainer.train()
     assert trainer.model.config.use_cache is value
 
 
 def test_overflow_is_looked_for(make_trainer, monkeypatch):
-    """The detector watches the policy in all passes, and nothing of a sound run alarms it."""
+    """The detector checks all passes of the policy, and a sound run raises no alarm."""
     watched: list[Any] = []
     original = transformers.trainer.DebugUnderflowOverflow
 

@@ -1,4 +1,4 @@
-"""What happens to the model in training: dropout, reference, adapters, experts, precision, loading, callbacks."""
+"""Dropout, reference, adapters, experts, precision, loading and callbacks of the model in training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lora(**settings: Any) -> LoraConfig:
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The micro-batches that were trained on, with the scores that they got."""
+    """Collects the micro-batches of training with their scores."""
     seen: list[tuple[Any, Any]] = []
     plain = trainer_module.score_tokens
 
@@ -73,7 +73,7 @@ def test_disable_dropout_turns_all_of_it_off(make_trainer, make_policy, tools, a
 
 
 def test_the_reference_is_the_model_as_given(make_trainer, make_policy, model_dir):
-    """A model that was changed in memory after it was loaded by name starts with no divergence from itself."""
+    """A model that was changed in memory after loading starts with divergence 0."""
     policy = AutoModelForCausalLM.from_pretrained(model_dir)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -97,7 +97,7 @@ def test_the_reference_follows_on_schedule(make_trainer):
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_the_reference_is_mixed(make_trainer, make_policy, adapter):
-    """After one step: 0.25 of the policy and 0.75 of what it was."""
+    """After one step the reference is 0.25 of the policy and 0.75 of the old reference."""
     policy = make_policy()
     torch.manual_seed(0)
     trainer = make_trainer(
@@ -169,7 +169,7 @@ def test_checkpointing_an_adapter_changes_nothing(make_trainer, make_policy, too
 
 
 def test_a_trained_adapter_is_its_own_reference(make_trainer, make_policy):
-    """The adapter that comes with the model is what the policy may not drift from, not the bare base model."""
+    """The model's initial adapter, not the base model, is the reference."""
     torch.manual_seed(0)
     adapted = get_peft_model(make_policy(), lora(init_lora_weights=False))
     trainer = make_trainer(model=adapted, beta=0.1, max_steps=2)

@@ -1,4 +1,4 @@
-"""Whole runs on a pretended GPU, beside the same on the CPU: sampling by recorded steps, training, checkpoints."""
+"""Whole runs on a simulated CUDA device match the CPU: recorded sampling steps, training, checkpoints."""
 
 from __future__ import annotations
 

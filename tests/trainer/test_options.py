@@ -1,4 +1,4 @@
-"""Every option changes what a run does, in the way that it says. Models and callbacks: `test_models.py`."""
+"""Every option has its documented effect on a run. Models and callbacks: `test_models.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from datasets import Dataset
 from groupgrad.telemetry import completions as completions_module
 
 ROUND_TRIP = {"generation_batch_size": 16, "max_steps": 2, "learning_rate": 3e-2}
-"""Two steps on one round, the second of which is off policy by far."""
+"""Two steps on one generation batch; the second is far off-policy."""
 
 
 @pytest.fixture
 def requests(monkeypatch):
-    """`requests(trainer)`: the list of all (requests, options) that its engine gets from now on."""
+    """`requests(trainer)` returns a list that collects the (requests, options) of its engine."""
 
     def watch(trainer) -> list[tuple[Any, Any]]:
         seen: list[tuple[Any, Any]] = []
@@ -30,7 +30,7 @@ def requests(monkeypatch):
 
 @pytest.fixture
 def completions(make_trainer):
-    """`completions(**settings)`: the token ids of the completions of one step, and the trainer."""
+    """`completions(**settings)` returns the completion ids of one step, and the trainer."""
 
     def run(**settings: Any):
         seen: list[list[int]] = []
@@ -89,7 +89,7 @@ OBJECTIVE: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.fixture
 def final(make_trainer, make_policy, tools):
-    """`final(**settings)`: the weights that a short run ends with."""
+    """`final(**settings)` returns the final weights of a short run."""
 
     def other(completions, **kwargs):
         return [float(text.count("a")) + len(text) % 2 for text in completions]
@@ -388,7 +388,7 @@ def test_trackers_get_each_prompt_once_if_asked(make_trainer, monkeypatch, uniqu
 
 
 def test_settings_are_read_again_at_each_training(make_trainer):
-    """As a search needs it: a changed setting holds for the next training, and nothing of the last one is left."""
+    """For hyperparameter search: a changed setting applies to the next training, which starts from a clean state."""
     trainer = make_trainer(max_steps=1, entropy_coef=0.1, use_adaptive_entropy=True, entropy_target=9.0)
     trainer.train()
     assert trainer.entropy_controller.coef == pytest.approx(0.105)

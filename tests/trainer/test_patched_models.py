@@ -67,7 +67,7 @@ def switch(self: Any, training: bool) -> None:
 
 
 def patch(model: Any) -> Any:
-    """The adapted model with other code in it."""
+    """Returns the adapted model with patched code."""
     base = model.get_base_model()
     for layer in base.model.layers:
         layer.self_attn.forward = MethodType(own_attention, layer.self_attn)
@@ -89,7 +89,7 @@ def adapted(make_policy: Any) -> Any:
 def test_a_patched_model_trains_as_the_plain_one(
     make_trainer: Any, make_policy: Any, tools: Any, settings: Any
 ) -> None:
-    """Step by step the numbers are those of the same model without other code in it."""
+    """Every step has the same numbers as the model without patches."""
     finals, losses, trainers = [], [], []
     for model in (patch(adapted(make_policy)), adapted(make_policy)):
         trainer = make_trainer(model=model, rollout_engine="transformers", max_steps=2, **settings)

@@ -1,4 +1,4 @@
-"""The types that weights are held in and computed in: float32, mixed precision, bfloat16 alone."""
+"""Weight and compute dtypes: float32, mixed precision, pure bfloat16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLANS = {"prompts": PrefillPlan, "sampled tokens": DecodePlan, "training": Block
 
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
-    """The types that attention computed in, by what it was computed for."""
+    """Records the dtypes of attention by phase."""
     seen: dict[str, set[torch.dtype]] = defaultdict(set)
     for purpose, plan in PLANS.items():
 
@@ -93,7 +93,7 @@ def moved(policy: nn.Module, start: dict[str, torch.Tensor]) -> float:
 
 
 def test_small_updates_arrive(make_trainer, make_policy):
-    """At a rate of 1e-6 rounding to the nearest number moves none of the weights but the smallest."""
+    """At a rate of 1e-6, rounding to nearest leaves all but the smallest weights unchanged."""
     shares = {}
     for rounded in (False, True):
         policy = make_policy().to(torch.bfloat16)

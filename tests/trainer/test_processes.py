@@ -1,4 +1,4 @@
-"""Two processes compute what one computes, and an error on one of them ends both."""
+"""Two processes compute the same as one, and an error on one of them ends both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes left their results."""
+    """Folder with the results of two processes."""
     out = tmp_path_factory.mktemp("two")
     run_on_two(SCRIPT, out, timeout_s=240)
     return out
@@ -42,7 +42,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`one(case)`: the same run in this process."""
+    """`one(case)` makes the same run in this process."""
     spec = importlib.util.spec_from_file_location("ranks", SCRIPT)
     assert spec is not None and spec.loader is not None
     ranks = importlib.util.module_from_spec(spec)
@@ -74,7 +74,7 @@ def test_two_processes_equal_one(one, two, tools, case):
 
 
 def assert_same_completions(folder: Path, expected: Path) -> None:
-    """The files hold the rows of all ranks, each once, in the same order; 32 of each round."""
+    """The files have the rows of all ranks, each once and in order; 32 of each generation batch."""
     names = sorted(path.name for path in expected.iterdir())
     assert sorted(path.name for path in folder.iterdir()) == names
     assert Counter(name.split("_0")[0] for name in names) == {"completions": 2, "eval_five": 2, "eval_one": 2}

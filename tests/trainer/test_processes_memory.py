@@ -1,4 +1,4 @@
-"""Processes that each hold the whole model make as many passes as their memory needs, and join what they found."""
+"""Under data parallelism, each rank makes as many passes as its memory allows, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes left their results."""
+    """Folder with the results of two processes."""
     out = tmp_path_factory.mktemp("two")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(

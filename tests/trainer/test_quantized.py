@@ -1,4 +1,4 @@
-"""Adapters over 4-bit and 8-bit weights compute as over the same weights in full, and optimizers with 8-bit state."""
+"""Adapters over 4-bit and 8-bit weights match the dequantized weights; optimizers with 8-bit state train."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lora(**settings: Any) -> Any:
 
 @pytest.fixture
 def base(make_policy, tokenizer, tmp_path: Path) -> Path:
-    """A folder with a model of widths that quantize, and its tokenizer."""
+    """Saves a model whose widths can be quantized, and its tokenizer."""
     make_policy(hidden_size=64, intermediate_size=96, head_dim=16).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
@@ -52,7 +52,7 @@ def base(make_policy, tokenizer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quantized(base: Path):
-    """`quantized(kind)`: the model in fewer bits."""
+    """`quantized(kind)` returns the quantized model."""
 
     def load(kind: str, **settings: Any) -> Any:
         config = BitsAndBytesConfig(**QUANTIZED[kind])
@@ -62,7 +62,7 @@ def quantized(base: Path):
 
 
 def in_full(model: Any, base: Path) -> Any:
-    """The same numbers as the quantized `model` holds, in float32."""
+    """Returns a float32 model with the dequantized weights of `model`."""
     plain = AutoModelForCausalLM.from_pretrained(base)
     layers = dict(model.named_modules())
     with torch.no_grad():
@@ -85,7 +85,7 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
 
 
 def packed(model: Any) -> list[torch.Tensor]:
-    """The bytes of all quantized weights."""
+    """Returns the bytes of all quantized weights."""
     return [p.detach().clone().view(torch.uint8) for p in model.parameters() if is_packed(p)]
 
 
@@ -142,7 +142,7 @@ def test_by_name_saved_alone_and_resumed(kind: str, make_trainer, quantized, bas
 
 
 def test_an_adapters_directory_over_quantized_weights(make_trainer, quantized, base: Path, tmp_path: Path):
-    """Its base is loaded in fewer bits, and it is its own reference."""
+    """The base is loaded quantized, and the initial adapter is the reference."""
     torch.manual_seed(1)
     adapted = peft.get_peft_model(quantized("nf4"), lora(init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")

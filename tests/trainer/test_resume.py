@@ -1,4 +1,4 @@
-"""A run that is resumed from a checkpoint goes on bit for bit: weights, logged numbers, stored completions."""
+"""A run resumed from a checkpoint continues bit for bit: weights, logged numbers, stored completions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 class StepsSeen(TrainerCallback):
-    """Notes the step after every optimizer step."""
+    """Records the step after every optimizer step."""
 
     def __init__(self, steps: list[int]):
         self._steps = steps
@@ -58,7 +58,7 @@ class StepsSeen(TrainerCallback):
 
 @pytest.fixture
 def build(make_trainer, make_policy, tools, tmp_path):
-    """`build(folder, **settings)`: a fresh trainer with a fresh model, equal for equal settings."""
+    """`build(folder, **settings)` returns a new trainer and model, equal for equal settings."""
 
     def make(folder: str, **settings: Any):
         policy = make_policy(attention_dropout=settings.pop("dropout", 0.0))
@@ -152,7 +152,7 @@ def test_true_without_a_checkpoint_is_an_error(build):
 
 
 def test_tokens_and_rounds_are_counted_on(build, tmp_path):
-    """`num_tokens` counts the run, and a resume within a round samples nothing until the next one."""
+    """`num_tokens` counts the run, and a resume within a generation batch samples nothing until the next one."""
     sampled: list[int] = []
 
     def reward(completion_ids, trainer_state, **kwargs):
@@ -188,7 +188,7 @@ def test_weights_alone_within_a_round_sample_it_again_and_say_so(build, tools, t
 
 
 def test_another_batch_shape_samples_the_round_again(build, tmp_path, caplog):
-    """Rollouts of a checkpoint are cut for its own shape of micro-batch; with another one they are not used."""
+    """Rollouts of a checkpoint are used only with the micro-batch size that they were split for."""
     build("straight", steps_per_generation=4, max_steps=5).train()
     resumed = build(
         "resumed",

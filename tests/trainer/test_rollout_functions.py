@@ -1,4 +1,4 @@
-"""Training on what a user's rollout function returns."""
+"""Training on the rollouts of a user's rollout function."""
 
 from __future__ import annotations
 

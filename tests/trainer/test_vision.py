@@ -1,4 +1,4 @@
-"""Training on images: from the rows of a data set to a step of the optimizer."""
+"""Training on images, from data-set rows to an optimizer step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows() -> Dataset:
 
 @pytest.fixture
 def make_seeing(make_trainer):
-    """`make_seeing(name, **config fields)`: a trainer of a small model that sees, with its processor."""
+    """`make_seeing(name, **config fields)`: a trainer of a small vision-language model with its processor."""
 
     def make(name: str = "qwen2_vl", *, trainer: dict[str, Any] | None = None, **settings: Any):
         built = vision.build(name)
@@ -67,7 +67,7 @@ def test_a_model_that_sees_trains(name: str, make_seeing):
 
 
 def test_the_images_matter(make_seeing):
-    """The same run with other pictures takes another course from its first step on."""
+    """The same run with other images differs from its first step on."""
 
     def course(picture: Image.Image) -> tuple[float, float]:
         data = Dataset.from_list([asked(text, picture) for text in "abcd"])
@@ -83,7 +83,7 @@ def test_the_images_matter(make_seeing):
 
 
 def test_images_are_decoded_and_processed_once_for_a_group_and_round(make_seeing, monkeypatch):
-    """Two rounds of four groups, three of which have images, four in all; each round serves two steps."""
+    """Two generation batches of four groups, three of them with images, four images in all, for two steps each."""
     processed: list[int] = []
     decoded: list[Any] = []
     encode, opened = VisionPromptMaker.encode, vision_data.open_image
@@ -163,7 +163,7 @@ def test_evaluation_on_images(make_seeing):
 
 
 def test_a_saved_model_is_loaded_with_its_processor(make_seeing, make_trainer, tmp_path: Path):
-    """By its directory, in the class that its config names."""
+    """The model is loaded from its folder, in the class that its config names."""
     built = vision.build("gemma3")
     folder = tmp_path / "model"
     built.model.save_pretrained(folder)

@@ -40,7 +40,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both kinds of runs left their results."""
+    """Folder with the results of both kinds of runs."""
     out = tmp_path_factory.mktemp("zero")
     for kind in ("plain", "zero"):
         run_on_two(SCRIPT, out, kind, timeout_s=580)

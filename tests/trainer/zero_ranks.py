@@ -83,7 +83,7 @@ class _WithoutEntropies:
 
 
 def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
-    """Let trainers that ask for vLLM be given a `Copy`."""
+    """Replaces the vLLM engine of trainers by a `Copy`."""
 
     def start(config: Any, model: Any, parts: Any, rollout_setup: Any) -> VLLMPolicy:
         own = copy.deepcopy(ranks.FIRST)
@@ -144,7 +144,7 @@ def run(ranks: Any, name: str, kind: str, out: Path) -> dict[str, Any]:
 
 
 def failing_push(ranks: Any, kind: str, out: Path) -> dict[str, Any]:
-    """A later push fails on one rank, in the middle."""
+    """A later weight update fails on one rank, halfway."""
     serve_copies(ranks, fails_at=2)
     try:
         build(ranks, "served", kind, out).train()
