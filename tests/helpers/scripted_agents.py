@@ -78,7 +78,7 @@ def make_agents(
     *,
     budget: int = 1000,
     max_context: int | None = None,
-    max_tool_rounds: int | None = None,
+    max_tool_calling_iterations: int | None = None,
     ahead: int = 0,
     **limits: Any,
 ) -> AgentRollouts:
@@ -95,7 +95,7 @@ def make_agents(
         ChatFormat.of(tokenizer, schemas=schemas),
         tools=made,
         environments=environments,
-        options=AgentOptions(max_tool_rounds, ToolOptions(**limits), ahead),
+        options=AgentOptions(max_tool_calling_iterations, ToolOptions(**limits), ahead),
         seed=SEED,
     )
 

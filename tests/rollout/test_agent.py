@@ -148,7 +148,7 @@ def test_the_context_ends_a_rollout(tokenizer):
 @pytest.mark.parametrize(("limit", "reason", "roles"), [(0, "tool_limit", 1), (1, "tool_limit", 3), (2, "eos", 5)])
 def test_rounds_of_calls_have_a_limit(limit: int, reason: str, roles: int, tokenizer):
     script = {0: [call("multiply", a=1, b=1), call("multiply", a=2, b=2), "done"]}
-    (rollout,), _ = play(tokenizer, script, [multiply], max_tool_rounds=limit)
+    (rollout,), _ = play(tokenizer, script, [multiply], max_tool_calling_iterations=limit)
     assert rollout.finish_reason == reason
     assert rollout.is_truncated is (reason != "eos")
     assert len(rollout.completion) == roles

@@ -82,7 +82,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
     """vLLM is a `Copy`; those that were started."""
     started: list[Copy] = []
 
-    def start(config: Any, model: Any, parts: Any, rollout_setup: Any) -> VLLMPolicy:
+    def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
         started.append(Copy(model, parts.tokenizer, in_a_thread=config.rollout_ahead > 0))
         sends_adapter = vllm_policy._sends_adapter(config, model, None, "")
         return VLLMPolicy(started[-1], model, sends_adapter=sends_adapter)

@@ -85,7 +85,7 @@ class _WithoutEntropies:
 def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
     """Replaces the vLLM engine of trainers by a `Copy`."""
 
-    def start(config: Any, model: Any, parts: Any, rollout_setup: Any) -> VLLMPolicy:
+    def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
         own = copy.deepcopy(ranks.FIRST)
         own.generation_config.pad_token_id = own.config.pad_token_id
         sends_adapter = vllm_policy._sends_adapter(config, model, 0, "this engine")

@@ -15,7 +15,7 @@ import numpy as np
 from groupgrad.concurrency.workers import Outcome
 from groupgrad.envs.tools import Tool, error_text, make_tool
 
-KIND_COLUMN = "environment"
+ENV_COLUMN = "environment"
 """Column of the data set that names a row's environment, where there are several."""
 
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
@@ -63,7 +63,7 @@ class EnvSpec:
         return {
             name: copied(value)
             for name, value in row.items()
-            if (self.columns is None or name in self.columns) and not (self.chosen and name == KIND_COLUMN)
+            if (self.columns is None or name in self.columns) and not (self.chosen and name == ENV_COLUMN)
         }
 
 

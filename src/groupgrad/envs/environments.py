@@ -21,7 +21,7 @@ from groupgrad.chat.tool_messages import is_image
 from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.envs.env_spec import (
-    KIND_COLUMN,
+    ENV_COLUMN,
     EnvironmentFault,
     EnvSpec,
     copied,
@@ -191,15 +191,15 @@ class Environments:
     def _name_of(self, row: Mapping[str, Any]) -> str:
         if not self._by_column:
             return next(iter(self._kinds))
-        names, chosen = ", ".join(map(repr, self._kinds)), row.get(KIND_COLUMN)
-        if KIND_COLUMN not in row:
+        names, chosen = ", ".join(map(repr, self._kinds)), row.get(ENV_COLUMN)
+        if ENV_COLUMN not in row:
             raise ValueError(
                 f"environment_factory has several environments ({names}), but the data set has no column "
-                f"'{KIND_COLUMN}' to choose by; add one with a name in each row"
+                f"'{ENV_COLUMN}' to choose by; add one with a name in each row"
             )
         if not isinstance(chosen, str) or chosen not in self._kinds:
             raise ValueError(
-                f"a row's column '{KIND_COLUMN}' is {chosen!r}, which environment_factory does not have; it has {names}"
+                f"a row's column '{ENV_COLUMN}' is {chosen!r}, which environment_factory does not have; it has {names}"
             )
         return chosen
 

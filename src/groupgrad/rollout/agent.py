@@ -36,7 +36,7 @@ NAN = float("nan")
 class AgentOptions:
     """How agents are run."""
 
-    max_tool_rounds: int | None = None
+    max_tool_calling_iterations: int | None = None
     """Rounds of tool calls in a rollout; None: as many as its budget allows."""
     tools: ToolOptions = field(default_factory=ToolOptions)
     ahead: int = 0
@@ -254,7 +254,7 @@ class _Agent:
 
     async def _converse(self, prompt: Prompt) -> FinishReason:
         """Turns and replies until there is a reason to end."""
-        chat, limit, schemas = self._maker.chat, self._maker.options.max_tool_rounds, self._toolbox.schemas
+        chat, limit, schemas = self._maker.chat, self._maker.options.max_tool_calling_iterations, self._toolbox.schemas
         maker = self._maker.prompt_maker
         ticket: int | None = None
         for number_of_round in range(1 << 62):

@@ -14,7 +14,7 @@ from groupgrad.chat import ChatFormat, PlainFormat
 from groupgrad.concurrency.callables import is_async
 from groupgrad.data.prompts import PromptMaker, drop_empty_fields
 from groupgrad.engines.base import Engine, SamplingOptions
-from groupgrad.envs.environments import KIND_COLUMN, Environments
+from groupgrad.envs.environments import ENV_COLUMN, Environments
 from groupgrad.envs.tools import Tool, make_tools
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
 from groupgrad.rollout.base import RolloutSource
@@ -23,7 +23,7 @@ from groupgrad.rollout.single_turn import SingleTurnRollouts
 
 
 @dataclass(slots=True, frozen=True)
-class RolloutSetup:
+class RolloutComponents:
     """Who makes the rollouts: a user's function, an agent with tools and environments, or else the model alone."""
 
     function: Callable[..., Any] | None = None
@@ -126,19 +126,19 @@ class AgentArguments:
     max_tool_calling_iterations: int | None = None
 
 
-def build_rollout_setup(prompt_maker: PromptMaker, asked: AgentArguments) -> RolloutSetup:
+def build_rollout_components(prompt_maker: PromptMaker, asked: AgentArguments) -> RolloutComponents:
     """The agency that the arguments ask for. ValueError or TypeError, before anything is sampled, for tools without
     hints or docstring, factories that fail, templates that cannot write tools down, and arguments that exclude each
     other."""
     tools, factory = asked.tools, asked.environment_factory
     if asked.rollout_func is not None:
         _warn_of_useless(asked, "a rollout_func makes whole rollouts itself")
-        return RolloutSetup(_check_function(asked.rollout_func, tools=tools, environment_factory=factory))
+        return RolloutComponents(_check_function(asked.rollout_func, tools=tools, environment_factory=factory))
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise TypeError(f"tools is a {type(tools).__name__}; give a list of functions")
     if not tools and factory is None:
         _warn_of_useless(asked, "there are no tools to call")
-        return RolloutSetup()
+        return RolloutComponents()
     made = make_tools(tools or [])
     environments = None if factory is None else Environments(factory, made)
     schemas = [tool.schema for tool in made]
@@ -146,8 +146,8 @@ def build_rollout_setup(prompt_maker: PromptMaker, asked: AgentArguments) -> Rol
         schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
     if not schemas:
         _warn_of_useless(asked, "the environments have no methods that are tools")
-        return RolloutSetup(environments=environments, chat=PlainFormat(prompt_maker))
-    with RolloutSetup(environments=environments).closed_on_errors():
+        return RolloutComponents(environments=environments, chat=PlainFormat(prompt_maker))
+    with RolloutComponents(environments=environments).closed_on_errors():
         chat = ChatFormat.of(
             prompt_maker.tokenizer,
             schemas=schemas,
@@ -155,7 +155,7 @@ def build_rollout_setup(prompt_maker: PromptMaker, asked: AgentArguments) -> Rol
             response_parser=asked.response_parser,
             readable=prompt_maker.readable,
         )
-    return RolloutSetup(tools=made, environments=environments, chat=chat)
+    return RolloutComponents(tools=made, environments=environments, chat=chat)
 
 
 def _warn_of_useless(asked: AgentArguments, reason: str) -> None:
@@ -184,6 +184,6 @@ def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
 
 def _kinds(dataset: Dataset) -> list[dict[str, Any]]:
     """One row for each value of the column that names a row's environment."""
-    if KIND_COLUMN not in dataset.column_names:
+    if ENV_COLUMN not in dataset.column_names:
         return [{}]
-    return [{KIND_COLUMN: value} for value in dataset.unique(KIND_COLUMN)]
+    return [{ENV_COLUMN: value} for value in dataset.unique(ENV_COLUMN)]

@@ -42,7 +42,7 @@ from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.objectives import PolicyLoss
 from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
-from groupgrad.rollout.sources import RolloutSetup
+from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
@@ -72,7 +72,7 @@ class TrainingRun(Trainer):
     prompt_maker: PromptMaker
     components: TrainerComponents
     plan: GenerationPlan
-    rollout_setup: RolloutSetup
+    rollout_components: RolloutComponents
     _gradient_sync: GradientSync | None = None
     """Averages gradients over ranks; None for a single rank, and where DeepSpeed does it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
@@ -140,12 +140,12 @@ class TrainingRun(Trainer):
 
     def _serve(self, policy: build.PolicyBundle) -> VLLMPolicy:
         """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
-        served = serve_policy(self.args, self.model, policy, self.rollout_setup)
+        served = serve_policy(self.args, self.model, policy, self.rollout_components)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
         if build.narrow_context(self.prompt_maker, longest_context(served)):
             datasets = self.train_dataset, self.eval_dataset
-            build.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_setup, self.args)
+            build.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
         return served
 
     def _forget_served(self) -> None:

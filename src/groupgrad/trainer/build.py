@@ -26,7 +26,7 @@ from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.envs.environments import KIND_COLUMN
+from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
@@ -46,7 +46,7 @@ from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
-from groupgrad.rollout.sources import RolloutSetup
+from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import options
@@ -55,7 +55,7 @@ from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS_KEPT = ("prompt", "image", "images", KIND_COLUMN)
+_COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
 
 
 @dataclass(slots=True)
@@ -197,13 +197,13 @@ def check_datasets(
     evaluation: Any,
     plan: GenerationPlan,
     prompt_maker: PromptMaker,
-    rollout_setup: RolloutSetup,
+    rollout_components: RolloutComponents,
     config: GRPOConfig,
 ) -> None:
     """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
     if train is None:
         raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
-    check_rows(train, "train_dataset", prompt_maker, rollout_setup)
+    check_rows(train, "train_dataset", prompt_maker, rollout_components)
     if isinstance(train, IterableDataset):
         if config.max_steps <= 0:
             raise ValueError(
@@ -217,7 +217,7 @@ def check_datasets(
             "add rows, or lower generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
         )
     for name, dataset in named_datasets(evaluation).items():
-        check_rows(dataset, name, prompt_maker, rollout_setup)
+        check_rows(dataset, name, prompt_maker, rollout_components)
     strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
     if evaluation is None and strategy != "no":
         raise ValueError(
@@ -227,10 +227,10 @@ def check_datasets(
         raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
 
 
-def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_setup: RolloutSetup) -> None:
+def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:
     """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
-    check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_setup.environments is not None)
-    rollout_setup.check_dataset(dataset, name, prompt_maker.max_context)
+    check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_components.environments is not None)
+    rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
 
 
 def named_datasets(evaluation: Any) -> dict[str, Any]:
@@ -386,20 +386,20 @@ def build_completion_log(config: GRPOConfig) -> CompletionLog:
 
 
 def build_rewards(
-    config: GRPOConfig, reward_funcs: Any, processing_classes: Any, rollout_setup: RolloutSetup
+    config: GRPOConfig, reward_funcs: Any, processing_classes: Any, rollout_components: RolloutComponents
 ) -> RewardRunner:
     """What scores completions. ValueError if there is not one weight a reward function."""
     rewards = RewardRunner(
         reward_funcs,
         processing_classes,
         models=options.reward_model_options(config),
-        own_names=rollout_setup.reward_names,
+        own_names=rollout_components.reward_names,
     )
     by_name = any(model.is_by_name for model in rewards.models)
     if idle := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
         warnings.warn(idle)
     options.scoring_options(
-        config, len(rewards.names) - len(rollout_setup.reward_names), len(rollout_setup.reward_names)
+        config, len(rewards.names) - len(rollout_components.reward_names), len(rollout_components.reward_names)
     )
     return rewards
 
@@ -420,7 +420,7 @@ def build_components(
     paths: ExecutionPlan,
     rewards: RewardRunner,
     timings: Timings,
-    rollout_setup: RolloutSetup,
+    rollout_components: RolloutComponents,
     trainer: Any = None,
 ) -> TrainerComponents:
     """Cut the configuration into each floor's options and hand them to the floors. `trainer` is what a user's rollout
@@ -431,10 +431,10 @@ def build_components(
     forward_options = paths.layout.options(forward_options)
     scorer = OldAndRefScorer(parts.model, parts.reference, forward_options, config.device)
     sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
-    rollouts = rollout_setup.source(
+    rollouts = rollout_components.source(
         paths.engine.engine, prompt_maker, sampling, options.agent_options(config), seed=config.seed, trainer=trainer
     )
-    num_own = len(rollout_setup.reward_names)
+    num_own = len(rollout_components.reward_names)
     scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
     served = paths.engine.engine if isinstance(paths.engine.engine, VLLMPolicy) else None
     around = nullcontext if served is not None else partial(gather_all, parts.model)

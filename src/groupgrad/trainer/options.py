@@ -48,7 +48,7 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
 def agent_options(config: GRPOConfig) -> AgentOptions:
     """Returns the options of agents, their tools and environments."""
     return AgentOptions(
-        max_tool_rounds=config.max_tool_calling_iterations,
+        max_tool_calling_iterations=config.max_tool_calling_iterations,
         tools=ToolOptions(
             timeout_s=float(config.tool_timeout_s),
             max_result_chars=config.tool_max_result_chars,

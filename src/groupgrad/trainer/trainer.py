@@ -35,7 +35,7 @@ from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, OnPolicyInfo, PolicyLoss, policy_loss
 from groupgrad.rollout.base import training_request
 from groupgrad.rollout.collector import Experience
-from groupgrad.rollout.sources import AgentArguments, build_rollout_setup
+from groupgrad.rollout.sources import AgentArguments, build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
@@ -141,10 +141,10 @@ class GRPOTrainer(TrainingRun):
         agent_arguments = AgentArguments(
             tools, environment_factory, rollout_func, response_parser, config.max_tool_calling_iterations
         )
-        self.rollout_setup = build_rollout_setup(self.prompt_maker, agent_arguments)
-        with self.rollout_setup.closed_on_errors():
-            build.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_setup, config)
-            self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_setup)
+        self.rollout_components = build_rollout_components(self.prompt_maker, agent_arguments)
+        with self.rollout_components.closed_on_errors():
+            build.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_components, config)
+            self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
             build.check_reward_models(self.rewards, train_dataset)
             super().__init__(
                 model=policy.model,
@@ -326,7 +326,7 @@ class GRPOTrainer(TrainingRun):
             self.execution,
             self.rewards,
             self.timings,
-            self.rollout_setup,
+            self.rollout_components,
             self,
         )
         self.plan = self.components.plan
@@ -375,7 +375,7 @@ class GRPOTrainer(TrainingRun):
             dataset = self.eval_dataset[dataset]  # pyright: ignore
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        build.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_setup)
+        build.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_components)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
 

@@ -25,7 +25,7 @@ from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
-from groupgrad.rollout.sources import RolloutSetup
+from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.trainer import options
 from groupgrad.trainer.build import PolicyBundle
 
@@ -35,13 +35,15 @@ MOST_ROWS = 256
 """Rows that vLLM samples at the same time at most; further ones wait."""
 
 
-def serve_policy(config: GRPOConfig, model: nn.Module, parts: PolicyBundle, rollout_setup: RolloutSetup) -> VLLMPolicy:
+def serve_policy(
+    config: GRPOConfig, model: nn.Module, parts: PolicyBundle, rollout_components: RolloutComponents
+) -> VLLMPolicy:
     """Collective. vLLM as the configuration asks for it, ready for its first weights.
 
     Raises ImportError without vLLM, TimeoutError for a server that does not come up in time, and ValueError, with both
     sides' story, for one that serves something else and for what vLLM cannot do.
     """
-    if rollout_setup.function is not None and config.rollout_ahead:
+    if rollout_components.function is not None and config.rollout_ahead:
         raise ValueError(
             f"rollout_ahead={config.rollout_ahead} with a rollout_func, which uses the trainer while it trains; set "
             "rollout_ahead=0"
