@@ -120,7 +120,7 @@ class Environments:
 
         ValueError if the row's column `environment` names none.
         """
-        kind = self._kinds[self._name_of(row)]
+        kind = self.spec_of(row)
         with self._lock:
             instance = kind.free.pop() if kind.free else None
         return EnvHandle(self, kind, instance, self._tools)
@@ -187,6 +187,10 @@ class Environments:
             if len(self._alive) == 1:
                 # Known there until they are closed, so that nobody's forgetting them leaves an instance open.
                 atexit.register(self.close)
+
+    def spec_of(self, row: Mapping[str, Any]) -> EnvSpec:
+        """The environment that a row chooses. ValueError if its column `environment` names none."""
+        return self._kinds[self._name_of(row)]
 
     def _name_of(self, row: Mapping[str, Any]) -> str:
         if not self._by_column:

@@ -1,10 +1,10 @@
-"""Tools, environments and rollout functions: what the constructor's arguments for them stand for."""
+"""Builds the source of rollouts from the trainer's arguments: tools, environments, or a rollout function."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,10 @@ from groupgrad.rollout.single_turn import SingleTurnRollouts
 
 @dataclass(slots=True, frozen=True)
 class RolloutComponents:
-    """Who makes the rollouts: a user's function, an agent with tools and environments, or else the model alone."""
+    """The checked parts that rollouts are made with; all empty for single-turn rollouts of the model alone."""
 
     function: Callable[..., Any] | None = None
+    """The user's rollout function. It excludes the others."""
     tools: Sequence[Tool] = ()
     environments: Environments | None = None
     chat: ChatFormat | PlainFormat | None = None
@@ -34,25 +35,13 @@ class RolloutComponents:
 
     @property
     def reward_names(self) -> list[str]:
-        """Kinds of environments that give rewards of their own."""
+        """Classes of environments that compute rewards of their own."""
         return [] if self.environments is None else self.environments.reward_names
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """Of the tools that a rollout has, where all have the same; else of the kind of environment with most words."""
-        if self.environments is None:
-            return [tool.schema for tool in self.tools]
-        return max(self.environments.schemas.values(), key=lambda schemas: len(str(schemas)))
-
-    @contextmanager
-    def closed_on_errors(self) -> Iterator[None]:
-        """Environments are closed if anything is raised inside."""
-        try:
-            yield
-        except BaseException:
-            if self.environments is not None:
-                self.environments.close()
-            raise
+    def close(self) -> None:
+        """Close the environments. May be called any number of times."""
+        if self.environments is not None:
+            self.environments.close()
 
     def source(
         self,
@@ -64,16 +53,16 @@ class RolloutComponents:
         seed: int,
         trainer: Any,
     ) -> RolloutSource:
-        """The source that a generation batch asks for its rollouts; `trainer` is passed to a rollout function."""
+        """The source that produces rollouts for each generation batch. A rollout function is called with `trainer`."""
         if self.function is not None:
             return CustomRollouts(self.function, trainer, prompt_maker, sampling.eos_ids)
         if self.chat is None:
             return SingleTurnRollouts(prompt_maker, engine, sampling, seed=seed)
-        end_ids = dict.fromkeys((*sampling.eos_ids, *self.chat.end_ids))
+        eos_ids = dict.fromkeys((*sampling.eos_ids, *self.chat.end_ids))
         return AgentRollouts(
             prompt_maker,
             engine,
-            replace(sampling, eos_ids=tuple(end_ids)),
+            replace(sampling, eos_ids=tuple(eos_ids)),
             self.chat,
             tools=self.tools,
             environments=self.environments,
@@ -82,98 +71,110 @@ class RolloutComponents:
         )
 
     def check_dataset(self, dataset: Any, argument: str, max_context: int | None) -> None:
-        """Refuse a data set that agents cannot be trained on: ValueError for prompts that are no conversations, for
-        rows of unknown environments, and if the longest prompt with the tools' descriptions leaves no room for a
-        completion. Of a stream only the first row is looked at."""
+        """Refuse a data set that agents cannot be trained on.
+
+        ValueError for prompts that are not conversations, for rows that name an unknown environment, and if the longest
+        prompt with the descriptions of the tools leaves no room for a completion. Only the first row of a stream is
+        checked.
+        """
         if self.chat is None or not isinstance(dataset, (Dataset, IterableDataset)):
             return
+        is_stream = isinstance(dataset, IterableDataset)
         first = next(iter(dataset), None)
-        prompt = None if first is None else first.get("prompt")
+        if first is None:
+            return
+        prompt = first.get("prompt")
         if isinstance(prompt, str):
             raise ValueError(
                 f"{argument} has text prompts ({prompt[:80]!r}), but tools and environments need conversations; make "
                 'each prompt a list of messages: [{"role": "user", "content": ...}]'
             )
-        if self.environments is not None and first is not None:
-            kinds = [first] if isinstance(dataset, IterableDataset) else _kinds(dataset)
-            for row in kinds:
-                self.environments.release(self.environments.acquire(row))
+        if self.environments is not None:
+            for row in [first] if is_stream else _one_row_per_environment(dataset):
+                self.environments.spec_of(row)
         if prompt is not None and max_context is not None:
-            prompts = [prompt] if isinstance(dataset, IterableDataset) else dataset["prompt"]
+            prompts = [prompt] if is_stream else dataset["prompt"]
             longest = max(prompts, key=lambda messages: sum(len(str(message)) for message in messages))
             self._check_length(longest, argument, max_context)
 
     def _check_length(self, prompt: list[dict[str, Any]], argument: str, max_context: int) -> None:
+        """ValueError if a prompt with the tools (of the most verbose environment) fills the model's context."""
         assert self.chat is not None
-        schemas = self.schemas
-        alone, whole = (len(self.chat.prompt_ids(drop_empty_fields(prompt), told)) for told in ([], schemas))
-        if whole >= max_context:
+        schemas = [tool.schema for tool in self.tools]
+        if self.environments is not None:
+            schemas = max(self.environments.schemas.values(), key=lambda of_environment: len(str(of_environment)))
+        without, total = (len(self.chat.prompt_ids(drop_empty_fields(prompt), tools)) for tools in ([], schemas))
+        if total >= max_context:
             raise ValueError(
-                f"the longest prompt of {argument} has {whole} tokens, {whole - alone} of which describe the "
+                f"the longest prompt of {argument} has {total} tokens, {total - without} of which describe the "
                 f"{len(schemas)} tools, but the model has {max_context} positions for prompt and completion together; "
                 "describe the tools in fewer words, leave long rows out or use a model with a longer context"
             )
 
 
-@dataclass(slots=True, frozen=True)
-class AgentArguments:
-    """The constructor's arguments that are about agents, as they were given."""
+def build_rollout_components(
+    prompt_maker: PromptMaker,
+    *,
+    tools: Any = None,
+    environment_factory: Any = None,
+    rollout_func: Any = None,
+    response_parser: Any = None,
+    max_tool_calling_iterations: int | None = None,
+) -> RolloutComponents:
+    """Check the trainer's arguments on rollouts and build what they describe.
 
-    tools: Any = None
-    environment_factory: Any = None
-    rollout_func: Any = None
-    response_parser: Any = None
-    max_tool_calling_iterations: int | None = None
-
-
-def build_rollout_components(prompt_maker: PromptMaker, asked: AgentArguments) -> RolloutComponents:
-    """The agency that the arguments ask for. ValueError or TypeError, before anything is sampled, for tools without
-    hints or docstring, factories that fail, templates that cannot write tools down, and arguments that exclude each
-    other."""
-    tools, factory = asked.tools, asked.environment_factory
-    if asked.rollout_func is not None:
-        _warn_of_useless(asked, "a rollout_func makes whole rollouts itself")
-        return RolloutComponents(_check_function(asked.rollout_func, tools=tools, environment_factory=factory))
+    ValueError or TypeError, before anything is sampled, for tools without hints or docstring, factories that fail, chat
+    templates that cannot write tools down, and arguments that exclude each other.
+    """
+    call_settings = {
+        "response_parser": response_parser,
+        "max_tool_calling_iterations": max_tool_calling_iterations,
+    }
+    if rollout_func is not None:
+        _warn_unused(call_settings, "a rollout_func makes whole rollouts itself")
+        return RolloutComponents(_check_function(rollout_func, tools=tools, environment_factory=environment_factory))
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise TypeError(f"tools is a {type(tools).__name__}; give a list of functions")
-    if not tools and factory is None:
-        _warn_of_useless(asked, "there are no tools to call")
+    if not tools and environment_factory is None:
+        _warn_unused(call_settings, "there are no tools to call")
         return RolloutComponents()
-    made = make_tools(tools or [])
-    environments = None if factory is None else Environments(factory, made)
-    schemas = [tool.schema for tool in made]
-    if environments is not None:
-        schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
+    shared_tools = make_tools(tools or [])
+    schemas = [tool.schema for tool in shared_tools]
+    environments = None
+    if environment_factory is not None:
+        environments = Environments(environment_factory, shared_tools)
+        schemas = [schema for of_environment in environments.schemas.values() for schema in of_environment]
     if not schemas:
-        _warn_of_useless(asked, "the environments have no methods that are tools")
+        _warn_unused(call_settings, "the environments have no methods that are tools")
         return RolloutComponents(environments=environments, chat=PlainFormat(prompt_maker))
-    with RolloutComponents(environments=environments).closed_on_errors():
+    with ExitStack() as on_error:
+        if environments is not None:
+            on_error.callback(environments.close)
         chat = ChatFormat.of(
             prompt_maker.tokenizer,
             schemas=schemas,
             chat_template_kwargs=prompt_maker.chat_template_kwargs,
-            response_parser=asked.response_parser,
+            response_parser=response_parser,
             readable=prompt_maker.readable,
         )
-    return RolloutComponents(tools=made, environments=environments, chat=chat)
+        on_error.pop_all()
+    return RolloutComponents(tools=shared_tools, environments=environments, chat=chat)
 
 
-def _warn_of_useless(asked: AgentArguments, reason: str) -> None:
-    """Warn of what is given about calls of tools where there are none."""
-    for name, value in (
-        ("response_parser", asked.response_parser),
-        ("max_tool_calling_iterations", asked.max_tool_calling_iterations),
-    ):
+def _warn_unused(settings: dict[str, Any], reason: str) -> None:
+    """Warn of each setting that is given although it has no effect."""
+    for name, value in settings.items():
         if value is not None:
             warnings.warn(f"{name} has no effect: {reason}")
 
 
 def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
-    given = [name for name, value in others.items() if value]
-    if given:
+    """The rollout function. ValueError or TypeError if it cannot be used, or not together with `others`."""
+    excluded = " and ".join(name for name, value in others.items() if value)
+    if excluded:
         raise ValueError(
-            f"rollout_func and {' and '.join(given)} are given, but a rollout_func makes whole rollouts itself; leave "
-            f"{' and '.join(given)} out and call the tools from rollout_func"
+            f"rollout_func and {excluded} are given, but a rollout_func makes whole rollouts itself; leave {excluded} "
+            "out and call the tools from rollout_func"
         )
     if not callable(function):
         raise TypeError(f"rollout_func is a {type(function).__name__}; give a function of (prompts, trainer)")
@@ -182,8 +183,8 @@ def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
     return function
 
 
-def _kinds(dataset: Dataset) -> list[dict[str, Any]]:
-    """One row for each value of the column that names a row's environment."""
+def _one_row_per_environment(dataset: Dataset) -> list[dict[str, Any]]:
+    """A row for each distinct value of the column that names a row's environment."""
     if ENV_COLUMN not in dataset.column_names:
         return [{}]
-    return [{ENV_COLUMN: value} for value in dataset.unique(ENV_COLUMN)]
+    return [{ENV_COLUMN: name} for name in dataset.unique(ENV_COLUMN)]

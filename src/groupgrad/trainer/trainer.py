@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -35,7 +36,7 @@ from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, OnPolicyInfo, PolicyLoss, policy_loss
 from groupgrad.rollout.base import training_request
 from groupgrad.rollout.collector import Experience
-from groupgrad.rollout.sources import AgentArguments, build_rollout_components
+from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
@@ -138,12 +139,19 @@ class GRPOTrainer(TrainingRun):
         train_dataset, eval_dataset = build.keep_columns(config, train_dataset, eval_dataset)
         self.plan = build.plan_for(config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
-        agent_arguments = AgentArguments(
-            tools, environment_factory, rollout_func, response_parser, config.max_tool_calling_iterations
+        self.rollout_components = build_rollout_components(
+            self.prompt_maker,
+            tools=tools,
+            environment_factory=environment_factory,
+            rollout_func=rollout_func,
+            response_parser=response_parser,
+            max_tool_calling_iterations=config.max_tool_calling_iterations,
         )
-        self.rollout_components = build_rollout_components(self.prompt_maker, agent_arguments)
-        with self.rollout_components.closed_on_errors():
-            build.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_components, config)
+        with ExitStack() as on_error:
+            on_error.callback(self.rollout_components.close)
+            build.check_datasets(
+                train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_components, config
+            )
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
             build.check_reward_models(self.rewards, train_dataset)
             super().__init__(
@@ -157,6 +165,7 @@ class GRPOTrainer(TrainingRun):
                 optimizers=optimizers,
             )
             self._connect(policy)
+            on_error.pop_all()
 
     # ------------------------------------------------------------------------------------------------ one step
 
