@@ -664,7 +664,7 @@ class Counter:
 
 Environments(Counter)  # forgotten at once, as by a trainer whose constructor fails
 environments, workers = Environments(Counter), Workers(2)
-seats = [environments.draw({}) for _ in range(2)]
+seats = [environments.acquire({}) for _ in range(2)]
 for seat in seats:
     assert seat.reset({}, workers, 5).result(10).problem == ""
 workers.call(seats[0].method("hang"), {}, timeout_s=60)

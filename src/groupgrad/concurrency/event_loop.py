@@ -1,4 +1,4 @@
-"""One event loop on a thread of its own, for asynchronous reward functions and tools."""
+"""An asyncio event loop on a daemon thread, for async reward functions, tools and environments."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines on a daemon thread that starts when first needed.
+    """Runs coroutines on an event loop whose daemon thread starts with the first coroutine. Thread-safe.
 
-    The loop lives on between calls, so that a reward function can keep a client session open. It ends with `close`,
-    with this object, or with the interpreter; a later `submit` starts a new one. Thread-safe.
+    The loop stays open between calls, so that a reward function can keep a client session. It ends with `close`, with
+    this object, or with the interpreter; a later `submit` starts a new one.
     """
 
     def __init__(self, name: str = "reward-loop") -> None:
         self._name = name
         self._lock = threading.Lock()
         self._running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]] = []
-        self._finalizer = weakref.finalize(self, _stop, self._running)
+        """One loop at most. A list, because the finalizer must share it without referring to this object."""
+        weakref.finalize(self, _stop, self._running)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop; the future is to be waited for on another thread."""
+        """Start a coroutine on the loop. Wait for the future on another thread only."""
         with self._lock:
             if not self._running or not self._running[0][1].is_alive():
-                self._running.clear()
-                self._running.append(_start(self._name))
+                self._running[:] = [_start(self._name)]
             return asyncio.run_coroutine_threadsafe(coroutine, self._running[0][0])
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. May be called any number of times."""
+        """Cancel the coroutines that still run and end the thread. May be called any number of times."""
         with self._lock:
-            _stop(self._running)
+            running, self._running[:] = list(self._running), []
+        # Outside the lock: a callback of a cancelled future may submit again, on the thread that this waits for.
+        _stop(running)
 
     def abandon(self, tasks: Collection[asyncio.Task[Any]] = ()) -> None:
-        """Have the thread end when these of its tasks have, and do not wait for it: for a loop that seems blocked."""
+        """End a loop that seems blocked without waiting for it. It first finishes those of `tasks` that are its own."""
         with self._lock:
             for loop, thread in self._running:
                 if thread.is_alive():
-                    asyncio.run_coroutine_threadsafe(_end_after(tasks), loop)
+                    asyncio.run_coroutine_threadsafe(_stop_after(tasks), loop)
             self._running.clear()
 
 
@@ -66,10 +68,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _end_after(tasks: Collection[asyncio.Task[Any]]) -> None:
-    if tasks:
-        await asyncio.wait(tasks)
-    asyncio.get_running_loop().stop()
+async def _stop_after(tasks: Collection[asyncio.Task[Any]]) -> None:
+    loop = asyncio.get_running_loop()
+    if own := [task for task in tasks if task.get_loop() is loop]:
+        await asyncio.wait(own)
+    loop.stop()
 
 
 def _stop(running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]]) -> None:

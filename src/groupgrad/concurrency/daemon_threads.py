@@ -1,0 +1,63 @@
+"""A thread pool whose threads never keep the interpreter from ending."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+IDLE_S = 10.0
+"""Seconds without work after which a thread ends."""
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Runs each function on an idle daemon thread, or on a new one if there is none.
+
+    The number of threads has no limit: a function that hangs keeps its own thread and no other waits for it. A subclass
+    of ThreadPoolExecutor, whose own threads are never started, because event loops accept no other default executor.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(1)
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        """Counts the threads that wait for work which has not been submitted yet."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start `fn`. RuntimeError if the system has no more threads."""
+        future: Future[Any] = Future()
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        self._work.put((future, functools.partial(fn, *args, **kwargs)))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            try:
+                future, function = self._work.get(timeout=IDLE_S)
+            except queue.Empty:
+                # Without the count, `submit` has just reserved this thread and its work is on the way.
+                if self._idle.acquire(blocking=False):
+                    return
+                continue
+            if future.set_running_or_notify_cancel():
+                _run_into(future, function, self._idle.release)
+            else:
+                self._idle.release()
+            del future, function  # an idle thread keeps no arguments alive
+
+
+def _run_into(future: Future[Any], function: Callable[[], Any], before_result: Callable[[], Any]) -> None:
+    """Set the future to what the function returns or raises; first call `before_result`."""
+    try:
+        result = function()
+    except BaseException as error:  # SystemExit in a tool ends the tool, not the thread
+        before_result()
+        future.set_exception(error)
+    else:
+        before_result()
+        future.set_result(result)
