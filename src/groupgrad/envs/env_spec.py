@@ -1,4 +1,4 @@
-"""Kinds of environments: what a factory of the user's makes, found out from one instance."""
+"""Specifications of environments: what a factory makes, found by inspecting its first instance."""
 
 from __future__ import annotations
 
@@ -19,56 +19,59 @@ ENV_COLUMN = "environment"
 """Column of the data set that names a row's environment, where there are several."""
 
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
-"""Public methods that are the trainer's to call, not the model's."""
+"""Public methods that only the trainer calls."""
 
 
 class EnvironmentFault(ValueError):
-    """An environment cannot be used; the message is complete as it is."""
+    """An environment cannot be used; the message is complete without a prefix."""
 
 
 @dataclass(slots=True)
 class EnvSpec:
-    """What one factory makes."""
+    """One factory and the properties of the environments that it makes."""
 
     name: str
     """The key in the dict of factories; of a single factory, the class's name."""
     factory: Callable[[], Any]
-    made: type
+    env_class: type
     tools: list[Tool]
-    columns: frozenset[str] | None
+    """Public methods that the model may call."""
+    reset_columns: frozenset[str] | None
     """Columns of the data set that `reset` takes; None for all."""
     has_reward: bool
-    chosen: bool
-    """True if rows choose it by their column `environment`, which `reset` is not given then."""
+    is_chosen_by_column: bool
+    """True if rows choose it by their column `environment`, which is then not passed to `reset`."""
     reward_name: str = ""
-    free: list[Any] = field(default_factory=list[Any])
-    """Instances that no rollout has."""
+    """Name of the column of its own reward: the class's name, numbered if several classes share it."""
+    pool: list[Any] = field(default_factory=list[Any])
+    """Instances that no rollout uses."""
 
     def create(self) -> Any:
-        """A new instance; EnvironmentFault if the factory fails or makes something else than at first."""
+        """A new instance; EnvironmentFault if the factory fails or makes an instance of another class than at first."""
         try:
             instance = self.factory()
         except Exception as error:
             text = error_text(Outcome(error=error), 0.0)
             raise EnvironmentFault(f"the environment '{self.name}' could not be created: {text}") from error
-        if type(instance) is not self.made:
+        if type(instance) is not self.env_class:
             raise EnvironmentFault(
                 f"the factory of the environment '{self.name}' made a {type(instance).__name__}, but a "
-                f"{self.made.__name__} at first; give a dict of factories by name for several classes"
+                f"{self.env_class.__name__} at first; give a dict of factories by name for several classes"
             )
         return instance
 
     def reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What `reset` is given: the row's columns that it takes, as copies."""
+        """Keyword arguments for `reset`: copies of the row's columns that it takes."""
         return {
             name: copied(value)
             for name, value in row.items()
-            if (self.columns is None or name in self.columns) and not (self.chosen and name == ENV_COLUMN)
+            if (self.reset_columns is None or name in self.reset_columns)
+            and not (self.is_chosen_by_column and name == ENV_COLUMN)
         }
 
 
-def named(factories: Any) -> dict[str | None, Any]:
-    """Factories by name; None names a single one. ValueError for no factories, TypeError for other keys than texts."""
+def factories_by_name(factories: Any) -> dict[str | None, Any]:
+    """A dict of factories; a single one gets the key None. ValueError for no factories, TypeError for other keys."""
     if not isinstance(factories, Mapping):
         return {None: factories}
     if not factories:
@@ -80,53 +83,62 @@ def named(factories: Any) -> dict[str | None, Any]:
 
 
 def first_instance(factory: Any, name: str | None) -> Any:
-    """What a factory makes at its first call. TypeError for what is no callable, ValueError for one that fails."""
-    called = _called(name)
+    """Call a factory for the first time. TypeError if it is not callable, ValueError if it fails."""
+    argument = _argument(name)
     if not callable(factory):
-        raise TypeError(f"{called} is {factory!r}, which cannot be called; give a class, or a function that makes one")
+        raise TypeError(
+            f"{argument} is {factory!r}, which cannot be called; give a class, or a function that makes one"
+        )
     try:
         instance = factory()
     except Exception as error:
         text = error_text(Outcome(error=error), 0.0)
-        raise ValueError(f"{called} failed when it was called, without arguments, at the start: {text}") from error
+        raise ValueError(f"{argument} failed when it was called, without arguments, at the start: {text}") from error
     if instance is None or isinstance(instance, type) or inspect.isawaitable(instance):
         if inspect.iscoroutine(instance):
             instance.close()
-        raise ValueError(f"{called} returned {instance!r}; it must return a new environment, and not be async")
+        raise ValueError(f"{argument} returned {instance!r}; it must return a new environment, and not be async")
     return instance
 
 
 def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None) -> EnvSpec:
-    """What is to be known of a factory, by its first instance.
+    """The specification of a factory, from its first instance.
 
     ValueError or TypeError for a class without `reset`, and for public methods that cannot be tools.
     """
-    made = type(instance)
+    env_class = type(instance)
     reset = getattr(instance, "reset", None)
     if not callable(reset):
         raise ValueError(
-            f"{_called(name)} made a {made.__name__}, which has no method 'reset'. It is called before each rollout "
-            "with the row's columns: write 'def reset(self, **kwargs)', which returns None or a first observation"
+            f"{_argument(name)} made a {env_class.__name__}, which has no method 'reset'. It is called before each "
+            "rollout with the row's columns: write 'def reset(self, **kwargs)', which returns None or a first "
+            "observation"
         )
-    tools = [_make_method_tool(instance, method) for method in public_methods(made)]
-    has_reward = callable(getattr(instance, "get_reward", None))
-    return EnvSpec(name or made.__name__, factory, made, tools, _columns(reset), has_reward, chosen=name is not None)
+    return EnvSpec(
+        name=name or env_class.__name__,
+        factory=factory,
+        env_class=env_class,
+        tools=[_make_method_tool(instance, method) for method in public_methods(env_class)],
+        reset_columns=_columns(reset),
+        has_reward=callable(getattr(instance, "get_reward", None)),
+        is_chosen_by_column=name is not None,
+    )
 
 
-def public_methods(made: type) -> list[str]:
+def public_methods(env_class: type) -> list[str]:
     """Names of the functions that a class and its bases define for the model, base classes first."""
-    found: dict[str, bool] = {}
-    for base in reversed(made.__mro__[:-1]):
+    is_function: dict[str, bool] = {}
+    for base in reversed(env_class.__mro__[:-1]):
         for name, value in vars(base).items():
-            # What a class holds besides functions (properties, classes, objects) is no tool; a subclass may hide one.
-            found[name] = isinstance(
+            # Other attributes (properties, classes, objects) are no tools; a subclass may hide a tool with one.
+            is_function[name] = isinstance(
                 value, (types.FunctionType, staticmethod, classmethod, functools._lru_cache_wrapper)
             )
-    return [name for name, is_function in found.items() if is_function and name[0] != "_" and name not in NOT_TOOLS]
+    return [name for name, is_tool in is_function.items() if is_tool and name[0] != "_" and name not in NOT_TOOLS]
 
 
 def copied(value: Any) -> Any:
-    """A value whose containers are copies, all the way down; what they hold (images) is shared."""
+    """A deep copy of containers; other objects in them (images) are shared."""
     if type(value) is dict:
         return {key: copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -134,7 +146,7 @@ def copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
-def _called(name: str | None) -> str:
+def _argument(name: str | None) -> str:
     return "environment_factory" if name is None else f"environment_factory[{name!r}]"
 
 
@@ -150,7 +162,7 @@ def _make_method_tool(instance: Any, name: str) -> Tool:
 
 
 def _columns(reset: Callable[..., Any]) -> frozenset[str] | None:
-    """Names that `reset` takes; None if it takes any, or does not say."""
+    """Names of the arguments of `reset`; None if it takes any, or has no signature."""
     try:
         parameters = inspect.signature(reset).parameters.values()
     except (TypeError, ValueError):

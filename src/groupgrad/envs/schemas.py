@@ -1,4 +1,4 @@
-"""What a tool looks like to the model, and whether the arguments that the model gives fit."""
+"""JSON schemas of tools, and the check of a call's arguments against them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ EXAMPLE = '''
             The product.
         """'''
 
-SHOWN_CHARACTERS = 200
+MAX_VALUE_CHARS = 200
+"""Characters of a wrong value that an error quotes."""
 
 _IN_WORDS = {
     "integer": "an integer",
@@ -47,7 +48,7 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, Any]:
-    """A callable's JSON schema, by transformers' own helper, in the form that chat templates take.
+    """A callable's JSON schema in the form of chat templates, by transformers' `get_json_schema`.
 
     Arguments that a `functools.partial` has set are left out. `where` names the callable in errors. TypeError if it
     cannot be called with keywords or yields its results; ValueError for a missing docstring, hint or description of an
@@ -58,36 +59,36 @@ def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, A
         raise TypeError(f"{where} yields its results, but a model gets one answer to a call; return it instead")
     signature = _signature(function, where)
     parameters = {key: p for key, p in signature.parameters.items() if key not in bound}
-    text = inspect.getdoc(inner if _is_plain(inner) else type(inner).__call__) or inspect.getdoc(inner)
-    if not text or not text.strip():
+    docstring = inspect.getdoc(inner if _is_plain(inner) else type(inner).__call__) or inspect.getdoc(inner)
+    if not docstring or not docstring.strip():
         raise ValueError(f"{where} has no docstring, from which the model learns what it does; write one like{EXAMPLE}")
     hints = _hints(inner, where)
-    _check_words(text, parameters, hints, where)
+    _check_descriptions(docstring, parameters, hints, where)
 
     def stub() -> None:
-        """Stands for the callable before the helper, which takes functions only."""
+        """Replaces the callable for `get_json_schema`, which takes functions only."""
 
-    stub.__name__, stub.__doc__ = name, text
+    stub.__name__, stub.__doc__ = name, docstring
     stub.__annotations__ = {key: hints[key] for key in [*parameters, "return"] if key in hints}
     stub.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
         parameters=list(parameters.values())
     )
     try:
         return get_json_schema(stub)
-    except Exception as error:  # the helper has error types of its own
+    except Exception as error:  # it has error types of its own
         raise ValueError(f"{where} cannot be described to a model: {error}") from error
 
 
 def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arguments: Any) -> str | None:
     """Why arguments do not fit a tool, in words for the model; None if they do.
 
-    `schema` is `describe`'s, `defaults` the values of arguments that may be left out: one whose default is None may be
-    null. Nothing is converted: "3" is no integer, but 3 is a number.
+    `schema` comes from `describe`. `defaults` has the values of arguments that may be left out; an argument whose
+    default is None may be null. Nothing is converted: "3" is not an integer, but 3 is a number.
     """
     function = schema["function"]
     properties: dict[str, Any] = function["parameters"].get("properties", {})
     if not isinstance(arguments, dict):
-        return f"the arguments must be an object with a value for each name, but are {shown(arguments)}"
+        return f"the arguments must be an object with a value for each name, but are {_json_text(arguments)}"
     missing = [name for name in properties if name not in arguments and name not in defaults]
     unexpected = [name for name in arguments if name not in properties]
     if missing or unexpected:
@@ -97,35 +98,35 @@ def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arg
     for name, value in arguments.items():
         if value is None and name in defaults and defaults[name] is None:
             continue
-        if (problem := _misfit(f"the argument '{name}'", value, properties[name])) is not None:
+        if (problem := _type_problem(f"the argument '{name}'", value, properties[name])) is not None:
             return problem
     return None
 
 
-def shown(value: Any) -> str:
-    """A value as the model would write it, cut short."""
+def _json_text(value: Any) -> str:
+    """A value as JSON, cut short."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
 
 
-def in_words(schema: Mapping[str, Any]) -> str:
+def _in_words(schema: Mapping[str, Any]) -> str:
     """The values that a schema allows, in a few words: 'an array of integers or null'."""
     if "enum" in schema:
-        words = "one of " + ", ".join(shown(value) for value in schema["enum"])
+        words = "one of " + ", ".join(_json_text(value) for value in schema["enum"])
     elif "anyOf" in schema:
-        words = " or ".join(in_words(option) for option in schema["anyOf"])
+        words = " or ".join(_in_words(option) for option in schema["anyOf"])
     else:
-        words = " or ".join(_type_in_words(kind, schema) for kind in _types(schema)) or "any value"
+        words = " or ".join(_type_in_words(name, schema) for name in _types(schema)) or "any value"
     return f"{words} or null" if schema.get("nullable") else words
 
 
-def _type_in_words(kind: str, schema: Mapping[str, Any]) -> str:
-    word = _IN_WORDS.get(kind, kind)
-    if kind == "array" and _types(schema.get("items", {})):
-        return f"{word} with {in_words(schema['items'])} at each place"
+def _type_in_words(type_name: str, schema: Mapping[str, Any]) -> str:
+    word = _IN_WORDS.get(type_name, type_name)
+    if type_name == "array" and _types(schema.get("items", {})):
+        return f"{word} with {_in_words(schema['items'])} at each place"
     return word
 
 
@@ -133,66 +134,65 @@ def _usage(name: str, properties: Mapping[str, Any], defaults: Mapping[str, Any]
     if not properties:
         return f"'{name}' takes no arguments"
     takes = ", ".join(
-        f"{key} ({in_words(schema)}{', may be left out' if key in defaults else ''})"
+        f"{key} ({_in_words(schema)}{', may be left out' if key in defaults else ''})"
         for key, schema in properties.items()
     )
     return f"'{name}' takes: {takes}"
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:
-    kind = schema.get("type", [])
-    return [kind] if isinstance(kind, str) else list(kind)
+    types = schema.get("type", [])
+    return [types] if isinstance(types, str) else list(types)
 
 
-def _misfit(where: str, value: Any, schema: Mapping[str, Any]) -> str | None:
-    """What is wrong with a value, or None."""
+def _type_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Why a value does not fit a schema, or None."""
     if value is None and schema.get("nullable"):
         return None
-    wrong = f"{where} must be {in_words(schema)}, but is {shown(value)}"
+    wrong = f"{where} must be {_in_words(schema)}, but is {_json_text(value)}"
     if options := schema.get("anyOf"):
-        return None if any(_misfit(where, value, option) is None for option in options) else wrong
-    kinds = _types(schema)
-    # Types that JSON does not have ("image") are taken as they come.
-    if kinds and all(kind in _PYTHON_TYPES for kind in kinds) and not any(_is(value, kind) for kind in kinds):
+        return None if any(_type_problem(where, value, option) is None for option in options) else wrong
+    types = _types(schema)
+    # A type that JSON does not have ("image") accepts any value.
+    if types and all(name in _PYTHON_TYPES for name in types) and not any(_is(value, name) for name in types):
         return wrong
     if "enum" in schema:
-        # A choice that is written into an array's description is one of its elements.
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if not all(any(_same(one, other) for other in schema["enum"]) for one in values):
+        # Choices written into an array's description apply to its items.
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not all(any(_equal(item, choice) for choice in schema["enum"]) for item in items):
             return wrong
-    return _misfit_inside(where, value, schema)
+    return _item_problem(where, value, schema)
 
 
-def _misfit_inside(where: str, value: Any, schema: Mapping[str, Any]) -> str | None:
-    parts: list[tuple[str, Any, Any]] = []
+def _item_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Why an item of an array or object does not fit the schema, or None."""
+    items: list[tuple[str, Any, Any]] = []
     if isinstance(value, (list, tuple)):
         if "prefixItems" in schema:
-            if len(value) != len(schema["prefixItems"]):
-                return f"{where} must have {len(schema['prefixItems'])} values, but has {len(value)}: {shown(value)}"
-            parts = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(value, schema["prefixItems"]))]
+            expected = schema["prefixItems"]
+            if len(value) != len(expected):
+                return f"{where} must have {len(expected)} values, but has {len(value)}: {_json_text(value)}"
+            items = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(value, expected))]
         elif "items" in schema:
-            parts = [(f"{where}[{i}]", one, schema["items"]) for i, one in enumerate(value)]
+            items = [(f"{where}[{i}]", item, schema["items"]) for i, item in enumerate(value)]
     elif isinstance(value, dict) and isinstance(schema.get("additionalProperties"), dict):
-        parts = [(f"{where}[{key!r}]", one, schema["additionalProperties"]) for key, one in value.items()]
-    return next((problem for part in parts if (problem := _misfit(*part)) is not None), None)
+        items = [(f"{where}[{key!r}]", item, schema["additionalProperties"]) for key, item in value.items()]
+    return next((problem for item in items if (problem := _type_problem(*item)) is not None), None)
 
 
-def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):  # which Python takes for an integer
-        return kind == "boolean"
-    return isinstance(value, _PYTHON_TYPES[kind])
+def _is(value: Any, type_name: str) -> bool:
+    if isinstance(value, bool):  # an integer in Python
+        return type_name == "boolean"
+    return isinstance(value, _PYTHON_TYPES[type_name])
 
 
-def _same(value: Any, other: Any) -> bool:
-    """Equal, where true is not 1."""
+def _equal(value: Any, other: Any) -> bool:
+    """Equality where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-# The callable
-
-
 def _innermost(function: Callable[..., Any]) -> tuple[Callable[..., Any], set[str]]:
-    """The callable inside any layers of `functools.partial`, and the names that these set."""
+    """The callable inside any layers of `functools.partial`, and the names of the arguments that they set."""
     bound: set[str] = set()
     while isinstance(function, functools.partial):
         bound.update(function.keywords)
@@ -234,14 +234,17 @@ def _hints(inner: Callable[..., Any], where: str) -> dict[str, Any]:
         ) from error
 
 
-def _check_words(text: str, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], where: str) -> None:
+def _check_descriptions(
+    docstring: str, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], where: str
+) -> None:
+    """ValueError if an argument has no type hint or no line in the docstring."""
     unhinted = [name for name in parameters if name not in hints]
     if unhinted:
         raise ValueError(
             f"{where} has no type hint for {_names(unhinted)}, from which the model learns what to give; write for "
             f"instance '{unhinted[0]}: int'"
         )
-    described = parse_google_format_docstring(text.strip())[1] or {}
+    described = parse_google_format_docstring(docstring.strip())[1] or {}
     missing = [name for name in parameters if name not in described]
     if missing:
         raise ValueError(

@@ -202,9 +202,9 @@ class _Agent:
             outcome = await self._wait_for(self._seat.reset(self._data, self._workers, self._timeout_s))
             if outcome.problem:
                 raise _Failed(outcome.problem)
-            placed = add_observation(placed, outcome.observation)
+            placed = add_observation(placed, outcome.value)
         images = [_image_key(image) for image in maker.pictures(placed)]
-        handle = "" if self._seat is None else self._seat.name
+        handle = "" if self._seat is None else self._seat.spec.name
         key = (self._place.group, handle, str(maker.readable(placed)), *images)
         if key not in self._place.prompts:
             self._place.prompts[key] = (self._make_prompt(placed), placed)
@@ -223,13 +223,13 @@ class _Agent:
 
     async def _ask_for_reward(self) -> dict[str, float | None]:
         """The environment's own reward under its name; none if it gives none."""
-        if self._seat is None or not self._seat.has_reward:
+        if self._seat is None or not self._seat.spec.has_reward:
             return {}
         outcome = await self._wait_for(self._seat.get_reward(self._workers, self._timeout_s))
         if outcome.problem:
             self._problem = outcome.problem
             logger.warning("row %d gets no reward of its environment: %s", self._place.row, outcome.problem)
-        return {self._seat.kind: outcome.reward}
+        return {self._seat.spec.reward_name: outcome.value}
 
     def _rollout(self, prompt: Prompt, reason: FinishReason, own_rewards: dict[str, float | None]) -> Rollout:
         environment = {} if self._seat is None else {"environments": self._seat.instance}

@@ -1,0 +1,26 @@
+"""Workers shared by a file's tests, and environments that no test inherits from another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from example_environments import Base
+
+from groupgrad.concurrency.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    pool = Workers(8, blocked_s=0.2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def no_instances() -> Iterator[None]:
+    """Each test begins without instances, and hanging methods end with it."""
+    Base.made.clear()
+    yield
+    for instance in Base.made:
+        instance.release.set()

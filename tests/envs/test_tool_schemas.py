@@ -1,0 +1,207 @@
+"""Functions that can be tools, their schemas, and the errors for those that cannot."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from example_tools import Shop, async_add, call_tool, multiply
+from transformers.utils import get_json_schema
+
+from groupgrad.chat import Call
+from groupgrad.concurrency.workers import Workers
+from groupgrad.envs.tools import ToolBox, make_tools
+
+
+def test_schemas_are_those_of_transformers():
+    tools = make_tools([multiply, async_add])
+    assert [tool.name for tool in tools] == ["multiply", "async_add"]
+    assert [tool.schema for tool in tools] == [get_json_schema(multiply), get_json_schema(async_add)]
+    assert tools[0].schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "The first integer."},
+            "b": {"type": "integer", "description": "The second integer."},
+        },
+        "required": ["a", "b"],
+    }
+    assert ToolBox(tools).schemas == [tool.schema for tool in tools]
+
+
+class Later:
+    async def __call__(self, a: int) -> int:
+        """Gives it later.
+
+        Args:
+            a: What is given.
+        """
+        return a
+
+
+@pytest.mark.parametrize(
+    "function, name, arguments, content",
+    [
+        (multiply, "multiply", {"a": 6, "b": 7}, "42"),
+        (async_add, "async_add", {"a": 6, "b": 7}, "13"),
+        (Shop().price, "price", {"item": "tea"}, "1.5"),
+        (Shop().price, "price", {"item": "tea", "count": 2}, "3.0"),
+        (Shop.hours, "hours", {}, "always"),
+        (Shop(), "Shop", {"item": "tea"}, "bought tea"),
+        (Later(), "Later", {"a": 3}, "3"),
+        (functools.partial(multiply, b=7), "multiply", {"a": 6}, "42"),
+        (functools.partial(multiply, 7), "multiply", {"b": 6}, "42"),
+        (functools.partial(async_add, b=7), "async_add", {"a": 6}, "13"),
+        (functools.lru_cache(multiply), "multiply", {"a": 6, "b": 7}, "42"),
+    ],
+)
+def test_callables_of_all_kinds_can_be_called(workers: Workers, function: Any, name: str, arguments: Any, content: str):
+    (tool,) = make_tools([function])
+    assert tool.name == tool.schema["function"]["name"] == name
+    assert set(tool.schema["function"]["parameters"]["properties"]) >= set(arguments)
+    reply = call_tool(workers, [function], Call(name, arguments))
+    assert (reply.name, reply.content, reply.failed, reply.timed_out, reply.images) == (name, content, False, False, [])
+
+
+def test_what_a_partial_has_set_is_not_the_models_to_choose(workers: Workers):
+    reply = call_tool(workers, [functools.partial(multiply, b=7)], Call("multiply", {"a": 6, "b": 1}))
+    assert reply.failed
+    assert reply.content == "there is no argument 'b'. 'multiply' takes: a (an integer)"
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+def no_hint(a, b: int) -> int:  # type: ignore[no-untyped-def]
+    """Adds.
+
+    Args:
+        a: First.
+        b: Second.
+    """
+    return a + b
+
+
+def not_described(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: First.
+    """
+    return a + b
+
+
+def types_in_brackets(a: int) -> int:
+    """Gives it.
+
+    Args:
+        a (int): What is given.
+    """
+    return a
+
+
+def strange_hint(a: Shop) -> int:
+    """Visits.
+
+    Args:
+        a: The shop.
+    """
+    return 1
+
+
+def unknown_hint(a: Unknown) -> int:  # type: ignore[name-defined] # noqa: F821
+    """Visits.
+
+    Args:
+        a: The shop.
+    """
+    return 1
+
+
+def starred(*items: int) -> int:
+    """Adds.
+
+    Args:
+        items: What.
+    """
+    return sum(items)
+
+
+def double_starred(**items: int) -> int:
+    """Adds.
+
+    Args:
+        items: What.
+    """
+    return sum(items.values())
+
+
+def by_position(a: int, /) -> int:
+    """Gives it.
+
+    Args:
+        a: What.
+    """
+    return a
+
+
+def yielding(a: int) -> Any:
+    """Gives it.
+
+    Args:
+        a: What.
+    """
+    yield a
+
+
+def odd_name() -> int:
+    """Gives one."""
+    return 1
+
+
+odd_name.__name__ = "odd name"
+
+
+@pytest.mark.parametrize(
+    "function, error, words",
+    [
+        (no_docstring, ValueError, ["'no_docstring' has no docstring", "Args:"]),
+        (no_hint, ValueError, ["'no_hint' has no type hint for the argument 'a'", "'a: int'"]),
+        (not_described, ValueError, ["'not_described' does not describe the argument 'b'", "Args:"]),
+        (types_in_brackets, ValueError, ["does not describe the argument 'a'", "without a type in brackets"]),
+        (strange_hint, ValueError, ["'strange_hint' cannot be described", "Shop"]),
+        (unknown_hint, ValueError, ["'unknown_hint' has a type hint that cannot be read", "Unknown"]),
+        (starred, TypeError, ["'starred' takes *items"]),
+        (double_starred, TypeError, ["'double_starred' takes **items"]),
+        (by_position, TypeError, ["'by_position' takes 'a' by position only"]),
+        (yielding, TypeError, ["'yielding' yields"]),
+        (odd_name, ValueError, ["tools[0] is named 'odd name'"]),
+        (lambda a: a, TypeError, ["tools[0] is a lambda"]),
+        (functools.partial(lambda a, b: a, b=1), TypeError, ["tools[0] is a lambda"]),
+        (Shop, TypeError, ["tools[0] is the class 'Shop'", "environment_factory"]),
+        ({"type": "function"}, TypeError, ["tools[0] is a dict"]),
+        ("multiply", TypeError, ["tools[0] is 'multiply'"]),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused(function: Any, error: type[Exception], words: list[str]):
+    with pytest.raises(error) as raised:
+        make_tools([function])
+    assert type(raised.value) is error
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two tools named 'multiply'"):
+        make_tools([multiply, async_add, functools.partial(multiply, b=2)])
+
+
+@pytest.mark.parametrize("tools", [multiply, "multiply", {"multiply": multiply}, 3])
+def test_tools_that_are_no_list_are_refused(tools: Any):
+    with pytest.raises(TypeError, match="tools is a list of functions"):
+        make_tools(tools)
+
+
+def test_no_tools():
+    assert make_tools(None) == make_tools([]) == []
