@@ -334,7 +334,7 @@ def test_options_of_tools_reach_them(tokenizer: Any, make_model: Any, calling: A
 
     config = {"tool_timeout_s": 0.2, "tool_max_result_chars": 60, "tool_threads": 2, "max_steps": 2}
     trainer = make(tokenizer, make_model, config, tools=[slow], reward_funcs=reward)
-    assert trainer.components.collector.rollouts._workers._num_threads == 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert trainer.components.collector.rollouts.workers._num_threads == 2  # pyright: ignore[reportAttributeAccessIssue]
     trainer.train()
     assert any("0.2 seconds" in text for text in seen)
     assert any("60 characters of 100" in text for text in seen)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Request, Sample
-from groupgrad.rollout.driver import Driver, Replies, Turn
+from groupgrad.rollout.driver import Driver, SampleTurn, WaitFor
 
 
 class ScriptedSession:
@@ -63,12 +63,12 @@ def later(value: Any, seconds: float) -> Future[Any]:
 
 def test_turns_of_several_rollouts_are_sampled_together():
     async def rollout(number: int) -> list[int]:
-        first = await Turn(Request([number], seed=0, max_new_tokens=1 + number))
-        second = await Turn(Request([number, 9], seed=0, max_new_tokens=1, continues=first.ticket))
+        first = await SampleTurn(Request([number], seed=0, max_new_tokens=1 + number))
+        second = await SampleTurn(Request([number, 9], seed=0, max_new_tokens=1, continues=first.ticket))
         return first.sample.ids + second.sample.ids
 
     session = ScriptedSession()
-    assert Driver(session).run([rollout(0), rollout(1)]) == [[0, 9], [1, 1, 9]]
+    assert Driver(session, [rollout(0), rollout(1)]).run() == [[0, 9], [1, 1, 9]]
     assert session.log == [
         ("submit", 0, [0], None),
         ("submit", 1, [1], None),
@@ -86,49 +86,49 @@ def test_while_one_waits_the_others_are_sampled():
     answer: Future[str] = Future()
 
     async def waits() -> Any:
-        return (await Replies([answer, finished("b")])).results
+        return (await WaitFor([answer, finished("b")])).results
 
     async def samples() -> int:
         for turn in range(5):
-            await Turn(Request([turn], seed=0, max_new_tokens=1))
+            await SampleTurn(Request([turn], seed=0, max_new_tokens=1))
         answer.set_result("a")
         return 5
 
-    assert Driver(ScriptedSession()).run([waits(), samples()]) == [["a", "b"], 5]
+    assert Driver(ScriptedSession(), [waits(), samples()]).run() == [["a", "b"], 5]
 
 
 def test_waiting_is_measured_and_what_the_engine_did_meanwhile():
     async def waits() -> Any:
-        return await Replies([later(None, 0.2)])
+        return await WaitFor([later(None, 0.2)])
 
     async def samples() -> Any:
-        return await Turn(Request([1], seed=0, max_new_tokens=8))
+        return await SampleTurn(Request([1], seed=0, max_new_tokens=8))
 
-    hidden = Driver(ScriptedSession(advance_s=0.05)).run([waits(), samples()])[0]
+    hidden = Driver(ScriptedSession(advance_s=0.05), [waits(), samples()]).run()[0]
     assert 0.2 <= hidden.seconds < 0.4
     assert hidden.hidden_s > 0.8 * hidden.seconds
-    (alone,) = Driver(ScriptedSession()).run([waits()])
+    (alone,) = Driver(ScriptedSession(), [waits()]).run()
     assert 0.2 <= alone.seconds < 0.4
     assert alone.hidden_s < 0.01
 
 
 def test_answers_come_in_the_order_asked_and_may_be_there_already():
     async def rollout() -> Any:
-        nothing = await Replies([])
-        both = await Replies([later("slow", 0.05), finished("fast")])
+        nothing = await WaitFor([])
+        both = await WaitFor([later("slow", 0.05), finished("fast")])
         return nothing.results, both.results
 
-    assert Driver(ScriptedSession()).run([rollout()]) == [([], ["slow", "fast"])]
+    assert Driver(ScriptedSession(), [rollout()]).run() == [([], ["slow", "fast"])]
 
 
 def test_many_futures_on_many_threads_wake_each_rollout_once():
     async def rollout(number: int) -> Any:
         found = []
         for _ in range(3):
-            found.append((await Replies([later(number, 0.01) for _ in range(8)])).results)
+            found.append((await WaitFor([later(number, 0.01) for _ in range(8)])).results)
         return found
 
-    assert Driver(ScriptedSession()).run([rollout(i) for i in range(8)]) == [[[i] * 8] * 3 for i in range(8)]
+    assert Driver(ScriptedSession(), [rollout(i) for i in range(8)]).run() == [[[i] * 8] * 3 for i in range(8)]
 
 
 def test_an_error_closes_the_other_rollouts():
@@ -136,18 +136,18 @@ def test_an_error_closes_the_other_rollouts():
 
     async def waits(number: int) -> None:
         try:
-            await Replies([Future()])
+            await WaitFor([Future()])
         finally:
             closed.append(number)
 
     async def fails() -> None:
-        await Turn(Request([1], seed=0, max_new_tokens=1))
+        await SampleTurn(Request([1], seed=0, max_new_tokens=1))
         raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        Driver(ScriptedSession()).run([waits(0), fails(), waits(2)])
+        Driver(ScriptedSession(), [waits(0), fails(), waits(2)]).run()
     assert closed == [0, 2]
 
 
 def test_no_rollouts_are_no_work():
-    assert Driver(ScriptedSession()).run([]) == []
+    assert Driver(ScriptedSession(), []).run() == []

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from groupgrad.chat.records import Call
+from groupgrad.chat import Call
 from groupgrad.chat.tool_messages import NotJson, Rendered, cut, render
 from groupgrad.concurrency.callables import function_name
 from groupgrad.concurrency.workers import Outcome, Workers

@@ -1,12 +1,14 @@
 """Agents: rollouts of several turns, with tools and environments between them.
 
-Each rollout is a coroutine (`_Agent.run`) over the shared engine (`driver.py`): reset, prompt, and then turns of the
-model and replies of tools until it ends. A turn's tokens are kept as they were sampled; a reply's are what the chat
-template puts between two turns. Nothing is decoded and tokenised again.
+Each rollout is a coroutine (`_Agent.run`) over the shared engine (`driver.py`): it resets its environment, makes its
+prompt, and alternates turns of the model with replies of tools until there is a reason to end. The tokens of a turn are
+kept as sampled; the tokens of a reply are those that the chat template puts between two turns. Nothing is decoded and
+tokenised again.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.chat import Call, ChatFormat, PlainFormat
+from groupgrad.chat import Call, ChatFormat, PlainFormat, Turn
 from groupgrad.concurrency.workers import Workers
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
@@ -23,7 +25,7 @@ from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ReplyEncoder, opened_replies
 from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
-from groupgrad.rollout.driver import Driver, Replies, ToolWait, Turn, TurnResult
+from groupgrad.rollout.driver import Driver, SampleTurn, TurnResult, WaitFor
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
 
@@ -34,20 +36,20 @@ NAN = float("nan")
 
 @dataclass(slots=True, frozen=True)
 class AgentOptions:
-    """How agents are run."""
+    """Limits of agents."""
 
     max_tool_calling_iterations: int | None = None
-    """Rounds of tool calls in a rollout; None: as many as its budget allows."""
+    """Turns of a rollout whose calls are answered; None: as many as its token budget allows."""
     tools: ToolOptions = field(default_factory=ToolOptions)
     ahead: int = 0
-    """Training rounds that may be sampled before an earlier one has been scored."""
+    """Generation batches that may be sampled before an earlier one has been scored."""
 
 
 class AgentRollouts:
-    """Makes rollouts of several turns.
+    """Produces rollouts of several turns.
 
-    `tools` are had by every rollout, an environment's by its own. The completion of a rollout is everything behind its
-    prompt, and its budget, `sampling.max_new_tokens`, counts the tools' words too. A rollout whose environment fails
+    All rollouts share `tools`; each has an environment of its own. The completion of a rollout is everything after its
+    prompt, and its budget, `sampling.max_new_tokens`, counts the tokens of tools too. A rollout whose environment fails
     at the beginning ends as `error`.
     """
 
@@ -65,91 +67,82 @@ class AgentRollouts:
     ):
         self.prompt_maker, self.engine, self.chat = prompt_maker, engine, chat
         self.sampling, self.options, self.seed = sampling, options, seed
-        self._tools, self._environments = tuple(tools), environments
-        self._workers = Workers(options.tools.num_threads)
-        self._seats: dict[tuple[str, int], list[EnvHandle]] = {}
-        """By phase and number of the round that they are of."""
-        self._warned: set[str] = set()
+        self.tools, self.environments = tuple(tools), environments
+        self.workers = Workers(options.tools.num_threads)
+        self._handles: dict[tuple[str, int], list[EnvHandle]] = {}
+        """Acquired environments by phase and number of their generation batch."""
+        self._warned_unreadable = False
 
     @property
     def is_exact(self) -> bool:
-        """Whether the engine's numbers are training's."""
+        """True if the engine's log-probs are those that training would compute."""
         return bool(getattr(self.engine, "exact", False))
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
-        """One rollout for each row number; all of them run at once."""
-        # Until now reward functions had the environments. Those of training rounds that may not have been scored yet
-        # are still theirs; a round with the number of this one is sampled anew.
-        for phase, number in list(self._seats):
-            scored = request.phase == "train" and number < request.number - self.options.ahead
-            if phase != "train" or scored or (phase, number) == (request.phase, request.number):
-                self._release(phase, number)
-        prompts: dict[Any, tuple[Prompt, Any]] = {}
-        agents = [self._agent(request, row, prompts) for row in request.rows]
+        """One rollout for each row number; all of them run side by side."""
+        self._release_scored(request)
+        shared_prompts: dict[Any, tuple[Prompt, Any]] = {}
+        agents = [_Agent(self, request, row, self._acquire(request, row), shared_prompts) for row in request.rows]
         with open_session(self.engine, self.sampling) as session:
-            return Driver(session).run([agent.run() for agent in agents])
+            return Driver(session, [agent.run() for agent in agents]).run()
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-        """Calls, failures, latencies, turns, waiting."""
-        schemas = [tool.schema for tool in self._tools]
-        if self._environments is not None:
-            schemas += [schema for of_kind in self._environments.schemas.values() for schema in of_kind]
+        """Calls, failures, latencies, turns and waiting times."""
+        schemas = [tool.schema for tool in self.tools]
+        if self.environments is not None:
+            schemas += itertools.chain.from_iterable(self.environments.schemas.values())
         return agent_metrics(rollouts, {schema["function"]["name"] for schema in schemas})
 
     def close(self) -> None:
-        """Close every environment, and end the threads of tools. May be called any number of times."""
-        for phase, number in list(self._seats):
-            self._release(phase, number)
-        if self._environments is not None:
-            self._environments.close()
-        self._workers.close()
+        """Close every environment and end the threads of tools. May be called any number of times."""
+        for batch in list(self._handles):
+            self._release(batch)
+        if self.environments is not None:
+            self.environments.close()
+        self.workers.close()
 
-    def warn_once(self, what: str, problem: str) -> None:
-        """Tell the user of something that may happen in every turn."""
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("%s; said once: %s", what, problem)
+    def warn_unreadable(self, problem: str) -> None:
+        """Warn once that a turn could not be parsed; it may happen in every turn."""
+        if not self._warned_unreadable:
+            self._warned_unreadable = True
+            logger.warning("a turn could not be read; said once: %s", problem)
 
-    def _release(self, phase: str, number: int) -> None:
-        assert self._environments is not None
-        for handle in reversed(self._seats.pop((phase, number))):
-            self._environments.release(handle)
+    def _acquire(self, request: GenerationRequest, row: int) -> EnvHandle | None:
+        if self.environments is None:
+            return None
+        handle = self.environments.acquire(request.rows_by_group[row // request.num_generations])
+        self._handles.setdefault((request.phase, request.number), []).append(handle)
+        return handle
 
-    def _agent(self, request: GenerationRequest, row: int, prompts: dict[Any, tuple[Prompt, Any]]) -> _Agent:
-        group = row // request.num_generations
-        data, handle = request.rows_by_group[group], None
-        if self._environments is not None:
-            handle = self._environments.acquire(data)
-            self._seats.setdefault((request.phase, request.number), []).append(handle)
-        seed = row_seed(self.seed, request.phase, request.number, row)
-        place = _Place(group, row, seed, request.step, prompts)
-        return _Agent(self, self._workers, data, handle, handle.toolbox if handle else ToolBox(self._tools), place)
+    def _release_scored(self, request: GenerationRequest) -> None:
+        """Release the environments that reward functions no longer use.
 
+        Reward functions get the environments of a generation batch, so they stay acquired until it has been scored:
+        evaluation batches until the next request, training batches until `ahead` further ones have begun. A batch with
+        the number of this request is sampled again.
+        """
+        for phase, number in list(self._handles):
+            is_scored = request.phase == "train" and number < request.number - self.options.ahead
+            if phase != "train" or is_scored or (phase, number) == (request.phase, request.number):
+                self._release((phase, number))
 
-@dataclass(slots=True, frozen=True)
-class _Place:
-    """Where a rollout stands in its round."""
-
-    group: int
-    row: int
-    seed: int
-    step: int
-    prompts: dict[Any, tuple[Prompt, Any]]
-    """The round's prompts so far, by group, kind of environment, text and images, each with the messages that it was
-    made of: rollouts of like beginnings share one."""
+    def _release(self, batch: tuple[str, int]) -> None:
+        assert self.environments is not None
+        for handle in reversed(self._handles.pop(batch)):
+            self.environments.release(handle)
 
 
-class _Failed(Exception):
-    """A rollout cannot begin; the text says why."""
+class _RolloutFailed(Exception):
+    """A rollout ends as `error`; the text is the reason."""
 
 
 @contextmanager
-def _as_failure(what: str) -> Iterator[None]:
-    """What a template raises for words of a row or a tool is the rollout's failure, not the run's."""
+def _fails_rollout(problem: str) -> Iterator[None]:
+    """Turn any exception into `_RolloutFailed`: the words of one row or tool must not end the run."""
     try:
         yield
     except Exception as error:
-        raise _Failed(f"{what}: {type(error).__name__}: {error}") from error
+        raise _RolloutFailed(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 class _Agent:
@@ -157,16 +150,22 @@ class _Agent:
 
     def __init__(
         self,
-        maker: AgentRollouts,
-        workers: Workers,
-        data: dict[str, Any],
+        rollouts: AgentRollouts,
+        request: GenerationRequest,
+        row: int,
         handle: EnvHandle | None,
-        toolbox: ToolBox,
-        place: _Place,
+        shared_prompts: dict[Any, tuple[Prompt, Any]],
     ):
-        self._maker, self._workers, self._toolbox = maker, workers, toolbox
-        self._data, self._seat, self._place = data, handle, place
-        self._timeout_s = maker.options.tools.timeout_s
+        self._rollouts, self._prompt_maker, self._chat = rollouts, rollouts.prompt_maker, rollouts.chat
+        self._row, self._group, self._step = row, row // request.num_generations, request.step
+        self._seed = row_seed(rollouts.seed, request.phase, request.number, row)
+        self._data = request.rows_by_group[self._group]
+        self._handle = handle
+        self._toolbox = ToolBox(rollouts.tools) if handle is None else handle.toolbox
+        self._timeout_s = rollouts.options.tools.timeout_s
+        self._shared_prompts = shared_prompts
+        """The generation batch's prompts by group, environment, text and images, each with the messages that it was
+        made from."""
         self._ids: list[int] = []
         self._sampled: list[bool] = []
         self._logprobs: list[float] = []
@@ -174,166 +173,166 @@ class _Agent:
         self._messages: list[dict[str, Any]] = []
         self._media: Media | None = None
         self._num_turns = 0
-        self._uses: list[ToolUse] = []
+        self._tool_uses: list[ToolUse] = []
         self._wait_s = self._hidden_s = 0.0
         self._problem = ""
 
     async def run(self) -> Rollout:
         """The finished rollout."""
-        own_rewards: dict[str, float | None] = {}
         messages = _conversation(self._data)
-        prompt, reason = Prompt([], {**self._data, "prompt": messages}, self._place.group), "error"
+        prompt = Prompt([], {**self._data, "prompt": messages}, self._group)
+        reason: FinishReason = "error"
+        own_rewards: dict[str, float | None] = {}
         try:
             prompt = await self._begin(messages)
             reason = await self._converse(prompt)
-            own_rewards = await self._ask_for_reward()
-        except _Failed as failure:
+            own_rewards = await self._own_rewards()
+        except _RolloutFailed as failure:
             self._problem = str(failure)
-        return self._rollout(prompt, reason, own_rewards)
-
-    # ------------------------------------------------------------------------------------ beginning and end
-
-    async def _begin(self, messages: list[dict[str, Any]]) -> Prompt:
-        """The prompt, with what the environment says at the beginning."""
-        maker = self._maker.prompt_maker
-        with _as_failure("the images of the prompt cannot be had"):
-            placed: Any = maker.placed({**self._data, "prompt": messages})
-        if self._seat is not None:
-            outcome = await self._wait_for(self._seat.reset(self._data, self._workers, self._timeout_s))
-            if outcome.problem:
-                raise _Failed(outcome.problem)
-            placed = add_observation(placed, outcome.value)
-        images = [_image_key(image) for image in maker.pictures(placed)]
-        handle = "" if self._seat is None else self._seat.spec.name
-        key = (self._place.group, handle, str(maker.readable(placed)), *images)
-        if key not in self._place.prompts:
-            self._place.prompts[key] = (self._make_prompt(placed), placed)
-        return self._place.prompts[key][0]
-
-    def _make_prompt(self, placed: list[dict[str, Any]]) -> Prompt:
-        maker = self._maker.prompt_maker
-        with _as_failure("the images of the prompt cannot be had"):
-            messages: Any = maker.shown({"prompt": placed})
-        with _as_failure("the chat template cannot render the prompt"):
-            text = self._maker.chat.prompt_text(maker.readable(messages), self._toolbox.schemas)
-            encoded = maker.encode(text, maker.pictures(messages))
-        if maker.max_context is not None and len(encoded.ids) >= maker.max_context:
-            raise _Failed(maker.too_long_message(messages, len(encoded.ids)))
-        return Prompt(encoded.ids, {**self._data, "prompt": messages}, self._place.group, encoded.media)
-
-    async def _ask_for_reward(self) -> dict[str, float | None]:
-        """The environment's own reward under its name; none if it gives none."""
-        if self._seat is None or not self._seat.spec.has_reward:
-            return {}
-        outcome = await self._wait_for(self._seat.get_reward(self._workers, self._timeout_s))
-        if outcome.problem:
-            self._problem = outcome.problem
-            logger.warning("row %d gets no reward of its environment: %s", self._place.row, outcome.problem)
-        return {self._seat.spec.reward_name: outcome.value}
-
-    def _rollout(self, prompt: Prompt, reason: FinishReason, own_rewards: dict[str, float | None]) -> Rollout:
-        environment = {} if self._seat is None else {"environments": self._seat.instance}
         return Rollout(
             prompt=prompt,
-            index=self._place.row,
+            index=self._row,
             completion_ids=self._ids,
             finish_reason=reason,
             completion=self._messages,
-            text=self._maker.prompt_maker.tokenizer.decode(self._ids, skip_special_tokens=True),
+            text=self._prompt_maker.tokenizer.decode(self._ids, skip_special_tokens=True),
             sampled=self._sampled,
             sampling_logprobs=self._logprobs,
             sampling_entropy=self._entropies,
-            policy_version=self._place.step,
-            extra=environment,
+            policy_version=self._step,
+            extra={} if self._handle is None else {"environments": self._handle.instance},
             own_rewards=own_rewards,
-            trace=Trace(self._num_turns, self._uses, self._wait_s, self._hidden_s, self._problem),
+            trace=Trace(self._num_turns, self._tool_uses, self._wait_s, self._hidden_s, self._problem),
             media=None if self._media is prompt.media else self._media,
         )
 
-    # ------------------------------------------------------------------------------------ turns
+    # ------------------------------------------------------------------------------------ beginning
+
+    async def _begin(self, messages: list[dict[str, Any]]) -> Prompt:
+        """Reset the environment and make the prompt, with the observation that `reset` returned."""
+        with _fails_rollout("the images of the prompt cannot be had"):
+            placed: Any = self._prompt_maker.placed({**self._data, "prompt": messages})
+        if self._handle is not None:
+            (outcome,) = await self._wait_for([self._handle.reset(self._data, self._rollouts.workers, self._timeout_s)])
+            if outcome.problem:
+                raise _RolloutFailed(outcome.problem)
+            placed = add_observation(placed, outcome.value)
+        images = [_image_key(image) for image in self._prompt_maker.pictures(placed)]
+        environment = "" if self._handle is None else self._handle.spec.name
+        key = (self._group, environment, str(self._prompt_maker.readable(placed)), *images)
+        if key not in self._shared_prompts:
+            self._shared_prompts[key] = (self._make_prompt(placed), placed)
+        return self._shared_prompts[key][0]
+
+    def _make_prompt(self, placed: list[dict[str, Any]]) -> Prompt:
+        maker = self._prompt_maker
+        with _fails_rollout("the images of the prompt cannot be had"):
+            messages: Any = maker.shown({"prompt": placed})
+        with _fails_rollout("the chat template cannot render the prompt"):
+            text = self._chat.prompt_text(maker.readable(messages), self._toolbox.schemas)
+            encoded = maker.encode(text, maker.pictures(messages))
+        if maker.max_context is not None and len(encoded.ids) >= maker.max_context:
+            raise _RolloutFailed(maker.too_long_message(messages, len(encoded.ids)))
+        return Prompt(encoded.ids, {**self._data, "prompt": messages}, self._group, encoded.media)
+
+    # ------------------------------------------------------------------------------------ turns and replies
 
     async def _converse(self, prompt: Prompt) -> FinishReason:
-        """Turns and replies until there is a reason to end."""
-        chat, limit, schemas = self._maker.chat, self._maker.options.max_tool_calling_iterations, self._toolbox.schemas
-        maker = self._maker.prompt_maker
+        """Alternate turns of the model and replies of tools until there is a reason to end."""
+        max_iterations, schemas = self._rollouts.options.max_tool_calling_iterations, self._toolbox.schemas
+        budget, reason_if_full = self._budget(prompt)
         ticket: int | None = None
-        for number_of_round in range(1 << 62):
-            room, reason_if_full = self._room(prompt)
-            turned = await self._turn(prompt, room, ticket, is_last=number_of_round == limit)
-            turn = chat.parse(turned.sample.ids, schemas)
+        for iteration in itertools.count():
+            is_last = max_iterations is not None and iteration >= max_iterations
+            may_continue = bool(schemas) and not is_last
+            result = await self._sample_turn(prompt, budget - len(self._ids), ticket, keep=may_continue)
+            turn = self._chat.parse(result.sample.ids, schemas)
             if turn.problem is not None:
                 self._problem = turn.problem
-                self._maker.warn_once("a turn could not be read", turn.problem)
+                self._rollouts.warn_unreadable(turn.problem)
             self._messages.append(turn.message)
-            if turned.sample.finish_reason == "length":
+            if result.sample.finish_reason == "length":
                 return reason_if_full
             if not turn.calls:
                 return "eos"
-            if limit is not None and number_of_round >= limit:
+            if is_last:
                 return "tool_limit"
-            messages = [_message(reply, call) for reply, call in zip(await self._replies(turn.calls), turn.calls)]
-            if maker.pictures(messages):
-                messages = opened_replies(messages)
-            encode = ReplyEncoder(maker, messages)
-            with _as_failure("the chat template cannot render a tool's reply"):
-                told = maker.readable(messages)
-                reply_ids = chat.reply_ids(turned.sample.ids, turn.message, told, schemas, encode)
-            if len(reply_ids) >= self._room(prompt)[0]:
+            if not await self._append_replies(prompt, turn, result.sample.ids, budget):
                 return "context" if reason_if_full == "context" else "tool_budget"
-            self._messages += messages
-            num_before = len(prompt.ids) + len(self._ids)
-            self._media = encode.media_behind(self._media or prompt.media, num_before, len(reply_ids))
-            self._add(reply_ids)
-            ticket = turned.ticket
+            ticket = result.ticket
         raise AssertionError("a rollout ends by its budget")
 
-    def _room(self, prompt: Prompt) -> tuple[int, FinishReason]:
-        """Tokens that may still come, and what it means if they run out."""
-        left = self._maker.sampling.max_new_tokens - len(self._ids)
-        longest = self._maker.prompt_maker.max_context
-        if longest is not None and longest - len(prompt.ids) - len(self._ids) < left:
-            return longest - len(prompt.ids) - len(self._ids), "context"
-        return left, "length"
+    def _budget(self, prompt: Prompt) -> tuple[int, FinishReason]:
+        """Completion tokens that fit, and the finish reason when they are used up."""
+        budget, max_context = self._rollouts.sampling.max_new_tokens, self._prompt_maker.max_context
+        if max_context is not None and max_context - len(prompt.ids) < budget:
+            return max_context - len(prompt.ids), "context"
+        return budget, "length"
 
-    async def _turn(self, prompt: Prompt, room: int, ticket: int | None, *, is_last: bool) -> TurnResult:
-        seed = turn_seed(self._place.seed, self._num_turns)
-        may_go_on = bool(self._toolbox.schemas) and not is_last
+    async def _sample_turn(self, prompt: Prompt, max_new_tokens: int, ticket: int | None, *, keep: bool) -> TurnResult:
+        """Sample a turn and append its tokens. The engine keeps its keys and values if the rollout may continue."""
+        seed = turn_seed(self._seed, self._num_turns)
         media = self._media or prompt.media
-        context = prompt.ids + self._ids
-        turned = await Turn(Request(context, seed, room, continues=ticket, keep=may_go_on, media=media))
+        request = Request(prompt.ids + self._ids, seed, max_new_tokens, continues=ticket, keep=keep, media=media)
+        result = await SampleTurn(request)
         self._num_turns += 1
-        self._add(turned.sample.ids, turned.sample)
-        return turned
+        self._append(result.sample.ids, result.sample)
+        return result
 
-    def _add(self, ids: list[int], sample: Sample | None = None) -> None:
-        """Tokens, sampled ones if they come with their sample."""
+    async def _append_replies(self, prompt: Prompt, turn: Turn, turn_ids: list[int], budget: int) -> bool:
+        """Answer a turn's calls and append the replies. False, with nothing appended, if they do not fit."""
+        maker = self._prompt_maker
+        messages = [_message(reply, call) for reply, call in zip(await self._replies(turn.calls), turn.calls)]
+        if maker.pictures(messages):
+            messages = opened_replies(messages)
+        encoder = ReplyEncoder(maker, messages)
+        with _fails_rollout("the chat template cannot render a tool's reply"):
+            readable = maker.readable(messages)
+            reply_ids = self._chat.reply_ids(turn_ids, turn.message, readable, self._toolbox.schemas, encoder)
+        if len(reply_ids) >= budget - len(self._ids):
+            return False
+        self._messages += messages
+        num_before = len(prompt.ids) + len(self._ids)
+        self._media = encoder.media_behind(self._media or prompt.media, num_before, len(reply_ids))
+        self._append(reply_ids)
+        return True
+
+    def _append(self, ids: list[int], sample: Sample | None = None) -> None:
+        """Append tokens: sampled ones with their sample, or those of a reply, whose numbers are NaN."""
         unknown = [NAN] * len(ids)
-        self._ids = self._ids + ids
+        self._ids += ids
         self._sampled += [sample is not None] * len(ids)
         self._logprobs += unknown if sample is None or sample.logprobs is None else sample.logprobs
         self._entropies += unknown if sample is None or sample.entropies is None else sample.entropies
 
-    # ------------------------------------------------------------------------------------ tools
+    # ------------------------------------------------------------------------------------ tools and environment
 
     async def _replies(self, calls: Sequence[Call]) -> list[ToolReply]:
-        """The answers to a message's calls, in their order."""
-        options = self._maker.options.tools
-        started = [self._toolbox.call(call, self._workers, options) for call in calls]
-        replies: list[ToolReply] = self._note(await Replies(started)).results
-        self._uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
+        """Replies to the calls of a turn, in their order."""
+        options, workers = self._rollouts.options.tools, self._rollouts.workers
+        replies = await self._wait_for([self._toolbox.call(call, workers, options) for call in calls])
+        self._tool_uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
         return replies
 
-    async def _wait_for(self, future: Future[Any]) -> Any:
-        return self._note(await Replies([future])).results[0]
+    async def _own_rewards(self) -> dict[str, float | None]:
+        """The environment's own reward by the name of its class; empty if it computes none."""
+        if self._handle is None or not self._handle.spec.has_reward:
+            return {}
+        (outcome,) = await self._wait_for([self._handle.get_reward(self._rollouts.workers, self._timeout_s)])
+        if outcome.problem:
+            self._problem = outcome.problem
+            logger.warning("row %d gets no reward of its environment: %s", self._row, outcome.problem)
+        return {self._handle.spec.reward_name: outcome.value}
 
-    def _note(self, waited: ToolWait) -> ToolWait:
-        self._wait_s += waited.seconds
-        self._hidden_s += waited.hidden_s
-        return waited
+    async def _wait_for(self, futures: Sequence[Future[Any]]) -> list[Any]:
+        wait = await WaitFor(futures)
+        self._wait_s += wait.seconds
+        self._hidden_s += wait.hidden_s
+        return wait.results
 
 
 def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row's messages; one of the user's for an environment to fill if it has none. ValueError for a text."""
+    """A row's messages; without a prompt, an empty user message for an environment to fill. ValueError for a text."""
     prompt = row.get("prompt") or [{"role": "user", "content": ""}]
     if isinstance(prompt, str):
         raise ValueError(
@@ -344,10 +343,10 @@ def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _image_key(image: Any) -> Any:
-    """Equal for what is known to be the same image before it is opened."""
+    """A key that is equal only for images known to be the same before they are opened."""
     if isinstance(image, Mapping):
         return image.get("bytes"), image.get("path")
-    # An object lives as long as the messages that are kept beside the prompt.
+    # The messages stored beside the prompt keep the object alive, so its id stays unique.
     return image if isinstance(image, (str, bytes)) else id(image)
 
 
