@@ -1,4 +1,4 @@
-"""Rollouts that a user's function makes (`rollout_func`)."""
+"""Rollouts produced by a user's function (`rollout_func`)."""
 
 from __future__ import annotations
 
@@ -26,140 +26,151 @@ NAN = float("nan")
 
 
 @dataclass(slots=True, frozen=True)
-class _Answer:
-    """What the function returned, one entry a row in each list."""
+class _ReturnedRow:
+    """One row of the function's return value."""
 
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    logprobs: list[list[float]] | None
-    env_mask: list[list[bool]] | None
-    extra: dict[str, list[Any]]
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float] | None
+    sampled: list[bool] | None
+    """From `env_mask`."""
+    extra: dict[str, Any]
 
 
 class CustomRollouts:
-    """Asks `function(prompts, trainer)` for a round's completions.
+    """Calls `function(prompts, trainer)` for the completions of a generation batch.
 
     `prompts` are this rank's, as they are in the data set, each once for every completion that it is to get. The
-    function returns a dict: `prompt_ids`, `completion_ids` and `logprobs` (or None for it) with one list a prompt
-    given; optionally `env_mask` (1 for tokens that the model produced, 0 for others) and `logprob_token_ids` (the
-    tokens that the entries of `logprobs` belong to, if there are several at a place). Whatever else it returns reaches
-    the reward functions under its name: lists of one value a row, or one value for all.
+    function returns a dict: `prompt_ids`, `completion_ids` and `logprobs` (or None for it) with one list for each
+    prompt; optionally `env_mask` (1 for tokens that the model produced, 0 for others) and `logprob_token_ids` (the
+    tokens that the entries of `logprobs` belong to, if there are several at a position). All other entries reach the
+    reward functions under their names: lists of one value a row, or one value for all rows.
 
     An empty completion is a failed rollout: it is counted and not scored.
 
-    A function may also follow the other reading of the documents, in which it makes `num_generations` completions of
-    each prompt itself: it is known by the number of its rows, and gets each prompt once from then on.
+    TRL's documents allow a second reading, in which the function makes `num_generations` completions of each prompt
+    itself. The number of returned rows reveals it; such a function then gets each prompt once.
     """
 
     is_exact = False
-    """Its log-probs are the function's own affair: training computes what it needs."""
+    """Training computes its own log-probs, because the function may have sampled with other weights."""
 
     def __init__(self, function: Any, trainer: Any, prompt_maker: PromptMaker, eos_ids: Sequence[int]):
         self._function, self._trainer, self._prompt_maker = function, trainer, prompt_maker
-        self._end_ids = frozenset(eos_ids)
+        self._eos_ids = frozenset(eos_ids)
         embeddings = getattr(getattr(trainer, "model", None), "get_input_embeddings", lambda: None)()
         self._num_embeddings = int(getattr(embeddings, "num_embeddings", 0) or 0)
         self._makes_groups = False
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
-        """One rollout for each row number. RolloutError for an answer that cannot be used."""
+        """One rollout for each row number. RolloutError if the return value cannot be used."""
         if not request.rows:
             return []
         size = request.num_generations
         groups = [row // size for row in request.rows]
-        rows, places = list(request.rows), list(range(len(groups)))
-        asked = groups
-        if self._makes_groups:
-            asked = list(dict.fromkeys(groups))
-        prompts = {group: self._prompt_maker.shown(row) for group, row in request.rows_by_group.items()}
-        returned = self._function([copy_containers(prompts[group]) for group in asked], self._trainer)
-        count = _num_rows(returned)
-        if count == len(groups) * size and size > 1 and not self._makes_groups:
-            # The first copy of each prompt got a whole group; those of the other copies are not needed.
+        passed_groups = list(dict.fromkeys(groups)) if self._makes_groups else groups
+        messages = {group: self._prompt_maker.shown(row) for group, row in request.rows_by_group.items()}
+        returned = self._function([copy_containers(messages[group]) for group in passed_groups], self._trainer)
+        num_returned = _num_rows(returned)
+        selected = self._select_rows(groups, size, len(passed_groups), num_returned)
+        returned_rows = _read_rows(returned, num_returned)
+        self._check_lengths(returned_rows)
+        prompts = {group: self._prompt(row, group) for group, row in request.rows_by_group.items()}
+        return [
+            self._rollout(request.step, row, prompts[row // size], returned_rows[place], place)
+            for row, place in zip(request.rows, selected)
+        ]
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+        """The shares of finish reasons."""
+        return ending_metrics(rollouts)
+
+    def close(self) -> None:
+        """Do nothing: there are no resources."""
+
+    def _select_rows(self, groups: list[int], size: int, num_passed: int, num_returned: int) -> list[int]:
+        """The returned row of each requested one; RolloutError for a wrong number of rows."""
+        if num_returned == len(groups) * size and size > 1 and not self._makes_groups:
             logger.info("rollout_func makes num_generations=%d completions of each prompt; it gets each once", size)
             self._makes_groups = True
-            firsts = {group: groups.index(group) for group in groups}
-            places = [firsts[group] * size + groups[:i].count(group) for i, group in enumerate(groups)]
-        elif count != len(groups):
-            wanted = (
-                f"num_generations={size} completions of each, {len(groups)} rows, as it made groups before"
-                if self._makes_groups
-                else f"one for each prompt given, which are {len(groups)} here with each prompt once for every "
-                f"completion (num_generations={size})"
-            )
-            raise RolloutError(f"rollout_func returned {count} rows for {len(asked)} prompts; return {wanted}")
-        answer = _read(returned, count)
-        self._check_lengths(answer)
-        made = {group: self._made(row, group) for group, row in request.rows_by_group.items()}
-        return [self._rollout(request.step, row, made[row // size], answer, place) for row, place in zip(rows, places)]
+            # The first copy of each prompt got a whole group; the groups of the other copies are dropped.
+            first_copy = {group: groups.index(group) for group in groups}
+            return [first_copy[group] * size + groups[:i].count(group) for i, group in enumerate(groups)]
+        if num_returned == len(groups):
+            return list(range(len(groups)))
+        expected = (
+            f"num_generations={size} completions of each, {len(groups)} rows, as it made groups before"
+            if self._makes_groups
+            else f"one for each prompt given, which are {len(groups)} here with each prompt once for every "
+            f"completion (num_generations={size})"
+        )
+        raise RolloutError(f"rollout_func returned {num_returned} rows for {num_passed} prompts; return {expected}")
 
-    def _made(self, row: dict[str, Any], group: int) -> Prompt:
-        """The prompt of a data-set row as the function was given it, without ids of our own unless it has images."""
+    def _prompt(self, row: dict[str, Any], group: int) -> Prompt:
+        """The prompt of a data-set row. The function returns its ids; only the ids of images are needed from here."""
         if self._prompt_maker.check_images(row):
             return self._prompt_maker(row, group)
         return Prompt([], row, group)
 
-    def _check_lengths(self, answer: _Answer) -> None:
-        """RolloutError for ids that are none of the vocabulary, and rows that the model has no positions for."""
-        size, longest = self._num_embeddings or len(self._prompt_maker.tokenizer), self._prompt_maker.max_context
-        for row, (prompt, completion) in enumerate(zip(answer.prompt_ids, answer.completion_ids)):
+    def _check_lengths(self, rows: Sequence[_ReturnedRow]) -> None:
+        """RolloutError for ids outside the vocabulary and for rows longer than the model's context."""
+        vocab_size = self._num_embeddings or len(self._prompt_maker.tokenizer)
+        max_context = self._prompt_maker.max_context
+        for number, row in enumerate(rows):
+            prompt, completion = row.prompt_ids, row.completion_ids
             largest = max((*prompt, *completion))
-            if largest >= size:
+            if largest >= vocab_size:
                 raise RolloutError(
-                    f"rollout_func returned the token id {largest} in row {row}, but the model has {size}; return ids "
-                    "of the trainer's own tokenizer"
+                    f"rollout_func returned the token id {largest} in row {number}, but the model has {vocab_size}; "
+                    "return ids of the trainer's own tokenizer"
                 )
-            if longest is not None and len(prompt) + len(completion) > longest:
+            if max_context is not None and len(prompt) + len(completion) > max_context:
                 raise RolloutError(
                     f"rollout_func returned {len(prompt)} prompt_ids and {len(completion)} completion_ids in row "
-                    f"{row}, but the model has {longest} positions for both together; end rollouts earlier"
+                    f"{number}, but the model has {max_context} positions for both together; end rollouts earlier"
                 )
 
-    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-        """Why rollouts ended."""
-        return ending_metrics(rollouts)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _rollout(self, step: int, row: int, made: Prompt, answer: _Answer, place: int) -> Rollout:
-        ids = answer.completion_ids[place]
-        sampled = None if answer.env_mask is None else answer.env_mask[place]
+    def _rollout(self, step: int, index: int, prompt: Prompt, row: _ReturnedRow, place: int) -> Rollout:
+        ids = row.completion_ids
         try:
-            prompt = with_other_ids(made, answer.prompt_ids[place])
+            prompt = with_other_ids(prompt, row.prompt_ids)
         except VisionError as error:
             raise RolloutError(f"rollout_func returned prompt_ids for row {place} that do not fit: {error}") from error
         text = self._prompt_maker.tokenizer.decode(ids, skip_special_tokens=True)
         return Rollout(
             prompt=prompt,
-            index=row,
+            index=index,
             completion_ids=ids,
             finish_reason=self._finish_reason(ids),
             trace=None if ids else Trace(0, problem="rollout_func returned an empty completion"),
             completion=[{"role": "assistant", "content": text}] if prompt.is_conversational else text,
             text=text,
-            sampled=sampled,
-            sampling_logprobs=None if answer.logprobs is None else answer.logprobs[place],
+            sampled=row.sampled,
+            sampling_logprobs=row.logprobs,
             policy_version=step,
-            extra={name: values[place] for name, values in answer.extra.items()},
+            extra=row.extra,
         )
 
     def _finish_reason(self, ids: list[int]) -> FinishReason:
         if not ids:
             return "error"
-        return "eos" if ids[-1] in self._end_ids else "length"
+        return "eos" if ids[-1] in self._eos_ids else "length"
 
 
 def sample_completions(
     engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, prompts: Sequence[Any], seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """One completion for each prompt (text or messages), in the form in which a rollout function returns them."""
+    """Sample one completion for each prompt (text or messages), in the form that a rollout function returns."""
     made = [prompt_maker({"prompt": prompt}, group) for group, prompt in enumerate(prompts)]
-    longest = prompt_maker.max_context
-    rooms = [sampling.max_new_tokens if longest is None else longest - len(prompt.ids) for prompt in made]
+    budget, max_context = sampling.max_new_tokens, prompt_maker.max_context
     requests = [
-        Request(prompt.ids, seed, min(room, sampling.max_new_tokens), media=prompt.media)
-        for prompt, seed, room in zip(made, seeds, rooms)
+        Request(
+            prompt.ids,
+            seed,
+            budget if max_context is None else min(budget, max_context - len(prompt.ids)),
+            media=prompt.media,
+        )
+        for prompt, seed in zip(made, seeds)
     ]
     samples = engine.sample(requests, sampling)
     return {
@@ -170,6 +181,7 @@ def sample_completions(
 
 
 def _num_rows(returned: Any) -> int:
+    """Rows of the return value; RolloutError for missing keys and lists of different lengths."""
     if not isinstance(returned, Mapping):
         raise RolloutError(f"rollout_func returned {short_repr(returned)}; return a dict with {', '.join(REQUIRED)}")
     missing = [name for name in REQUIRED if name not in returned]
@@ -193,70 +205,73 @@ def _num_rows(returned: Any) -> int:
     return lengths["completion_ids"]
 
 
-def _read(returned: Mapping[str, Any], count: int) -> _Answer:
-    """What was returned, checked row by row."""
-    prompt_ids = [_ids(ids, "prompt_ids", row) for row, ids in enumerate(returned["prompt_ids"])]
-    completion_ids = [_ids(ids, "completion_ids", row) for row, ids in enumerate(returned["completion_ids"])]
-    for row, ids in enumerate(prompt_ids):
-        if not ids:
+def _read_rows(returned: Mapping[str, Any], num_rows: int) -> list[_ReturnedRow]:
+    """The rows of the return value, each checked."""
+    columns = {name: list(returned[name]) for name in (*REQUIRED, *OPTIONAL) if returned.get(name) is not None}
+    extra = {
+        name: _extra_column(name, value, num_rows)
+        for name, value in returned.items()
+        if name not in REQUIRED and name not in OPTIONAL
+    }
+    rows = []
+    for row in range(num_rows):
+        values = {name: column[row] for name, column in columns.items()}
+        prompt_ids = _token_ids(values["prompt_ids"], "prompt_ids", row)
+        completion_ids = _token_ids(values["completion_ids"], "completion_ids", row)
+        if not prompt_ids:
             raise RolloutError(f"rollout_func returned no prompt_ids for row {row}; a prompt has at least one token")
-    logprobs = None
-    if returned["logprobs"] is not None:
-        tokens = returned.get("logprob_token_ids") or [None] * count
-        rows = zip(returned["logprobs"], tokens, completion_ids)
-        logprobs = [_logprobs(values, ids_there, ids, row) for row, (values, ids_there, ids) in enumerate(rows)]
-    env_mask = None
-    if returned.get("env_mask") is not None:
-        masks = zip(returned["env_mask"], completion_ids)
-        env_mask = [_flags(mask, len(ids), row) for row, (mask, ids) in enumerate(masks)]
-    others = {name: value for name, value in returned.items() if name not in REQUIRED and name not in OPTIONAL}
-    return _Answer(prompt_ids, completion_ids, logprobs, env_mask, {n: _column(n, v, count) for n, v in others.items()})
+        logprobs = sampled = None
+        if "logprobs" in values:
+            logprobs = _logprobs(values["logprobs"], values.get("logprob_token_ids"), completion_ids, row)
+        if "env_mask" in values:
+            sampled = _env_mask(values["env_mask"], len(completion_ids), row)
+        extra_values = {name: column[row] for name, column in extra.items()}
+        rows.append(_ReturnedRow(prompt_ids, completion_ids, logprobs, sampled, extra_values))
+    return rows
 
 
-def _as_list(values: Any, name: str, row: int) -> list[Any]:
-    found = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(found, Sequence):
-        raise RolloutError(
-            f"rollout_func returned {short_repr(values)} for {name} of row {row}; return a list for each row"
-        )
-    return list(found)
+def _as_list(value: Any, name: str, row: int) -> list[Any]:
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, Sequence):
+        raise RolloutError(f"rollout_func returned {short_repr(value)} for {name} of row {row}; return a list for each row")
+    return list(items)
 
 
-def _ids(values: Any, name: str, row: int) -> list[int]:
-    ids = _as_list(values, name, row)
+def _token_ids(value: Any, name: str, row: int) -> list[int]:
+    ids = _as_list(value, name, row)
     wrong = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int) or token < 0), None)
     if wrong is not None:
         raise RolloutError(f"rollout_func returned {short_repr(wrong)} among {name} of row {row}; return token ids")
     return ids
 
 
-def _logprobs(values: Any, tokens: Any, ids: list[int], row: int) -> list[float]:
-    """One log-prob a token: the entry itself or, of several at a place, that of the token chosen; NaN if it is None."""
-    given = _as_list(values, "logprobs", row)
-    if len(given) != len(ids):
+def _logprobs(value: Any, token_ids: Any, completion_ids: list[int], row: int) -> list[float]:
+    """One log-prob a token, NaN for None. Of several at a position, `token_ids` names which is the sampled token's."""
+    entries = _as_list(value, "logprobs", row)
+    if len(entries) != len(completion_ids):
         raise RolloutError(
-            f"rollout_func returned {len(given)} logprobs for {len(ids)} completion_ids in row {row}; return one for "
-            "each token"
+            f"rollout_func returned {len(entries)} logprobs for {len(completion_ids)} completion_ids in row {row}; "
+            "return one for each token"
         )
-    names = None if tokens is None else _as_list(tokens, "logprob_token_ids", row)
-    if names is not None and len(names) != len(ids):
+    candidates = None if token_ids is None else _as_list(token_ids, "logprob_token_ids", row)
+    if candidates is not None and len(candidates) != len(completion_ids):
         raise RolloutError(
-            f"rollout_func returned {len(names)} logprob_token_ids for {len(ids)} completion_ids in row {row}; give "
-            "them the shape of logprobs"
+            f"rollout_func returned {len(candidates)} logprob_token_ids for {len(completion_ids)} completion_ids in "
+            f"row {row}; give them the shape of logprobs"
         )
-    chosen = []
-    for place, (value, token) in enumerate(zip(given, ids)):
-        if isinstance(value, (list, tuple)):
-            there = [token] if names is None else _as_list(names[place], "logprob_token_ids", row)
-            value = dict(zip(there, value)).get(token)
-        if value is not None and not isinstance(value, numbers.Real):
-            raise RolloutError(f"rollout_func returned {short_repr(value)} among logprobs of row {row}; return numbers")
-        chosen.append(NAN if value is None else float(value))
-    return chosen
+    logprobs = []
+    for i, (entry, token) in enumerate(zip(entries, completion_ids)):
+        if isinstance(entry, (list, tuple)):
+            tokens = [token] if candidates is None else _as_list(candidates[i], "logprob_token_ids", row)
+            entry = dict(zip(tokens, entry)).get(token)
+        if entry is not None and not isinstance(entry, numbers.Real):
+            raise RolloutError(f"rollout_func returned {short_repr(entry)} among logprobs of row {row}; return numbers")
+        logprobs.append(NAN if entry is None else float(entry))
+    return logprobs
 
 
-def _flags(mask: Any, length: int, row: int) -> list[bool]:
-    flags = _as_list(mask, "env_mask", row)
+def _env_mask(value: Any, length: int, row: int) -> list[bool]:
+    flags = _as_list(value, "env_mask", row)
     if len(flags) != length or any(flag not in (0, 1) for flag in flags):
         raise RolloutError(
             f"rollout_func returned {len(flags)} env_mask entries ({short_repr(flags)}) for {length} completion_ids in "
@@ -265,15 +280,15 @@ def _flags(mask: Any, length: int, row: int) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-def _column(name: str, value: Any, count: int) -> list[Any]:
-    """One value a row for the reward functions."""
+def _extra_column(name: str, value: Any, num_rows: int) -> list[Any]:
+    """One value a row for the reward functions; a single value is repeated."""
     is_single = getattr(value, "ndim", None) == 0 or not hasattr(value, "__len__")
     if is_single or isinstance(value, (str, bytes, Mapping)):
-        return [value] * count
+        return [value] * num_rows
     values = value.tolist() if hasattr(value, "tolist") else list(value)
-    if len(values) != count:
+    if len(values) != num_rows:
         raise RolloutError(
-            f"rollout_func returned {len(values)} values of '{name}' for {count} rows; return one a row, or a single "
-            "value for all"
+            f"rollout_func returned {len(values)} values of '{name}' for {num_rows} rows; return one a row, or a "
+            "single value for all"
         )
     return values

@@ -13,27 +13,20 @@ from groupgrad.types import Prompt, Rollout
 
 
 class SingleTurnRollouts:
-    """Samples completions for prompts and reads them back as text or messages."""
+    """Samples one completion for each row and decodes it to text or a message."""
 
-    def __init__(
-        self,
-        prompt_maker: PromptMaker,
-        engine: Engine,
-        options: SamplingOptions,
-        *,
-        seed: int,
-    ):
-        self.prompt_maker, self.engine, self.options, self.seed = prompt_maker, engine, options, seed
+    def __init__(self, prompt_maker: PromptMaker, engine: Engine, sampling: SamplingOptions, *, seed: int):
+        self.prompt_maker, self.engine, self.sampling, self.seed = prompt_maker, engine, sampling, seed
 
     @property
     def is_exact(self) -> bool:
-        """Whether the engine's numbers are training's."""
+        """True if the engine's log-probs are those that training would compute."""
         return bool(getattr(self.engine, "exact", False))
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number."""
-        prompts = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
-        chosen = [prompts[row // request.num_generations] for row in request.rows]
+        by_group = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
+        prompts = [by_group[row // request.num_generations] for row in request.rows]
         requests = [
             Request(
                 prompt.ids,
@@ -41,9 +34,9 @@ class SingleTurnRollouts:
                 self._budget(prompt),
                 media=prompt.media,
             )
-            for prompt, row in zip(chosen, request.rows)
+            for prompt, row in zip(prompts, request.rows)
         ]
-        samples = self.engine.sample(requests, self.options)
+        samples = self.engine.sample(requests, self.sampling)
         texts = self.prompt_maker.tokenizer.batch_decode([sample.ids for sample in samples], skip_special_tokens=True)
         return [
             Rollout(
@@ -57,22 +50,21 @@ class SingleTurnRollouts:
                 sampling_entropy=sample.entropies,
                 policy_version=request.step,
             )
-            for prompt, row, sample, text in zip(chosen, request.rows, samples, texts)
+            for prompt, row, sample, text in zip(prompts, request.rows, samples, texts)
         ]
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-        """Nothing."""
+        """None beyond those of all rollouts."""
         return {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
     def _budget(self, prompt: Prompt) -> int:
-        """New tokens that fit behind the prompt."""
-        if self.prompt_maker.max_context is None:
-            return self.options.max_new_tokens
-        return min(self.options.max_new_tokens, self.prompt_maker.max_context - len(prompt.ids))
+        """Completion tokens that fit after the prompt."""
+        budget, max_context = self.sampling.max_new_tokens, self.prompt_maker.max_context
+        return budget if max_context is None else min(budget, max_context - len(prompt.ids))
 
     def _finish_reason(self, prompt: Prompt, reason: str) -> Any:
-        is_short = self._budget(prompt) < self.options.max_new_tokens
-        return "context" if reason == "length" and is_short else reason
+        is_shortened = self._budget(prompt) < self.sampling.max_new_tokens
+        return "context" if reason == "length" and is_shortened else reason
