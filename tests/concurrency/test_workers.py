@@ -1,4 +1,4 @@
-"""Workers: every call is answered by its deadline, whatever the function does."""
+"""Workers: every call is answered by its deadline, also if the function hangs, blocks or exits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture
 def release() -> Iterator[threading.Event]:
-    """What hung functions wait for; set at the end of the test."""
+    """An event that hanging functions wait for; set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -51,7 +51,7 @@ async def double_later(x: int) -> int:
     return 2 * x
 
 
-def begin_double(x: int) -> Any:
+def start_double(x: int) -> Any:
     return double_later(x)
 
 
@@ -63,11 +63,11 @@ def test_a_call_is_answered_with_its_value(workers: Workers, function: Any):
 
 
 def test_an_awaitable_that_a_plain_function_returns_is_awaited(workers: Workers):
-    assert workers.call(begin_double, {"x": 4}, timeout_s=5).result(5).value == 8
+    assert workers.call(start_double, {"x": 4}, timeout_s=5).result(5).value == 8
 
 
-@pytest.mark.parametrize("function", [double, double_later, begin_double])
-def test_what_follows_runs_where_the_call_ran(workers: Workers, function: Any):
+@pytest.mark.parametrize("function", [double, double_later, start_double])
+def test_then_runs_on_the_thread_of_the_call(workers: Workers, function: Any):
     def then(value: int) -> tuple[int, str]:
         return value, threading.current_thread().name
 
@@ -146,7 +146,7 @@ def test_a_plain_function_that_hangs_is_answered_and_its_thread_replaced(
     assert all(outcome.value is None for outcome in outcomes)
 
 
-def test_the_deadline_counts_from_the_start_of_running():
+def test_the_deadline_counts_from_the_start_of_the_run():
     pool = Workers(1)
     try:
         futures = [pool.call(lambda: time.sleep(0.15), {}, timeout_s=0.3) for _ in range(4)]
@@ -216,7 +216,7 @@ def test_an_async_function_that_blocks_the_loop_is_answered_and_the_loop_replace
         assert blocked.result(5).timed_out
         assert [future.result(5).value for future in waiting] == [0, 2, 4]
     release.set()
-    assert started.result(5).value == "slept"  # on the old loop, when it went on
+    assert started.result(5).value == "slept"  # on the old loop, once it was unblocked
     assert any("blocks its event loop" in record.getMessage() for record in caplog.records)
 
 
@@ -242,9 +242,9 @@ def test_context_variables_are_those_of_the_caller(workers: Workers, is_async: b
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
     def read() -> int:
-        found = variable.get()
+        value = variable.get()
         variable.set(99)
-        return found
+        return value
 
     async def read_later() -> int:
         await asyncio.sleep(0)
@@ -273,7 +273,7 @@ def test_calls_from_many_threads(workers: Workers):
     assert sums == [380] * 8  # 2 * (0 + ... + 19)
 
 
-def test_closing_answers_what_is_open_and_can_be_repeated(release: threading.Event):
+def test_closing_answers_open_calls_and_can_be_repeated(release: threading.Event):
     pool = Workers(1)
 
     async def hang() -> None:
@@ -312,8 +312,8 @@ def test_closing_between_a_plain_function_and_its_awaitable_warns_of_nothing(
 
     pool = Workers(1, blocked_s=0.05)
     pool.call(block, {}, timeout_s=60)
-    future = pool.call(begin_double, {"x": 1}, timeout_s=60)
-    pool.call(double, {"x": 1}, timeout_s=60).result(5)  # the only thread is through with the one before
+    future = pool.call(start_double, {"x": 1}, timeout_s=60)
+    pool.call(double, {"x": 1}, timeout_s=60).result(5)  # the only thread has finished the call before
     pool.close()
     assert "closed" in str(future.result(5).error)
     release.set()
@@ -323,7 +323,7 @@ def test_closing_between_a_plain_function_and_its_awaitable_warns_of_nothing(
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
-def test_arguments_are_forgotten_once_a_call_is_answered(workers: Workers):
+def test_an_answered_call_keeps_no_arguments_alive(workers: Workers):
     class Big:
         pass
 
@@ -365,7 +365,7 @@ else:
 
 
 @pytest.mark.parametrize("function, timeout_s", [("hang", 0.1), ("hang", 60), ("hang_in_thread", 0.1), ("block", 60)])
-def test_what_hangs_does_not_keep_the_interpreter_from_ending(function: str, timeout_s: float):
+def test_hanging_calls_do_not_keep_the_interpreter_from_ending(function: str, timeout_s: float):
     script = EXIT.format(function=function, timeout_s=timeout_s)
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Agents as the documents write them, on small local models: samples run as written, and options take effect."""
+"""Agents on small local models: samples of the documents run as written, and options take effect."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ CHAT = [{"prompt": [{"role": "user", "content": f"Increment by {i}."}]} for i in
 
 
 class CallingEngine:
-    """Calls a tool in every first turn, with a number that the seed decides, and answers in the second."""
+    """Calls a tool in the first `num_calls` turns, with a number that depends on the seed, then answers."""
 
-    def __init__(self, tokenizer: Any, text: Callable[[int], str], rounds: int = 1):
-        self._tokenizer, self._text, self._rounds = tokenizer, text, rounds
+    def __init__(self, tokenizer: Any, text: Callable[[int], str], num_calls: int = 1):
+        self._tokenizer, self._text, self._num_calls = tokenizer, text, num_calls
         self.asked: list[Request] = []
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -116,19 +116,19 @@ class CallingEngine:
 
     def _sample(self, request: Request) -> Sample:
         context = self._tokenizer.decode(request.prompt_ids)
-        made = context.count("<tool>")
+        num_replies = context.count("<tool>")
         number = int(hashlib.sha256(str(request.seed).encode()).hexdigest(), 16) % 5
-        text = self._text(number) if made < self._rounds else "done"
+        text = self._text(number) if num_replies < self._num_calls else "done"
         ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
         return Sample(ids, "eos", [-0.5] * len(ids), [0.25] * len(ids))
 
 
 @pytest.fixture
 def calling(monkeypatch: pytest.MonkeyPatch, make_tokenizer: Any) -> Callable[..., CallingEngine]:
-    """Puts an engine that calls tools in the place of the one that a trainer would choose."""
+    """Replaces the engine that a trainer would choose with one that calls tools."""
 
-    def put(text: Callable[[int], str], rounds: int = 1) -> CallingEngine:
-        engine = CallingEngine(with_tools(make_tokenizer()), text, rounds)
+    def put(text: Callable[[int], str], num_calls: int = 1) -> CallingEngine:
+        engine = CallingEngine(with_tools(make_tokenizer()), text, num_calls)
         monkeypatch.setattr(assembly, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
         return engine
 
@@ -137,7 +137,7 @@ def calling(monkeypatch: pytest.MonkeyPatch, make_tokenizer: Any) -> Callable[..
 
 @pytest.fixture
 def with_template(hub: Path, make_tokenizer: Any, make_model: Any) -> Path:
-    """The documents' model with a template that knows tools, and a context that holds their descriptions."""
+    """The documents' model with a template for tools, and a context that holds their descriptions."""
     make_model(max_position_embeddings=2048).save_pretrained(hub / "Qwen/Qwen3-0.6B")
     with_tools(make_tokenizer()).save_pretrained(hub / "Qwen/Qwen3-0.6B")
     return hub
@@ -178,7 +178,7 @@ def increment(step: int) -> int:
 
 
 class Counter:
-    """Gives twice what it was told to count to; notes which instances were closed."""
+    """Rewards twice its count; `closed` has the ids of closed instances."""
 
     closed: ClassVar[list[int]] = []
 
@@ -244,7 +244,7 @@ def test_tools_as_written(with_template: Path, calling: Any, run: Any) -> None:
 
 @pytest.mark.usefixtures("affordable")
 def test_environments_as_written(with_template: Path, calling: Any, run: Any, monkeypatch: Any) -> None:
-    """The reward is the counter that the model's calls have moved; its observation is in the prompt."""
+    """The reward is the counter that the model's calls increment; the observation is in the prompt."""
     monkeypatch.setattr(GRPOConfig, "max_completion_length", 300)
     engine = calling(lambda n: call("increment", step=n))
     trainer = run(ENVIRONMENT.replace("GRPOConfig(chat", "GRPOConfig(max_completion_length=300, chat"))["trainer"]
@@ -275,7 +275,7 @@ def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path
     assert log["sampling/logp_mismatch"] < 1e-5
 
 
-# --- what reaches whom ---
+# --- rewards, counts and options ---
 
 
 def test_an_environments_own_reward_needs_no_function(tokenizer: Any, make_model: Any, calling: Any) -> None:
@@ -293,7 +293,7 @@ def test_an_environments_own_reward_needs_no_function(tokenizer: Any, make_model
     assert log["reward"] == pytest.approx(0.5 * log["rewards/longer/mean"] + log["rewards/Counter/mean"])
 
 
-def test_tools_words_are_counted_nowhere(tokenizer: Any, make_model: Any, calling: Any) -> None:
+def test_tool_tokens_are_not_counted(tokenizer: Any, make_model: Any, calling: Any) -> None:
     engine = calling(lambda n: call("increment", step=n))
     trainer = make(tokenizer, make_model, tools=[increment], reward_funcs=longer)
     trainer.train()
@@ -304,8 +304,8 @@ def test_tools_words_are_counted_nowhere(tokenizer: Any, make_model: Any, callin
     assert log["num_tokens"] == sum(prompts) + sum(sampled)
 
 
-def test_rounds_of_calls_have_a_limit(tokenizer: Any, make_model: Any, calling: Any) -> None:
-    calling(lambda n: call("increment", step=n), rounds=9)
+def test_tool_calling_iterations_have_a_limit(tokenizer: Any, make_model: Any, calling: Any) -> None:
+    calling(lambda n: call("increment", step=n), num_calls=9)
     config = {"max_tool_calling_iterations": 2, "mask_truncated_completions": True, "max_completion_length": 500}
     trainer = make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer)
     trainer.train()
@@ -375,7 +375,7 @@ def test_rollout_func_gets_the_trainer_and_its_fields_reach_the_rewards(tokenize
 
 
 def test_a_rollout_func_may_have_the_policy_sampled(tokenizer: Any, make_model: Any) -> None:
-    """What the trainer samples for it is the policy's, each time something else, and the same in another run."""
+    """The trainer samples from the policy: different completions at each call, the same in another run."""
     answers: list[Any] = []
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -447,7 +447,7 @@ def test_a_run_with_agents_goes_on_where_it_was_saved(
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters()))
 
 
-# --- what cannot work, before anything is sampled ---
+# --- errors before anything is sampled ---
 
 
 def no_hint(step) -> int:  # pyright: ignore
@@ -459,7 +459,7 @@ def no_hint(step) -> int:  # pyright: ignore
     return step + 1
 
 
-def no_words(step: int) -> int:
+def no_docstring(step: int) -> int:
     return step + 1
 
 
@@ -472,7 +472,7 @@ class NoReset:
 TEXTS = Dataset.from_list([{"prompt": "1+1="}] * 8)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no hint": ({"tools": [no_hint]}, ValueError, "no_hint.*step"),
-    "no docstring": ({"tools": [no_words]}, ValueError, "no_words.*docstring"),
+    "no docstring": ({"tools": [no_docstring]}, ValueError, "no_docstring.*docstring"),
     "two of one name": ({"tools": [increment, increment]}, ValueError, "two tools named 'increment'"),
     "no list": ({"tools": increment}, TypeError, "tools is a function; give a list of functions"),
     "text prompts": ({"tools": [increment], "train_dataset": TEXTS}, ValueError, "text prompts.*conversations"),
@@ -496,13 +496,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_work(case: str, tokenizer: Any, make_model: Any, unsampled: None) -> None:
-    arguments, kind, expected = BAD[case]
-    with pytest.raises(kind, match=expected):
+def test_arguments_that_cannot_work(case: str, tokenizer: Any, make_model: Any, unsampled: None) -> None:
+    arguments, error, expected = BAD[case]
+    with pytest.raises(error, match=expected):
         make(tokenizer, make_model, **{"reward_funcs": longer, **arguments})
 
 
-def test_the_names_of_environments_are_no_unused_column(tokenizer: Any, make_model: Any) -> None:
+def test_the_environment_column_is_kept(tokenizer: Any, make_model: Any) -> None:
     rows = Dataset.from_list([{**row, "environment": "a", "level": 1} for row in CHAT])
     factories = {"a": Counter, "b": Silent}
     config = {"remove_unused_columns": True}
@@ -512,7 +512,7 @@ def test_the_names_of_environments_are_no_unused_column(tokenizer: Any, make_mod
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_environments_are_closed_if_the_trainer_cannot_be_made(template: Any, tokenizer: Any, make_model: Any) -> None:
-    """Neither with a template that is none, which is found out first, nor with text prompts, which come later."""
+    """Both if the template is missing, an early error, and for text prompts, a late one."""
     Counter.closed = closed = []
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match="text prompts" if template else "chat template"):
@@ -538,7 +538,7 @@ def test_tools_that_leave_no_room_for_a_completion(tokenizer: Any, make_model: A
 
 
 class Silent:
-    """Has nothing to call."""
+    """Has no methods to call."""
 
     def reset(self) -> str:
         return "Speak."
@@ -552,14 +552,14 @@ class Silent:
         ({"environment_factory": Silent}, "the environments have no methods that are tools"),
     ],
 )
-def test_what_is_about_calls_says_where_there_are_none(
+def test_settings_of_calls_warn_where_there_are_none(
     arguments: dict[str, Any], reason: str, tokenizer: Any, make_model: Any
 ) -> None:
-    asked = {"reward_funcs": longer, "response_parser": lambda text, ids: {"content": text}, **arguments}
-    with pytest.warns(UserWarning) as said:
-        make(tokenizer, make_model, {"max_tool_calling_iterations": 3}, **asked)
+    arguments = {"reward_funcs": longer, "response_parser": lambda text, ids: {"content": text}, **arguments}
+    with pytest.warns(UserWarning) as warned:
+        make(tokenizer, make_model, {"max_tool_calling_iterations": 3}, **arguments)
     for name in ("response_parser", "max_tool_calling_iterations"):
-        assert [str(w.message) for w in said].count(f"{name} has no effect: {reason}") == 1
+        assert [str(w.message) for w in warned].count(f"{name} has no effect: {reason}") == 1
 
 
 def test_a_template_without_tools_is_refused(make_tokenizer: Any, make_model: Any, unsampled: None) -> None:

@@ -392,7 +392,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "cache_implementation": Changes("tests/trainer/test_options.py::test_cache_implementation"),
     "use_transformers_continuous_batching": Raises(True),
     "transformers_continuous_batching_config": Warns({"a": 1}, "continuous batching"),
-    "max_tool_calling_iterations": Changes("tests/contract/test_agents.py::test_rounds_of_calls_have_a_limit"),
+    "max_tool_calling_iterations": Changes("tests/contract/test_agents.py::test_tool_calling_iterations_have_a_limit"),
     "tool_timeout_s": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),
     "tool_max_result_chars": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),
     "tool_threads": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),

@@ -99,7 +99,7 @@ def unhinted(self: Any, x) -> int:  # type: ignore[no-untyped-def]
         (variant(multiply=Counter.increment), ValueError, ["two tools named 'multiply'", "'Variant'"]),
     ],
 )
-def test_what_cannot_be_an_environment_is_refused(factories: Any, error: type[Exception], words: list[str]):
+def test_factories_that_cannot_be_used_are_refused(factories: Any, error: type[Exception], words: list[str]):
     def multiply(a: int) -> int:
         """Doubles.
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_an_environment_is_refused(factories: Any, error: type[Ex
     assert all(instance.log == ["close"] for instance in Base.made)
 
 
-def test_a_factory_that_gives_one_instance_twice_is_found_out(workers: Workers):
+def test_a_factory_that_returns_one_instance_twice_is_refused(workers: Workers):
     environments = Environments(functools.cache(Counter))
     first, second = (environments.acquire({}) for _ in range(2))
     assert first.reset({}, workers, 5).result(5).problem == ""
@@ -190,7 +190,7 @@ def test_reset_cannot_change_the_data_set(workers: Workers):
 # The pool
 
 
-def test_instances_are_used_again_and_their_number_grows_with_need(workers: Workers):
+def test_instances_are_reused_and_their_number_grows_with_need(workers: Workers):
     environments = Environments(Counter)
     assert len(Base.made) == 1
     for count in (3, 2, 4):
@@ -204,7 +204,7 @@ def test_instances_are_used_again_and_their_number_grows_with_need(workers: Work
     environments.close()
 
 
-def test_an_instance_with_a_call_inside_is_not_used_again(workers: Workers):
+def test_an_instance_with_a_running_call_is_not_reused(workers: Workers):
     environments = Environments(Counter)
     handle = start(environments, workers)
     reply = call_method(handle, workers, "hang", HASTY)
@@ -227,7 +227,7 @@ def test_an_instance_with_a_call_inside_is_not_used_again(workers: Workers):
     assert [instance.log.count("close") for instance in Base.made] == [1, 1]
 
 
-def test_an_instance_given_back_in_the_midst_of_a_call_is_not_used_again(workers: Workers):
+def test_an_instance_released_during_a_call_is_not_reused(workers: Workers):
     environments = Environments(Counter)
     handle = start(environments, workers)
     running = handle.toolbox.call(Call("hang"), workers, PATIENT)
@@ -283,13 +283,13 @@ def test_a_close_that_fails_or_hangs_is_logged(workers: Workers, caplog: pytest.
         await asyncio.sleep(0)
         closed.append("async")
 
-    kinds = {
+    factories = {
         "hang": type("Hangs", (Counter,), {"close": hang}),
         "fail": type("Fails", (Counter,), {"close": fail}),
         "later": type("Later", (Counter,), {"close": later}),
         "none": type("None_", (Counter,), {"close": None}),
     }
-    environments = Environments(kinds, close_timeout_s=0.2)
+    environments = Environments(factories, close_timeout_s=0.2)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         environments.close()
@@ -340,7 +340,7 @@ class Counter:
     def close(self):
         os.write(1, b"closed\\n")  # whole, also where three close at once
 
-Environments(Counter)  # forgotten at once, as by a trainer whose constructor fails
+Environments(Counter)  # dropped at once, as by a trainer whose constructor fails
 environments, workers = Environments(Counter), Workers(2)
 handles = [environments.acquire({}) for _ in range(2)]
 for handle in handles:
@@ -349,7 +349,7 @@ workers.call(handles[0].method("hang"), {}, timeout_s=60)
 """
 
 
-def test_the_interpreters_end_closes_what_is_open():
+def test_the_interpreters_end_closes_open_environments():
     done = subprocess.run([sys.executable, "-c", EXIT], check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "closed\n" * 3), done.stderr
     assert "Traceback" not in done.stderr

@@ -35,12 +35,14 @@ def test_observations(workers: Workers, value: Any, is_async: bool):
     environments.close()
 
 
-@pytest.mark.parametrize("value, kind", [(3, "int"), ({"a": 1}, "dict"), (["a"], "list"), ([{"text": "a"}], "list")])
-def test_what_is_no_observation_fails_the_reset(workers: Workers, value: Any, kind: str):
+@pytest.mark.parametrize(
+    "value, type_name", [(3, "int"), ({"a": 1}, "dict"), (["a"], "list"), ([{"text": "a"}], "list")]
+)
+def test_a_return_value_that_is_no_observation_fails_the_reset(workers: Workers, value: Any, type_name: str):
     environments = Environments(variant(lambda self, **kwargs: value))
     outcome = environments.acquire({}).reset({}, workers, 5).result(5)
     assert outcome.value is None
-    assert f"Variant.reset returned a {kind}" in outcome.problem
+    assert f"Variant.reset returned a {type_name}" in outcome.problem
     environments.close()
 
 
@@ -79,7 +81,7 @@ def test_a_reset_that_hangs_has_a_deadline(workers: Workers, is_async: bool):
 
 
 class Flaky:
-    """A factory with a script: at each call what it raises, waits for, or makes."""
+    """A factory with a script: an exception to raise, an event to wait for, or a class to call, for each call."""
 
     def __init__(self, *script: Any):
         self.script = list(script)
@@ -111,7 +113,7 @@ def test_a_factory_that_fails_later_fails_the_reset(workers: Workers):
     environments.close()
 
 
-def test_an_instance_that_is_made_too_late_serves_a_later_rollout(workers: Workers):
+def test_an_instance_that_is_created_too_late_serves_a_later_rollout(workers: Workers):
     event = threading.Event()
     environments = Environments(Flaky(Counter, event))
     first = start(environments, workers)
@@ -251,9 +253,9 @@ def text(words: str) -> dict[str, Any]:
 )
 def test_an_observation_ends_the_last_user_message(messages: Any, observation: Any, expected: Any):
     before = repr(messages), repr(observation)
-    found = add_observation(messages, observation)
-    assert found == expected
-    for message in found:
+    extended = add_observation(messages, observation)
+    assert extended == expected
+    for message in extended:
         if isinstance(message["content"], list):
             message["content"].append("changed")
             message["content"][0]["changed"] = True

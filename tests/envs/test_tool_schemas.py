@@ -63,7 +63,7 @@ def test_callables_of_all_kinds_can_be_called(workers: Workers, function: Any, n
     assert (reply.name, reply.content, reply.failed, reply.timed_out, reply.images) == (name, content, False, False, [])
 
 
-def test_what_a_partial_has_set_is_not_the_models_to_choose(workers: Workers):
+def test_arguments_set_by_a_partial_are_not_the_models_to_choose(workers: Workers):
     reply = call_tool(workers, [functools.partial(multiply, b=7)], Call("multiply", {"a": 6, "b": 1}))
     assert reply.failed
     assert reply.content == "there is no argument 'b'. 'multiply' takes: a (an integer)"
@@ -184,7 +184,7 @@ odd_name.__name__ = "odd name"
         ("multiply", TypeError, ["tools[0] is 'multiply'"]),
     ],
 )
-def test_what_cannot_be_a_tool_is_refused(function: Any, error: type[Exception], words: list[str]):
+def test_functions_that_cannot_be_tools_are_refused(function: Any, error: type[Exception], words: list[str]):
     with pytest.raises(error) as raised:
         make_tools([function])
     assert type(raised.value) is error

@@ -27,7 +27,7 @@ from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, make_too
 # What is wrong with a call
 
 
-def test_a_call_of_no_tool(workers: Workers):
+def test_a_call_of_an_unknown_tool(workers: Workers):
     reply = call_tool(workers, [multiply, async_add], Call("divide", {"a": 1}))
     assert reply == ToolReply("divide", "there is no tool 'divide'; the tools are: multiply, async_add", failed=True)
     assert call_tool(workers, [], Call("divide")).content == "there is no tool 'divide'; there are no tools"
@@ -303,7 +303,7 @@ def test_results_reach_the_model_as_text(workers: Workers, value: Any, content: 
     assert type(reply.content) is str
 
 
-def test_what_json_has_no_form_for_is_an_error_and_said_once(workers: Workers, caplog: pytest.LogCaptureFixture):
+def test_a_result_without_a_json_form_is_an_error(workers: Workers, caplog: pytest.LogCaptureFixture):
     circle: list[Any] = []
     circle.append(circle)
     tools = make_tools([returning(threading.Lock())])
@@ -312,10 +312,10 @@ def test_what_json_has_no_form_for_is_an_error_and_said_once(workers: Workers, c
     assert all(reply.failed for reply in replies)
     assert replies[0].content == "Error: the tool returned a lock, which cannot be written as JSON"
     assert len([record for record in caplog.records if "'give' returned a lock" in record.getMessage()]) == 1
-    for value, kind in [(object(), "object"), (b"\xff", "bytes"), (circle, "list"), ({(1, 2): 3}, "dict")]:
+    for value, type_name in [(object(), "object"), (b"\xff", "bytes"), (circle, "list"), ({(1, 2): 3}, "dict")]:
         reply = call_tool(workers, [returning(value)], Call("give"))
         assert (reply.content, reply.failed) == (
-            f"Error: the tool returned a {kind}, which cannot be written as JSON",
+            f"Error: the tool returned a {type_name}, which cannot be written as JSON",
             True,
         )
 
@@ -365,7 +365,7 @@ def test_the_texts_of_blocks_are_cut_together(workers: Workers):
 
 
 class Slow(dict[str, int]):
-    """Takes long to be written."""
+    """Slow to serialise."""
 
     def items(self) -> Any:
         time.sleep(1.0)
@@ -428,7 +428,7 @@ def test_methods_of_an_environment_are_called_one_after_another(workers: Workers
     futures = [box.call(Call("step", {"a": a}), workers, PATIENT) for a in range(4)]
     other = box.call(Call("multiply", {"a": 6, "b": 7}), workers, PATIENT)
     assert [future.result(5).content for future in futures] == ["0", "1", "2", "3"]
-    assert owner.log == [(what, a) for a in range(4) for what in ("begin", "end")]
+    assert owner.log == [(event, a) for a in range(4) for event in ("begin", "end")]
     assert other.result(5).content == "42"
 
 

@@ -43,7 +43,7 @@ async def async_add(a: int, b: int) -> int:
 
 
 def returning(value: Any) -> Any:
-    """A tool that returns `value`."""
+    """A tool named `give` that returns `value`."""
 
     def give() -> str:
         """Gives it."""

@@ -27,7 +27,7 @@ SEED = 7
 
 
 def with_tools(tokenizer: Any) -> Any:
-    """The tokenizer with a template that shows tools, calls and replies."""
+    """The tokenizer with a template that renders tools, calls and replies."""
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -38,9 +38,9 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class PlayingEngine:
-    """Gives row r's turn t the text `script[r][t]`, and an end unless the text has "..." at its end or no room is left.
+    """Samples the text `script[r][t]` for turn t of row r, with EOS unless it ends in "..." or the budget is used up.
 
-    What it is asked is noted. Log-probs are -0.5, entropies 0.25.
+    `asked` has all requests. Log-probs are -0.5, entropies 0.25.
     """
 
     exact = True
@@ -62,10 +62,10 @@ class PlayingEngine:
 
     def _sample(self, request: Request) -> Sample:
         text = self._texts[request.seed]
-        is_cut = text.endswith("...")
+        is_truncated = text.endswith("...")
         ids = self._tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
-        ids = ids if is_cut else [*ids, EOS]
-        reason = "length" if is_cut or len(ids) > request.max_new_tokens else "eos"
+        ids = ids if is_truncated else [*ids, EOS]
+        reason = "length" if is_truncated or len(ids) > request.max_new_tokens else "eos"
         ids = ids[: request.max_new_tokens]
         return Sample(ids, reason, [-0.5] * len(ids), [0.25] * len(ids))
 
@@ -82,18 +82,18 @@ def make_agents(
     ahead: int = 0,
     **limits: Any,
 ) -> AgentRollouts:
-    """Agents over the engine."""
-    made = make_tools(list(tools))
-    environments = None if environment is None else Environments(environment, made)
-    schemas = [tool.schema for tool in made]
+    """Rollouts of agents over the engine."""
+    shared_tools = make_tools(list(tools))
+    environments = None if environment is None else Environments(environment, shared_tools)
+    schemas = [tool.schema for tool in shared_tools]
     if environments is not None:
-        schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
+        schemas = [schema for of_environment in environments.schemas.values() for schema in of_environment]
     return AgentRollouts(
         PromptMaker(tokenizer, None, max_context),
         engine,
         SamplingOptions(budget, eos_ids=(EOS,)),
         ChatFormat.of(tokenizer, schemas=schemas),
-        tools=made,
+        tools=shared_tools,
         environments=environments,
         options=AgentOptions(max_tool_calling_iterations, ToolOptions(**limits), ahead),
         seed=SEED,
@@ -103,7 +103,7 @@ def make_agents(
 def ask(
     rows_by_group: Mapping[int, dict[str, Any]], size: int = 1, number: int = 0, phase: str = "train"
 ) -> GenerationRequest:
-    """A round of all rows of these groups, on one rank."""
+    """A generation batch of all rows of these groups, on one rank."""
     rows = [group * size + i for group in rows_by_group for i in range(size)]
     return GenerationRequest(rows_by_group, rows, len(rows), size, phase, number, 3)
 

@@ -1,4 +1,4 @@
-"""One rank of some: a round and an evaluation, written as JSON. Arguments: rank, number of ranks, folder."""
+"""One rank: a generation batch and an evaluation, written as JSON. Arguments: rank, number of ranks, folder."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ ROWS = [{"prompt": text, "broken": False} for text in ("ab", "c", "1+1=", "d")]
 
 
 class Failing:
-    """Rollouts of which those with these row numbers failed."""
+    """A source whose rollouts with these row numbers fail."""
 
     def __init__(self, rollouts: SingleTurnRollouts, *failed: int):
         self._rollouts, self._failed = rollouts, failed
         self.is_exact, self.metrics, self.close = False, rollouts.metrics, rollouts.close
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
-        made = self._rollouts(request)
+        rollouts = self._rollouts(request)
         problem = Trace(0, problem="no such level")
-        return [replace(r, finish_reason="error", trace=problem) if r.index in self._failed else r for r in made]
+        return [replace(r, finish_reason="error", trace=problem) if r.index in self._failed else r for r in rollouts]
 
 
 def reward(completion_ids: list[list[int]], broken: list[bool], **kwargs: Any) -> list[float]:
@@ -68,21 +68,21 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         return ExperienceCollector(Failing(rollouts, *rows), RewardRunner(reward), scoring, Timings())
 
     plan = GenerationPlan(4 // world_size, world_size, 1, 2, 1, 2)
-    found = {
-        "round": one_round(maker, plan, ROWS),
-        # Group 3 is the last rank's alone.
-        "broken": one_round(maker, plan, [*ROWS[:3], {**ROWS[3], "broken": True}]),
-        # Of the last of two ranks' four rows three failed.
-        "failed": one_round(failing(5, 6, 7), plan, ROWS),
-        "mostly failed": one_round(failing(*range(5)), plan, ROWS),
+    results = {
+        "batch": one_batch(maker, plan, ROWS),
+        # Only the last rank has group 3.
+        "broken": one_batch(maker, plan, [*ROWS[:3], {**ROWS[3], "broken": True}]),
+        # Three of the four rows of the second rank failed.
+        "failed": one_batch(failing(5, 6, 7), plan, ROWS),
+        "mostly failed": one_batch(failing(*range(5)), plan, ROWS),
         "evaluation": evaluation(model, maker),
     }
-    (folder / f"{rank}of{world_size}.json").write_text(json.dumps(found))
+    (folder / f"{rank}of{world_size}.json").write_text(json.dumps(results))
     if world_size > 1:
         torch.distributed.destroy_process_group()
 
 
-def one_round(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[dict[str, Any]]) -> Any:
+def one_batch(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[dict[str, Any]]) -> Any:
     rows = plan.rank_rows(dist.rank())
     request = GenerationRequest(
         {row // 2: dataset[row // 2] for row in rows}, rows, plan.generation_batch_size, 2, "train", 0, 0

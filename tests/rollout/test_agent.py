@@ -1,4 +1,4 @@
-"""Rollouts of several turns: what is sampled, what is a tool's, and why they end."""
+"""Rollouts of several turns: sampled and tool tokens, environments, finish reasons."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_turn_a_reply_and_an_answer(tokenizer):
     assert rollout.completion[2]["content"] == "it is 42"
 
 
-def test_numbers_of_a_tools_tokens_are_unknown(tokenizer):
+def test_logprobs_of_tool_tokens_are_unknown(tokenizer):
     (rollout,), _ = play(tokenizer, {0: [call("multiply", a=1, b=1), "ok"]}, [multiply])
     for values, known in ((rollout.sampling_logprobs, -0.5), (rollout.sampling_entropy, 0.25)):
         assert [v == known for v in values] == rollout.sampled
@@ -119,10 +119,10 @@ def test_a_group_shares_its_prompt(tokenizer):
     assert rollouts[0].prompt.ids != rollouts[2].prompt.ids
 
 
-# --- why rollouts end ---
+# --- finish reasons ---
 
 
-def test_the_budget_counts_tools_words_and_a_reply_that_does_not_fit_is_not_there(tokenizer):
+def test_the_budget_counts_tool_tokens_and_a_reply_that_does_not_fit_is_left_out(tokenizer):
     first = call("multiply", a=6, b=7)
     reply = len("\n<tool>42") + 1 + len("\n<assistant>")
     for budget, reason, words in ((len(first) + 1 + reply, "tool_budget", 0), (len(first) + 2 + reply, "length", 1)):
@@ -138,15 +138,15 @@ def test_the_context_ends_a_rollout(tokenizer):
     first = call("multiply", a=6, b=7)
     (rollout,), engine = play(tokenizer, {0: [first, "it is 42"]}, [multiply])
     prompt = len(engine.asked[0].prompt_ids)
-    room = len(rollout.completion_ids) - 3
-    (cut,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], max_context=prompt + room)
-    assert (cut.finish_reason, len(cut.completion_ids)) == ("context", room)
-    (cut,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], max_context=prompt + len(first) + 5)
-    assert (cut.finish_reason, len(cut.completion_ids)) == ("context", len(first) + 1)
+    budget = len(rollout.completion_ids) - 3
+    (truncated,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], max_context=prompt + budget)
+    assert (truncated.finish_reason, len(truncated.completion_ids)) == ("context", budget)
+    (truncated,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], max_context=prompt + len(first) + 5)
+    assert (truncated.finish_reason, len(truncated.completion_ids)) == ("context", len(first) + 1)
 
 
 @pytest.mark.parametrize(("limit", "reason", "roles"), [(0, "tool_limit", 1), (1, "tool_limit", 3), (2, "eos", 5)])
-def test_rounds_of_calls_have_a_limit(limit: int, reason: str, roles: int, tokenizer):
+def test_tool_calling_iterations_have_a_limit(limit: int, reason: str, roles: int, tokenizer):
     script = {0: [call("multiply", a=1, b=1), call("multiply", a=2, b=2), "done"]}
     (rollout,), _ = play(tokenizer, script, [multiply], max_tool_calling_iterations=limit)
     assert rollout.finish_reason == reason
@@ -154,7 +154,7 @@ def test_rounds_of_calls_have_a_limit(limit: int, reason: str, roles: int, token
     assert len(rollout.completion) == roles
 
 
-def test_a_call_that_was_cut_off_is_not_made(tokenizer):
+def test_a_truncated_call_is_not_made(tokenizer):
     made: list[int] = []
 
     def note(n: int) -> int:
@@ -170,7 +170,7 @@ def test_a_call_that_was_cut_off_is_not_made(tokenizer):
     assert (rollout.finish_reason, made) == ("length", [])
 
 
-# --- what goes wrong is told to the model ---
+# --- problems are replies to the model ---
 
 
 def hanging(n: int) -> int:
@@ -212,7 +212,7 @@ def large(n: int) -> str:
         ("<tool_call>{oops</tool_call>", "JSON"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_its_reply(text: str, expected: str, tokenizer):
+def test_the_problem_of_a_call_is_its_reply(text: str, expected: str, tokenizer):
     (rollout,), _ = play(tokenizer, {0: [text, "ok"]}, [multiply, raising, large])
     assert rollout.finish_reason == "eos"
     (use,) = rollout.trace.tool_uses
@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_call_is_its_reply(text: str, expected: str, tokeni
     assert rollout.completion[1]["content"].replace(";", "<unk>") in text_of(tokenizer, rollout.completion_ids)
 
 
-def test_a_hanging_tool_is_answered_for_and_holds_nobody_up(tokenizer):
+def test_a_hanging_tool_is_answered_and_delays_no_other_rollout(tokenizer):
     started = time.perf_counter()
     rollouts, _ = play(
         tokenizer,
@@ -235,7 +235,7 @@ def test_a_hanging_tool_is_answered_for_and_holds_nobody_up(tokenizer):
     assert "0.3" in rollouts[0].completion[1]["content"]
 
 
-def test_a_large_result_is_cut(tokenizer):
+def test_a_large_result_is_truncated(tokenizer):
     (rollout,), _ = play(tokenizer, {0: [call("large", n=5000), "ok"]}, [large], max_result_chars=50)
     assert rollout.completion[1]["content"].startswith("x" * 50)
     assert len(rollout.completion[1]["content"]) < 150
@@ -246,7 +246,7 @@ def test_a_large_result_is_cut(tokenizer):
 
 
 class Counter:
-    """Counts; notes its life."""
+    """Counts; `life` has its resets and closes."""
 
     made: ClassVar[list[Counter]] = []
 
@@ -297,7 +297,7 @@ def test_an_environment_for_each_rollout(tokenizer):
     assert all(env.life.count("close") == 1 for env in Counter.made)
 
 
-def test_instances_are_used_again_in_the_next_round_not_in_the_same(tokenizer):
+def test_instances_are_reused_in_the_next_generation_batch_only(tokenizer):
     with_tools(tokenizer)
     engine = PlayingEngine(tokenizer, {row: ["ok"] for row in range(3)})
     agents = make_agents(engine, tokenizer, [], Counter)
@@ -310,7 +310,7 @@ def test_instances_are_used_again_in_the_next_round_not_in_the_same(tokenizer):
     assert len(Counter.made) == 3
 
 
-def test_environments_of_rounds_that_wait_to_be_scored_are_not_reset(tokenizer):
+def test_environments_of_generation_batches_not_yet_scored_are_not_reset(tokenizer):
     with_tools(tokenizer)
     agents = make_agents(None, tokenizer, [], Counter, ahead=1)
 
@@ -319,17 +319,17 @@ def test_environments_of_rounds_that_wait_to_be_scored_are_not_reset(tokenizer):
         (rollout,) = agents(ask({0: user("x", start=number)}, number=number, phase=phase))
         return rollout.extra["environments"]
 
-    # With one round ahead a round begins when the one before it has not been scored, but the one before that has.
+    # With ahead=1 a batch begins before the previous one has been scored, but after the one before that.
     first, second = played(0), played(1)
     assert (first.value, second.value) == (0, 1)
     third = played(2)
     assert third is first
     assert second.value == 1
-    # An evaluation between them leaves those alone that training has not scored yet.
+    # An evaluation in between does not reset those that training has not scored yet.
     evaluated = [played(0, "eval"), played(0, "eval")]
     assert evaluated[0] is evaluated[1]
     assert (second.value, third.value) == (1, 2)
-    # A round that is sampled anew needs no further instances.
+    # A batch that is sampled again needs no further instances.
     assert (played(2).value, second.value) == (2, 1)
     assert len(Counter.made) == 3
     agents.close()
@@ -337,7 +337,7 @@ def test_environments_of_rounds_that_wait_to_be_scored_are_not_reset(tokenizer):
 
 
 def test_each_rollout_of_a_group_may_begin_in_its_own_way(tokenizer):
-    """Every completion is trained behind the very prompt it was sampled from."""
+    """Every completion is trained after the prompt that it was sampled from."""
     places = iter(range(4))
     lock = threading.Lock()
 
@@ -420,7 +420,7 @@ def test_rows_choose_their_environment(tokenizer):
     assert ["subtract" in prompt for prompt in prompts] == [False, True]
 
 
-def test_what_a_template_refuses_fails_its_rollout_alone(tokenizer, monkeypatch):
+def test_a_template_error_fails_only_its_rollout(tokenizer, monkeypatch):
     with_tools(tokenizer)
     engine = PlayingEngine(tokenizer, {0: [call("multiply", a=1, b=1), "ok"], 1: ["ok"], 2: ["ok"]})
     agents = make_agents(engine, tokenizer, [multiply])
@@ -435,7 +435,7 @@ def test_what_a_template_refuses_fails_its_rollout_alone(tokenizer, monkeypatch)
     assert "cannot render a tool's reply: ValueError: no such role" in rollouts[0].trace.problem
 
 
-def test_a_rollout_that_fails_has_a_prompt_to_show_though_its_row_has_none(tokenizer):
+def test_a_failed_rollout_has_a_prompt_though_its_row_has_none(tokenizer):
     class Fussy(Counter):
         def reset(self, **row: Any) -> None:
             assert "prompt" not in row
@@ -483,23 +483,23 @@ def test_metrics_by_hand(tokenizer):
     agents = make_agents(PlayingEngine(tokenizer, script), tokenizer, [multiply, async_add])
     rollouts = agents(ask({row: user("go") for row in script}))
     agents.close()
-    found: dict[str, Any] = {key: metric.read() for key, metric in agents.metrics(rollouts).items()}
-    assert found["tools/call_frequency"] == 4 / 4
-    assert found["tools/failure_frequency"] == 1 / 4
-    assert found["tools/timeouts"] == 0
-    assert found["rollouts/turns"] == (3 + 1 + 2 + 1) / 4
-    assert found["tools/multiply/call_frequency"] == 2 / 4
-    # Calls of a tool that does not exist are counted; their names, which a model makes up, are no metrics.
-    assert not any("nothing" in key for key in found)
-    assert found["tools/async_add/failure_frequency"] == 0
-    assert found["tools/multiply/latency_s"] < 1
-    assert found["rollouts/eos"] == 3 / 4
-    assert found["rollouts/length"] == 1 / 4
-    assert found["rollouts/error"] == 0
-    assert 0 <= found["tools/wait_hidden"] <= 1
+    values: dict[str, Any] = {key: metric.read() for key, metric in agents.metrics(rollouts).items()}
+    assert values["tools/call_frequency"] == 4 / 4
+    assert values["tools/failure_frequency"] == 1 / 4
+    assert values["tools/timeouts"] == 0
+    assert values["rollouts/turns"] == (3 + 1 + 2 + 1) / 4
+    assert values["tools/multiply/call_frequency"] == 2 / 4
+    # Calls of unknown tools are counted, but the names that a model invents are no metrics.
+    assert not any("nothing" in key for key in values)
+    assert values["tools/async_add/failure_frequency"] == 0
+    assert values["tools/multiply/latency_s"] < 1
+    assert values["rollouts/eos"] == 3 / 4
+    assert values["rollouts/length"] == 1 / 4
+    assert values["rollouts/error"] == 0
+    assert 0 <= values["tools/wait_hidden"] <= 1
 
 
-def test_without_calls_the_frequencies_are_zero_and_weigh_nothing(tokenizer):
+def test_without_calls_frequencies_are_zero_without_weight(tokenizer):
     rollouts, _ = play(tokenizer, {0: ["ok"]}, [multiply])
     metrics = agent_metrics(rollouts, ["multiply"])
     assert metrics["tools/failure_frequency"].read() == 0

@@ -1,4 +1,4 @@
-"""Every trained token was sampled behind the very context that it is scored in, and tools' tokens weigh nothing."""
+"""Every trained token was sampled after the context that it is scored in, and tool tokens have no weight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from groupgrad.rollout.statistics import num_tokens
 from groupgrad.types import Rollout
 
 ANY_IDS = st.lists(st.integers(2, 91), max_size=6)
-"""Ids that no text is tokenised to, `<unk>` and `<bos>` among them: decoding and encoding again would lose them."""
+"""Ids that decoding and encoding would change, `<unk>` and `<bos>` among them."""
 
 
 def echo(text: str) -> str:
@@ -33,7 +33,7 @@ def echo(text: str) -> str:
 
 
 class RandomEngine:
-    """Plays a list of turns for each row; a turn is ids without an end and whether it calls a tool."""
+    """Samples given turns for each row: ids without EOS and, except in the last turn, a call with a text."""
 
     exact = True
 
@@ -44,7 +44,7 @@ class RandomEngine:
                 called = tokenizer(call("echo", text=text), add_special_tokens=False)["input_ids"]
                 last = number == len(turns) - 1
                 self._turns[turn_seed(row_seed(SEED, "train", 0, row), number)] = ids if last else [*ids, *called]
-        self.given: dict[int, list[tuple[Request, list[int]]]] = {}
+        self.samples: dict[int, list[tuple[Request, list[int]]]] = {}
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         return [self._sample(request) for request in requests]
@@ -53,15 +53,15 @@ class RandomEngine:
         ids = [*self._turns[request.seed], EOS]
         reason = "eos" if len(ids) <= request.max_new_tokens else "length"
         ids = ids[: request.max_new_tokens]
-        self.given[request.seed] = [(request, ids)]
+        self.samples[request.seed] = [(request, ids)]
         values = [(request.seed % 97 + i) / -100 for i in range(len(ids))]
         return Sample(ids, reason, values, [-v for v in values])
 
 
 def turns_of(engine: RandomEngine, rollout: Rollout) -> list[tuple[Request, list[int]]]:
     seed, turns = row_seed(SEED, "train", 0, rollout.index), []
-    while found := engine.given.get(turn_seed(seed, len(turns))):
-        turns += found
+    while sample := engine.samples.get(turn_seed(seed, len(turns))):
+        turns += sample
     return turns
 
 
@@ -100,8 +100,8 @@ def test_every_trained_token_was_sampled_where_it_stands(make_tokenizer: Any, ro
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_tools_tokens_carry_no_loss_and_no_entropy(make_tokenizer: Any, loss: Any):
-    """Whatever is said of them changes neither loss, nor gradient, nor metric."""
+def test_tool_tokens_carry_no_loss_and_no_entropy(make_tokenizer: Any, loss: Any):
+    """Their log-probs and entropies change neither loss, nor gradient, nor metric."""
     tokenizer = with_tools(make_tokenizer())
     rows = [[([10, 11], "x"), ([12], "yy"), ([13, 14], "")], [([15], "z"), ([16, 17, 18], "")], [([19], "")]]
     agents = make_agents(RandomEngine(tokenizer, rows), tokenizer, [echo])
@@ -110,18 +110,18 @@ def test_tools_tokens_carry_no_loss_and_no_entropy(make_tokenizer: Any, loss: An
     totals = StepTotals(rows=3.0, tokens=float(sum(r.num_sampled for r in rollouts)))
     batch = collate(rollouts, [1.0, -0.5, 0.25], mask_truncated=False, totals=totals)
     generator = torch.Generator().manual_seed(0)
-    draws = torch.rand(4, batch.num_tokens, generator=generator)
-    batch.old_logprobs, batch.ref_logprobs = -draws[0], -draws[1]
+    numbers = torch.rand(4, batch.num_tokens, generator=generator)
+    batch.old_logprobs, batch.ref_logprobs = -numbers[0], -numbers[1]
     options = PolicyOptions(loss_type=loss, beta=0.1)
-    found = []
+    results = []
     for noise in (0.0, 3.0):
         off = noise * ~batch.trained
-        batch.old_logprobs = -draws[0] + off
-        logprobs = (-draws[2] - off).requires_grad_()
-        entropy = (draws[3] + off).requires_grad_()
+        batch.old_logprobs = -numbers[0] + off
+        logprobs = (-numbers[2] - off).requires_grad_()
+        entropy = (numbers[3] + off).requires_grad_()
         result = policy_loss(TokenScores(logprobs, entropy), batch, options, entropy_coef=0.1)
         gradients = torch.autograd.grad(result.loss, [logprobs, entropy])
         assert not any(bool(gradient[~batch.trained].any()) for gradient in gradients)
         assert all(bool(gradient[batch.trained].any()) for gradient in gradients)
-        found.append((float(result.loss.detach()), {key: m.detached() for key, m in result.metrics.items()}))
-    assert found[0] == found[1]
+        results.append((float(result.loss.detach()), {key: m.detached() for key, m in result.metrics.items()}))
+    assert results[0] == results[1]

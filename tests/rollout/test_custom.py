@@ -1,4 +1,4 @@
-"""Rollouts made by a user's function."""
+"""Rollouts produced by a user's function."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def request(rows: Any = range(4), size: int = 2) -> GenerationRequest:
 
 
 def answer(prompts: list[Any], **changes: Any) -> dict[str, Any]:
-    """Completions 10, 11 | 20, 21, and so on: row i gets i+1 tokens, the last one is the end."""
+    """Row i gets the i + 1 tokens 10 * (i + 1), 10 * (i + 1) + 1, ..., of which the last is EOS."""
     count = len(prompts)
-    given = {
+    defaults = {
         "prompt_ids": [[5, 6]] * count,
         "completion_ids": [[10 * (i + 1) + j for j in range(i)] + [1] for i in range(count)],
         "logprobs": [[-0.5 * (j + 1) for j in range(i + 1)] for i in range(count)],
     }
-    return {**given, **changes}
+    return {**defaults, **changes}
 
 
-def run(function: Any, tokenizer: Any, asked: GenerationRequest | None = None) -> Any:
-    return CustomRollouts(function, TRAINER, PromptMaker(tokenizer), [1])(asked or request())
+def run(function: Any, tokenizer: Any, batch: GenerationRequest | None = None) -> Any:
+    return CustomRollouts(function, TRAINER, PromptMaker(tokenizer), [1])(batch or request())
 
 
 def test_the_function_gets_each_prompt_once_for_each_completion_and_the_trainer(tokenizer):
@@ -56,7 +56,7 @@ def test_the_function_gets_each_prompt_once_for_each_completion_and_the_trainer(
 
 
 def test_a_function_that_makes_the_groups_itself_gets_each_prompt_once_from_then_on(tokenizer):
-    """Twice as many rows as prompts given, for groups of two: the other reading of the documents."""
+    """It returns twice as many rows as prompts, for groups of two: the second reading of TRL's documents."""
     seen: list[Any] = []
 
     def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -67,20 +67,20 @@ def test_a_function_that_makes_the_groups_itself_gets_each_prompt_once_from_then
     first = maker(request())
     second = maker(request())
     assert seen == [["ab", "ab", "c", "c"], ["ab", "c"]]
-    # Of the eight rows of the first call, 0 and 1 are of the first copy of "ab", 4 and 5 of that of "c".
+    # Rows 0 and 1 of the first call belong to the first copy of "ab", rows 4 and 5 to the first copy of "c".
     assert [r.completion_ids[0] for r in first] == [1, 20, 50, 60]
     assert [len(r.completion_ids) for r in first] == [1, 2, 5, 6]
     assert [len(r.completion_ids) for r in second] == [1, 2, 3, 4]
 
 
-def test_a_function_that_makes_groups_is_told_how_many_completions_they_have(tokenizer):
+def test_a_function_that_makes_groups_must_return_whole_ones(tokenizer):
     maker = CustomRollouts(lambda prompts, trainer: answer(list(prompts) * 2), TRAINER, PromptMaker(tokenizer), [1])
     maker(request())
     with pytest.raises(RolloutError, match=r"returned 4 rows for 2 prompts; return num_generations=3 .* each, 6 rows"):
         maker(request(rows=range(6), size=3))
 
 
-def test_env_mask_says_what_the_model_produced(tokenizer):
+def test_env_mask_marks_the_tokens_of_the_model(tokenizer):
     masks = [[1], [0, 1], [1, 0, 1], [1, 0, 0, 1]]
     rollouts = run(lambda prompts, trainer: answer(prompts, env_mask=masks), tokenizer)
     assert [r.sampled for r in rollouts] == [[bool(x) for x in mask] for mask in masks]
@@ -95,12 +95,12 @@ def test_further_fields_are_values_of_the_rows_or_of_all(tokenizer):
 
 
 def test_logprobs_may_name_their_tokens(tokenizer):
-    """Of several at a place that of the token chosen counts; unknown ones are NaN."""
+    """Of several log-probs at a position, the sampled token's counts; without one it is NaN."""
     logprobs = [[[-1.0, -2.0]], [[-3.0, -4.0], [-5.0, -6.0]]]
     names = [[[9, 1]], [[20, 8], [7, 6]]]
-    asked = request(rows=[0, 1])
+    batch = request(rows=[0, 1])
     (first, second) = run(
-        lambda prompts, trainer: answer(prompts, logprobs=logprobs, logprob_token_ids=names), tokenizer, asked
+        lambda prompts, trainer: answer(prompts, logprobs=logprobs, logprob_token_ids=names), tokenizer, batch
     )
     assert first.sampling_logprobs == [-2.0]
     assert second.sampling_logprobs[0] == -3.0
@@ -121,7 +121,7 @@ def test_arrays_and_tensors_are_taken_too(tokenizer):
     assert rollouts[0].sampling_logprobs is None
 
 
-def test_a_completion_without_an_end_is_cut_off(tokenizer):
+def test_a_completion_without_eos_is_truncated(tokenizer):
     ids = [[1], [3], [4, 1], [1, 5]]
     rollouts = run(lambda p, t: answer(p, completion_ids=ids, logprobs=[[0.0] * len(i) for i in ids]), tokenizer)
     assert [r.finish_reason for r in rollouts] == ["eos", "length", "eos", "length"]
@@ -154,12 +154,12 @@ def test_empty_completions_are_failed_rollouts(tokenizer):
         (answer([0] * 4, logprob_token_ids=[[1]] * 4), "1 logprob_token_ids for 2 completion_ids in row 1"),
     ],
 )
-def test_answers_that_cannot_be_used(returned: Any, expected: str, tokenizer):
+def test_return_values_that_cannot_be_used(returned: Any, expected: str, tokenizer):
     with pytest.raises(RolloutError, match=expected):
         run(lambda prompts, trainer: returned, tokenizer)
 
 
-def test_ids_and_lengths_that_the_model_does_not_have(tokenizer):
+def test_ids_and_lengths_beyond_the_models_are_refused(tokenizer):
     with pytest.raises(RolloutError, match=r"the token id 5000 in row 2, but the model has 92; return ids of the"):
         run(lambda p, t: answer(p, completion_ids=[[1], [1], [5000], [1]], logprobs=None), tokenizer)
     maker = CustomRollouts(lambda p, t: answer(p), TRAINER, PromptMaker(tokenizer, None, 5), [1])
@@ -167,5 +167,5 @@ def test_ids_and_lengths_that_the_model_does_not_have(tokenizer):
         maker(request())
 
 
-def test_a_rank_without_rows_does_not_ask(tokenizer):
-    assert run(lambda prompts, trainer: pytest.fail("asked"), tokenizer, request(rows=[])) == []
+def test_a_rank_without_rows_does_not_call_the_function(tokenizer):
+    assert run(lambda prompts, trainer: pytest.fail("called"), tokenizer, request(rows=[])) == []

@@ -1,4 +1,4 @@
-"""Rollouts side by side over one engine."""
+"""The driver runs rollouts side by side over one engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from groupgrad.rollout.driver import Driver, SampleTurn, WaitFor
 
 
 class ScriptedSession:
-    """Ends each request after as many advances as it has tokens to give; a sample repeats the prompt's last id."""
+    """Ends each request after `max_new_tokens` advances; a sample repeats the prompt's last id."""
 
     def __init__(self, advance_s: float = 0.0):
         self.log: list[Any] = []
@@ -97,7 +97,7 @@ def test_while_one_waits_the_others_are_sampled():
     assert Driver(ScriptedSession(), [waits(), samples()]).run() == [["a", "b"], 5]
 
 
-def test_waiting_is_measured_and_what_the_engine_did_meanwhile():
+def test_waiting_and_the_engines_work_meanwhile_are_measured():
     async def waits() -> Any:
         return await WaitFor([later(None, 0.2)])
 
@@ -112,7 +112,7 @@ def test_waiting_is_measured_and_what_the_engine_did_meanwhile():
     assert alone.hidden_s < 0.01
 
 
-def test_answers_come_in_the_order_asked_and_may_be_there_already():
+def test_results_are_in_the_order_of_the_futures_which_may_be_done_already():
     async def rollout() -> Any:
         nothing = await WaitFor([])
         both = await WaitFor([later("slow", 0.05), finished("fast")])
@@ -123,10 +123,10 @@ def test_answers_come_in_the_order_asked_and_may_be_there_already():
 
 def test_many_futures_on_many_threads_wake_each_rollout_once():
     async def rollout(number: int) -> Any:
-        found = []
+        results = []
         for _ in range(3):
-            found.append((await WaitFor([later(number, 0.01) for _ in range(8)])).results)
-        return found
+            results.append((await WaitFor([later(number, 0.01) for _ in range(8)])).results)
+        return results
 
     assert Driver(ScriptedSession(), [rollout(i) for i in range(8)]).run() == [[[i] * 8] * 3 for i in range(8)]
 

@@ -1,4 +1,4 @@
-"""A round and an evaluation between two processes give the numbers of one."""
+"""A generation batch and an evaluation on two processes give the numbers of one process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
-    """What one process got alone, and two together."""
+def results(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
+    """Results of a run with one process and of a run with two, by rank and world size."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model().save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
@@ -33,8 +33,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_tokeni
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("0of1", "0of2", "1of2")}
 
 
-def test_ranks_sample_and_value_the_rows_that_one_process_would(found):
-    alone, first, second = (found[name]["round"] for name in ("0of1", "0of2", "1of2"))
+def test_ranks_sample_and_score_the_rows_that_one_process_would(results):
+    alone, first, second = (results[name]["batch"] for name in ("0of1", "0of2", "1of2"))
     assert set(first["rows"]).isdisjoint(second["rows"])
     together = {**first["rows"], **second["rows"]}
     assert together.keys() == alone["rows"].keys()
@@ -44,30 +44,30 @@ def test_ranks_sample_and_value_the_rows_that_one_process_would(found):
     assert len({advantage for _, advantage in together.values()}) > 2
 
 
-def test_every_rank_knows_the_numbers_of_the_whole_round(found):
-    alone, first, second = (found[name]["round"] for name in ("0of1", "0of2", "1of2"))
+def test_every_rank_has_the_totals_of_the_whole_generation_batch(results):
+    alone, first, second = (results[name]["batch"] for name in ("0of1", "0of2", "1of2"))
     for rank in (first, second):
         assert rank["num_tokens"] == alone["num_tokens"]
         assert rank["mean_reward"] == pytest.approx(alone["mean_reward"], rel=1e-12)
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
 
 
-def test_the_main_process_has_all_records_in_row_order(found):
-    alone, first, second = (found[name]["round"]["records"] for name in ("0of1", "0of2", "1of2"))
+def test_the_main_process_has_all_records_in_row_order(results):
+    alone, first, second = (results[name]["batch"]["records"] for name in ("0of1", "0of2", "1of2"))
     assert first == alone
     assert len(alone) == 8
     assert second == []
 
 
-def test_a_reward_that_fails_on_one_rank_stops_all(found):
-    assert found["1of2"]["broken"][0] == "RewardError"
-    assert found["0of2"]["broken"][0] == "RuntimeError"
-    assert "rank 1 failed with RewardError" in found["0of2"]["broken"][1]
+def test_a_reward_that_fails_on_one_rank_stops_all(results):
+    assert results["1of2"]["broken"][0] == "RewardError"
+    assert results["0of2"]["broken"][0] == "RuntimeError"
+    assert "rank 1 failed with RewardError" in results["0of2"]["broken"][1]
 
 
-def test_failed_rollouts_are_counted_over_all_ranks(found):
+def test_failed_rollouts_are_counted_over_all_ranks(results):
     """Three of one rank's four rows, but of eight in all; and five of eight, which every rank raises alike."""
-    alone, first, second = (found[name]["failed"] for name in ("0of1", "0of2", "1of2"))
+    alone, first, second = (results[name]["failed"] for name in ("0of1", "0of2", "1of2"))
     together = {**first["rows"], **second["rows"]}
     assert {row for row, (_, advantage) in together.items() if advantage == 0} >= {"5", "6", "7"}
     assert together.keys() == alone["rows"].keys()
@@ -75,13 +75,13 @@ def test_failed_rollouts_are_counted_over_all_ranks(found):
         assert rank["mean_reward"] == pytest.approx(alone["mean_reward"], rel=1e-12)
     problem = "5 of 8 rollouts of step 0 failed, more than half; the first (row 0): no such level"
     for name in ("0of1", "0of2", "1of2"):
-        assert found[name]["mostly failed"] == ["RolloutError", problem]
+        assert results[name]["mostly failed"] == ["RolloutError", problem]
 
 
-def test_an_evaluation_gives_the_same_numbers_also_where_a_rank_has_no_row(found):
-    alone = found["0of1"]["evaluation"]
+def test_an_evaluation_gives_the_same_numbers_also_where_a_rank_has_no_row(results):
+    alone = results["0of1"]["evaluation"]
     assert alone["completions/mean_length"] > 1
     assert alone["loss"] == pytest.approx(0.5 * alone["kl"], rel=1e-4), "single completions have no advantage"
     assert alone["kl"] > 1e-3
-    assert found["0of2"]["evaluation"] == pytest.approx(alone, rel=1e-5, abs=1e-7)
-    assert found["1of2"]["evaluation"] == pytest.approx(alone, rel=1e-5, abs=1e-7)
+    assert results["0of2"]["evaluation"] == pytest.approx(alone, rel=1e-5, abs=1e-7)
+    assert results["1of2"]["evaluation"] == pytest.approx(alone, rel=1e-5, abs=1e-7)

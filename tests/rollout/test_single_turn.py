@@ -1,4 +1,4 @@
-"""From prompts to rollouts."""
+"""Single-turn rollouts, and the seeds of rows and turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from groupgrad.types import Prompt
     ],
 )
 def test_a_rows_seed_never_changes(key: Any, expected: int):
-    """blake2b of "seed/phase/round/row": pinned, since resumed runs must continue their streams."""
+    """blake2b of "seed/phase/batch/row": pinned, because resumed runs must continue their streams."""
     assert row_seed(*key) == expected
 
 
@@ -32,7 +32,7 @@ def test_seeds_of_different_rows_differ():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_turns_have_streams_of_their_own_and_the_first_is_the_rows():
+def test_turns_have_streams_of_their_own_and_the_first_has_the_rows():
     seeds = [turn_seed(row_seed(42, "train", 0, row), turn) for row in range(50) for turn in range(20)]
     assert len(set(seeds)) == len(seeds)
     assert turn_seed(7, 0) == 7
@@ -42,8 +42,8 @@ TEXT = Prompt([5, 6], {"prompt": "ab"}, 4)
 CHAT = Prompt([5, 6, 7], {"prompt": [{"role": "user", "content": "x"}]}, 5)
 
 
-class Made:
-    """Hands out prompts that are made already."""
+class FixedPrompts:
+    """A prompt maker with prompts made beforehand."""
 
     def __init__(self, prompts: dict[int, Prompt], tokenizer: Any, max_context: int | None):
         self.prompts, self.tokenizer, self.max_context = prompts, tokenizer, max_context
@@ -55,8 +55,8 @@ class Made:
 def run(
     engine: Any, tokenizer: Any, rows: Any, prompts: Any, *, max_context: int | None = None, budget: int = 4
 ) -> Any:
-    made: Any = Made(prompts, tokenizer, max_context)
-    maker = SingleTurnRollouts(made, engine, SamplingOptions(budget), seed=7)
+    fixed: Any = FixedPrompts(prompts, tokenizer, max_context)
+    maker = SingleTurnRollouts(fixed, engine, SamplingOptions(budget), seed=7)
     return maker(GenerationRequest({group: {} for group in prompts}, rows, 12, 2, "train", 3, 11))
 
 
@@ -88,13 +88,13 @@ def test_a_text_prompt_is_completed_by_text_and_a_conversation_by_a_message(play
 @pytest.mark.parametrize(
     ("max_context", "expected"), [(None, [4, 4]), (100, [4, 4]), (7, [4, 4]), (6, [4, 3]), (5, [3, 2]), (4, [2, 1])]
 )
-def test_budgets_fit_behind_the_prompt(max_context: int | None, expected: list[int], play, tokenizer):
+def test_budgets_fit_after_the_prompt(max_context: int | None, expected: list[int], play, tokenizer):
     engine = play([Sample([9], "eos")] * 2)
     run(engine, tokenizer, [8, 10], {4: TEXT, 5: CHAT}, max_context=max_context)
     assert [request.max_new_tokens for request in engine.asked] == expected
 
 
-def test_a_text_that_ran_into_the_context_says_so(play, tokenizer):
+def test_a_completion_that_fills_the_context_has_that_finish_reason(play, tokenizer):
     engine = play([Sample([9] * 4, "length"), Sample([9] * 3, "length"), Sample([9, 1], "eos")])
     rollouts = run(engine, tokenizer, [8, 10, 11], {4: TEXT, 5: CHAT}, max_context=6)
     assert [rollout.finish_reason for rollout in rollouts] == ["length", "context", "eos"]
