@@ -1,1 +1,1 @@
-"""Threads and an event loop that reward functions, tools and environments run on."""
+"""Threads and event loops that run users' functions: rewards, tools and environments."""

@@ -1,4 +1,4 @@
-"""Names and kinds of users' functions."""
+"""Names of users' functions, and the test for async ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """A callable's name for metrics: its `__name__`, that of the function inside a partial, or its class's."""
+    """A callable's name for metrics: its `__name__`, or its class's name. Partials have the name of their function."""
     function = innermost(function)
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for a coroutine function, an object whose `__call__` is one, and a partial of either."""
+    """True for a coroutine function, an object with an async `__call__`, and a partial of either."""
     function = innermost(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
