@@ -30,30 +30,27 @@ class LoopThread:
         """Start a coroutine on the loop. Wait for the future on another thread only."""
         with self._lock:
             if not self._running or not self._running[0][1].is_alive():
-                self._running[:] = [_start(self._name)]
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
+                thread.start()
+                self._running[:] = [(loop, thread)]
             return asyncio.run_coroutine_threadsafe(coroutine, self._running[0][0])
 
     def close(self) -> None:
         """Cancel the coroutines that still run and end the thread. May be called any number of times."""
-        with self._lock:
-            running, self._running[:] = list(self._running), []
         # Outside the lock: a callback of a cancelled future may submit again, on the thread that this waits for.
-        _stop(running)
+        _stop(self._take())
 
     def abandon(self, tasks: Collection[asyncio.Task[Any]] = ()) -> None:
         """End a loop that seems blocked without waiting for it. It first finishes those of `tasks` that are its own."""
+        for loop, thread in self._take():
+            if thread.is_alive():
+                asyncio.run_coroutine_threadsafe(_stop_after(tasks), loop)
+
+    def _take(self) -> list[tuple[asyncio.AbstractEventLoop, threading.Thread]]:
         with self._lock:
-            for loop, thread in self._running:
-                if thread.is_alive():
-                    asyncio.run_coroutine_threadsafe(_stop_after(tasks), loop)
-            self._running.clear()
-
-
-def _start(name: str) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=_run, args=(loop,), name=name, daemon=True)
-    thread.start()
-    return loop, thread
+            running, self._running[:] = list(self._running), []
+            return running
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -26,6 +26,7 @@ from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ReplyEncoder, opened_replies
 from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
 from groupgrad.rollout.driver import Driver, SampleTurn, TurnResult, WaitFor
+from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
 
@@ -240,7 +241,8 @@ class _Agent:
     async def _converse(self, prompt: Prompt) -> FinishReason:
         """Alternate turns of the model and replies of tools until there is a reason to end."""
         max_iterations, schemas = self._rollouts.options.max_tool_calling_iterations, self._toolbox.schemas
-        budget, reason_if_full = self._budget(prompt)
+        max_new_tokens, max_context = self._rollouts.sampling.max_new_tokens, self._prompt_maker.max_context
+        budget, reason_if_full = completion_budget(prompt, max_new_tokens, max_context)
         ticket: int | None = None
         for iteration in itertools.count():
             is_last = max_iterations is not None and iteration >= max_iterations
@@ -261,13 +263,6 @@ class _Agent:
                 return "context" if reason_if_full == "context" else "tool_budget"
             ticket = result.ticket
         raise AssertionError("a rollout ends by its budget")
-
-    def _budget(self, prompt: Prompt) -> tuple[int, FinishReason]:
-        """Completion tokens that fit, and the finish reason when they are used up."""
-        budget, max_context = self._rollouts.sampling.max_new_tokens, self._prompt_maker.max_context
-        if max_context is not None and max_context - len(prompt.ids) < budget:
-            return max_context - len(prompt.ids), "context"
-        return budget, "length"
 
     async def _sample_turn(self, prompt: Prompt, max_new_tokens: int, ticket: int | None, *, keep: bool) -> TurnResult:
         """Sample a turn and append its tokens. The engine keeps its keys and values if the rollout may continue."""

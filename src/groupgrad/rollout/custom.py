@@ -15,6 +15,7 @@ from groupgrad.metrics import Metric
 from groupgrad.multimodal.vlm_prompts import VisionError, with_other_ids
 from groupgrad.rewards.inputs import copy_containers, short_repr
 from groupgrad.rollout.base import GenerationRequest
+from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import ending_metrics
 from groupgrad.types import FinishReason, Prompt, Rollout, Trace
 
@@ -161,20 +162,14 @@ def sample_completions(
     engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, prompts: Sequence[Any], seeds: Sequence[int]
 ) -> dict[str, Any]:
     """Sample one completion for each prompt (text or messages), in the form that a rollout function returns."""
-    made = [prompt_maker({"prompt": prompt}, group) for group, prompt in enumerate(prompts)]
-    budget, max_context = sampling.max_new_tokens, prompt_maker.max_context
+    tokenized = [prompt_maker({"prompt": prompt}, group) for group, prompt in enumerate(prompts)]
+    budgets = [completion_budget(prompt, sampling.max_new_tokens, prompt_maker.max_context)[0] for prompt in tokenized]
     requests = [
-        Request(
-            prompt.ids,
-            seed,
-            budget if max_context is None else min(budget, max_context - len(prompt.ids)),
-            media=prompt.media,
-        )
-        for prompt, seed in zip(made, seeds)
+        Request(prompt.ids, seed, budget, media=prompt.media) for prompt, seed, budget in zip(tokenized, seeds, budgets)
     ]
     samples = engine.sample(requests, sampling)
     return {
-        "prompt_ids": [list(prompt.ids) for prompt in made],
+        "prompt_ids": [list(prompt.ids) for prompt in tokenized],
         "completion_ids": [sample.ids for sample in samples],
         "logprobs": None if any(sample.logprobs is None for sample in samples) else [s.logprobs for s in samples],
     }

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.metrics import Metric
 from groupgrad.rollout.base import GenerationRequest, row_seed
-from groupgrad.types import Prompt, Rollout
+from groupgrad.types import FinishReason, Prompt, Rollout
+
+
+def completion_budget(prompt: Prompt, max_new_tokens: int, max_context: int | None) -> tuple[int, FinishReason]:
+    """Completion tokens that fit after the prompt, and the finish reason of a completion that uses them up."""
+    if max_context is not None and max_context - len(prompt.ids) < max_new_tokens:
+        return max_context - len(prompt.ids), "context"
+    return max_new_tokens, "length"
 
 
 class SingleTurnRollouts:
@@ -27,14 +33,16 @@ class SingleTurnRollouts:
         """One rollout for each row number."""
         by_group = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
         prompts = [by_group[row // request.num_generations] for row in request.rows]
+        max_new_tokens, max_context = self.sampling.max_new_tokens, self.prompt_maker.max_context
+        budgets = [completion_budget(prompt, max_new_tokens, max_context) for prompt in prompts]
         requests = [
             Request(
                 prompt.ids,
                 row_seed(self.seed, request.phase, request.number, row),
-                self._budget(prompt),
+                budget,
                 media=prompt.media,
             )
-            for prompt, row in zip(prompts, request.rows)
+            for prompt, row, (budget, _) in zip(prompts, request.rows, budgets)
         ]
         samples = self.engine.sample(requests, self.sampling)
         texts = self.prompt_maker.tokenizer.batch_decode([sample.ids for sample in samples], skip_special_tokens=True)
@@ -43,14 +51,14 @@ class SingleTurnRollouts:
                 prompt=prompt,
                 index=row,
                 completion_ids=sample.ids,
-                finish_reason=self._finish_reason(prompt, sample.finish_reason),
+                finish_reason=reason_if_full if sample.finish_reason == "length" else sample.finish_reason,
                 completion=[{"role": "assistant", "content": text}] if prompt.is_conversational else text,
                 text=text,
                 sampling_logprobs=sample.logprobs,
                 sampling_entropy=sample.entropies,
                 policy_version=request.step,
             )
-            for prompt, row, sample, text in zip(prompts, request.rows, samples, texts)
+            for prompt, row, sample, text, (_, reason_if_full) in zip(prompts, request.rows, samples, texts, budgets)
         ]
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -59,12 +67,3 @@ class SingleTurnRollouts:
 
     def close(self) -> None:
         """Do nothing: there are no resources."""
-
-    def _budget(self, prompt: Prompt) -> int:
-        """Completion tokens that fit after the prompt."""
-        budget, max_context = self.sampling.max_new_tokens, self.prompt_maker.max_context
-        return budget if max_context is None else min(budget, max_context - len(prompt.ids))
-
-    def _finish_reason(self, prompt: Prompt, reason: str) -> Any:
-        is_shortened = self._budget(prompt) < self.sampling.max_new_tokens
-        return "context" if reason == "length" and is_shortened else reason
