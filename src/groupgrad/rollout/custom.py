@@ -228,7 +228,9 @@ def _read_rows(returned: Mapping[str, Any], num_rows: int) -> list[_ReturnedRow]
 def _as_list(value: Any, name: str, row: int) -> list[Any]:
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, Sequence):
-        raise RolloutError(f"rollout_func returned {short_repr(value)} for {name} of row {row}; return a list for each row")
+        raise RolloutError(
+            f"rollout_func returned {short_repr(value)} for {name} of row {row}; return a list for each row"
+        )
     return list(items)
 
 
