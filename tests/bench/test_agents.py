@@ -65,7 +65,7 @@ def test_a_demonstration_is_what_the_template_and_the_call_reader_make_of_it():
     tokenizer = agents_task.make_tokenizer()
     assert len(tokenizer) == agents_task.SHAPE.vocab_size
     schemas = [tool.schema for tool in make_tools(agents_task.Tools().functions())]
-    chat = ChatFormat.of(tokenizer, schemas=schemas)
+    chat = ChatFormat(tokenizer, schemas=schemas)
     ids, said = agents_task.conversation(tokenizer, random.Random(0))
     assert chat.prompt_ids(agents_task.question(random.Random(0)), schemas) == ids[: said.index(True)]
     runs: list[list[int]] = []

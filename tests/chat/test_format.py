@@ -95,7 +95,7 @@ def same_types(first: Any, second: Any) -> bool:
 
 def test_what_is_found_about_a_template(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert family.name in chat.name
     assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == list(family.ends)
     assert chat.shows_tools
@@ -104,14 +104,14 @@ def test_what_is_found_about_a_template(family: Any, byte_tokenizer: Any) -> Non
 
 def test_prompts_are_those_of_the_template(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     expected = tokenizer.apply_chat_template([USER], tools=SCHEMAS, add_generation_prompt=True)["input_ids"]
     assert chat.prompt_ids([USER], SCHEMAS) == expected
 
 
 def test_rendered_calls_are_read_back(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     rng = random.Random(7)
     for _ in range(40):
         calls = [random_call(rng) for _ in range(rng.randint(1, 3 if family.several else 1))]
@@ -129,14 +129,14 @@ def test_ids_of_calls_are_kept_where_the_syntax_has_them(families: Any, byte_tok
     for name in ("list", "args"):
         tokenizer = tokenizer_of(families[name], byte_tokenizer)
         message = assistant(tokenizer, [("look_up", {"note": "x"}), ("look_up", {"note": "y"})])
-        turn = ChatFormat.of(tokenizer, schemas=SCHEMAS).parse(turn_ids(tokenizer, message, "</s>"), SCHEMAS)
+        turn = ChatFormat(tokenizer, schemas=SCHEMAS).parse(turn_ids(tokenizer, message, "</s>"), SCHEMAS)
         assert [call.id for call in turn.calls] == ["abcdefgh0", "abcdefgh1"]
         assert [entry["id"] for entry in turn.message["tool_calls"]] == ["abcdefgh0", "abcdefgh1"]
 
 
 def test_a_reply_continues_an_ended_turn(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     message = assistant(tokenizer, [("look_up", {"note": "x"})])
     ids = turn_ids(tokenizer, message, family.ends[0])
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
@@ -145,7 +145,7 @@ def test_a_reply_continues_an_ended_turn(family: Any, byte_tokenizer: Any) -> No
 
 def test_a_turn_that_was_not_ended_gets_its_end(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     message = assistant(tokenizer, [("look_up", {"note": "x"})])
     ids = turn_ids(tokenizer, message, family.ends[0])
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
@@ -156,7 +156,7 @@ def test_a_turn_that_was_not_ended_gets_its_end(family: Any, byte_tokenizer: Any
 def test_appended_ids_are_the_rendered_conversation(family: Any, byte_tokenizer: Any) -> None:
     """Where a template leaves earlier turns alone, prompt + turn + reply is what it renders in one go."""
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     rng = random.Random(3)
     contents = ["5", "é\n\nx", "<tool_call>"]
     for _ in range(10):
@@ -179,7 +179,7 @@ def test_appended_ids_are_the_rendered_conversation(family: Any, byte_tokenizer:
 
 def test_text_without_calls_is_the_decoded_text(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     for text in ("  4 \n", "", "a {x: 1} [b] <b>bold</b>", '{"answer": 4}', "<think> no end"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [chat.end_ids[-1]]
         turn = chat.parse(ids, SCHEMAS)
@@ -189,7 +189,7 @@ def test_text_without_calls_is_the_decoded_text(family: Any, byte_tokenizer: Any
 
 def test_special_tokens_leave_the_content(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     eos = [tokenizer.eos_token_id]
     ids = tokenizer("one", add_special_tokens=False)["input_ids"]
     turn = chat.parse(ids + eos + ids + eos + eos, SCHEMAS)
@@ -198,21 +198,21 @@ def test_special_tokens_leave_the_content(family: Any, byte_tokenizer: Any) -> N
 
 def test_a_reply_with_a_strange_name_or_id_is_rendered_all_the_same(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     for name, call_id in (('a"} b', None), ("", "x"), ("</tool_call>", "much too long an id")):
         reply = {"role": "tool", "name": name, "content": "OK7", "tool_call_id": call_id}
         assert "OK7" in tokenizer.decode(chat.reply_ids([], {}, [reply], SCHEMAS))
 
 
 def test_no_reply_is_an_error(families: Any, byte_tokenizer: Any) -> None:
-    chat = ChatFormat.of(tokenizer_of(families["json"], byte_tokenizer), schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer_of(families["json"], byte_tokenizer), schemas=SCHEMAS)
     with pytest.raises(ValueError, match="no replies"):
         chat.reply_ids([1], {}, [], SCHEMAS)
 
 
 def test_another_end_of_turn_token_ends_a_turn_too(families: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(families["bare"], byte_tokenizer)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": None}
     ended = [5, tokenizer.convert_tokens_to_ids("<|eom_id|>")]
     assert tokenizer.decode(chat.reply_ids(ended, {}, [reply], SCHEMAS)) == families["bare"].reply

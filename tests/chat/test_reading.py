@@ -21,7 +21,7 @@ F = Call("f", {"n": 1})
 
 def chat_of(families: Any, byte_tokenizer: Any, name: str, **kwargs: Any) -> ChatFormat:
     family = families[name]
-    return ChatFormat.of(byte_tokenizer(family.template, family.special, family.added), schemas=SCHEMAS, **kwargs)
+    return ChatFormat(byte_tokenizer(family.template, family.special, family.added), schemas=SCHEMAS, **kwargs)
 
 
 def parse(chat: ChatFormat, text: str) -> Any:
@@ -84,8 +84,8 @@ def test_good_calls_beside_broken_ones_are_kept_in_order(families: Any, byte_tok
 
 def test_no_text_makes_reading_fail(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(family.template, family.special, family.added)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
-    pieces = [*re.split(r"(\W)", chat._found.shown.one), *family.special, *'{}[]():,="\\\n', "f", "1", "é"]
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
+    pieces = [*re.split(r"(\W)", chat._probes.one_call), *family.special, *'{}[]():,="\\\n', "f", "1", "é"]
     rng = random.Random(11)
     for _ in range(150):
         text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 60)))
@@ -109,7 +109,7 @@ def test_spaces_in_arguments_are_not_tidied(families: Any, byte_tokenizer: Any) 
     family = families["json"]
     tokenizer = byte_tokenizer(family.template, family.special)
     tokenizer.clean_up_tokenization_spaces = True
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     turn = parse(chat, '<tool_call>{"name": "f", "arguments": {"n": "a , b ?"}}</tool_call>')
     assert turn.calls[0].arguments == {"n": "a , b ?"}
     ids = tokenizer("a , b ?")["input_ids"]
@@ -260,7 +260,7 @@ def test_the_tokenizers_own_parser_is_used_if_it_reads_its_templates_calls(
     family = families["json"]
     tokenizer = byte_tokenizer(family.template, family.special)
     tokenizer.response_template = RESPONSE_TEMPLATE
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert chat.name == "the tokenizer's response template"
     turn = parse(chat, 'So:\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>')
     assert (turn.calls, turn.message["content"]) == ([F], "So:")
@@ -271,14 +271,14 @@ def test_the_tokenizers_own_parser_is_used_if_it_reads_its_templates_calls(
     fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "close": "]"}}
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
     with caplog.at_level(logging.WARNING):
-        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+        chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert "JSON objects" in chat.name
     assert "response template is not used" in caplog.text
 
 
 def test_the_real_qwen3_template(shared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert chat.name == "JSON objects in <tool_call> tags"
     assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == ["<|im_end|>"]
     assert chat.shows_tools
@@ -298,7 +298,7 @@ def test_the_real_qwen3_template(shared: Path) -> None:
 
 def test_the_real_qwen3_template_without_thinking(shared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS, chat_template_kwargs={"enable_thinking": False})
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS, chat_template_kwargs={"enable_thinking": False})
     ids = tokenizer('<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call><|im_end|>')["input_ids"]
     reply = {"role": "tool", "name": "f", "content": "2", "tool_call_id": None}
     text = tokenizer.decode(chat.reply_ids(ids, {}, [reply], SCHEMAS))
@@ -320,13 +320,13 @@ def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
     special = [text for text in special if text not in ("<think>", "<tool_call>", "<tools>", "<name>", "<function>")]
     tokenizer = byte_tokenizer(template, tuple(text for text in special if "|" in text or "｜" in text or "s>" in text))
     try:
-        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+        chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     except ValueError as error:
         # Some show calls only beside a content of None, which transformers takes out before rendering.
         shows_calls = "tool_calls" in template and "['content'] is none" not in template
         assert ("unknown syntax" if shows_calls else "shows no tool calls") in str(error)
         return
-    shown = chat._found.shown
+    probes = chat._probes
     message = {
         "role": "assistant",
         "content": "",
@@ -334,7 +334,7 @@ def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
             {
                 "type": "function",
                 "id": "abcdefgh1",
-                "function": {"name": "f", "arguments": '{"n": 1}' if shown.arguments_as_text else {"n": 1}},
+                "function": {"name": "f", "arguments": '{"n": 1}' if probes.arguments_as_text else {"n": 1}},
             }
         ],
     }

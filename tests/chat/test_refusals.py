@@ -19,13 +19,13 @@ SPECIAL = ("<|end|>",)
 
 def test_no_template(byte_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="no chat template"):
-        ChatFormat.of(byte_tokenizer(None), schemas=SCHEMAS)
+        ChatFormat(byte_tokenizer(None), schemas=SCHEMAS)
 
 
 def test_a_template_without_calls_needs_a_parser(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(PLAIN, SPECIAL)
     with pytest.raises(ValueError, match=r"shows no tool calls.*response_parser="):
-        ChatFormat.of(tokenizer, schemas=SCHEMAS)
+        ChatFormat(tokenizer, schemas=SCHEMAS)
 
 
 def test_with_a_parser_replies_are_rendered_all_the_same(byte_tokenizer: Any, caplog: Any) -> None:
@@ -35,7 +35,7 @@ def test_with_a_parser_replies_are_rendered_all_the_same(byte_tokenizer: Any, ca
         return {"content": "", "tool_calls": [{"name": text}]}
 
     with caplog.at_level(logging.WARNING):
-        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS, response_parser=parser)
+        chat = ChatFormat(tokenizer, schemas=SCHEMAS, response_parser=parser)
     assert not chat.shows_tools and "does not show tools" in caplog.text
     reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
     assert tokenizer.decode(chat.reply_ids([5], {}, [reply, reply], SCHEMAS)) == (
@@ -60,7 +60,7 @@ def test_with_a_parser_replies_become_user_messages_where_there_is_no_role_for_t
         return {"content": text}
 
     with caplog.at_level(logging.WARNING):
-        chat = ChatFormat.of(tokenizer, schemas=SCHEMAS, response_parser=parser)
+        chat = ChatFormat(tokenizer, schemas=SCHEMAS, response_parser=parser)
     assert "rendered as messages of the user" in caplog.text
     replies = [{"role": "tool", "name": "f", "content": content, "tool_call_id": None} for content in ("OK", "7")]
     assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], {}, replies, SCHEMAS)) == (
@@ -76,7 +76,7 @@ def test_tools_are_shown_beside_replies_where_that_changes_them(families: Any, b
     assert template != family.template
     tokenizer = byte_tokenizer(template, family.special)
     reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], {}, [reply], SCHEMAS))
 
 
@@ -89,7 +89,7 @@ def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
         "{{ 'assistant: ' if add_generation_prompt }}"
     )
     tokenizer = byte_tokenizer(template)
-    chat = ChatFormat.of(tokenizer, schemas=SCHEMAS)
+    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert (chat.name, chat.end_ids) == ("JSON objects in <call> tags", ())
     turn = chat.parse(tokenizer('<call>{"name": "f"}</call>')["input_ids"] + [tokenizer.eos_token_id], SCHEMAS)
     assert [call.name for call in turn.calls] == ["f"]
@@ -105,14 +105,14 @@ def test_an_unknown_syntax_is_shown(byte_tokenizer: Any) -> None:
         1,
     )
     with pytest.raises(ValueError, match=r"(?s)unknown syntax.*please run probe_tool_one with.*response_parser="):
-        ChatFormat.of(byte_tokenizer(template, SPECIAL), schemas=SCHEMAS)
+        ChatFormat(byte_tokenizer(template, SPECIAL), schemas=SCHEMAS)
 
 
 def test_a_template_that_refuses_tool_messages(families: Any, byte_tokenizer: Any) -> None:
     refusing = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('who is tool?') }}{% endfor %}"
     tokenizer = byte_tokenizer(refusing + families["json"].template, families["json"].special)
     with pytest.raises(ValueError, match=r"refuses the answer to a tool call: who is tool\?"):
-        ChatFormat.of(tokenizer, schemas=SCHEMAS)
+        ChatFormat(tokenizer, schemas=SCHEMAS)
 
 
 def test_a_template_that_drops_calls_once_they_are_answered(families: Any, byte_tokenizer: Any) -> None:
@@ -120,16 +120,16 @@ def test_a_template_that_drops_calls_once_they_are_answered(families: Any, byte_
         "in m.tool_calls or []", "in (m.tool_calls if loop.last else none) or []"
     )
     with pytest.raises(ValueError, match=r"(?s)no way to continue.*<tool_call>.*with the\s+reply as"):
-        ChatFormat.of(byte_tokenizer(template, families["json"].special), schemas=SCHEMAS)
+        ChatFormat(byte_tokenizer(template, families["json"].special), schemas=SCHEMAS)
 
 
 def test_a_template_that_drops_the_tools_answer(families: Any, byte_tokenizer: Any) -> None:
     template = families["json"].template.replace("<tool_response>\\n' + m.content", "<tool_response>\\n'")
     assert template != families["json"].template
     with pytest.raises(ValueError, match="no way to continue"):
-        ChatFormat.of(byte_tokenizer(template, families["json"].special), schemas=SCHEMAS)
+        ChatFormat(byte_tokenizer(template, families["json"].special), schemas=SCHEMAS)
 
 
 def test_a_template_that_cannot_show_a_question(byte_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="cannot render one user message: never"):
-        ChatFormat.of(byte_tokenizer("{{ raise_exception('never') }}"), schemas=SCHEMAS)
+        ChatFormat(byte_tokenizer("{{ raise_exception('never') }}"), schemas=SCHEMAS)

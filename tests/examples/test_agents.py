@@ -63,7 +63,7 @@ def test_only_the_turns_of_the_assistant_are_labelled(shared_part, calculator, t
 
 def test_the_library_reads_the_template(calculator, tokenizer) -> None:
     schemas = [get_json_schema(tool) for tool in calculator.TOOLS]
-    chat = ChatFormat.of(tokenizer, schemas=schemas)
+    chat = ChatFormat(tokenizer, schemas=schemas)
     assert chat.shows_tools
     assert chat.rewrites_history is None
     assert chat.end_ids == (tokenizer.eos_token_id,)

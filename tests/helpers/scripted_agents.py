@@ -92,7 +92,7 @@ def make_agents(
         PromptMaker(tokenizer, None, max_context),
         engine,
         SamplingOptions(budget, eos_ids=(EOS,)),
-        ChatFormat.of(tokenizer, schemas=schemas),
+        ChatFormat(tokenizer, schemas=schemas),
         tools=shared_tools,
         environments=environments,
         options=AgentOptions(max_tool_calling_iterations, ToolOptions(**limits), ahead),

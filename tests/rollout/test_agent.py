@@ -461,7 +461,7 @@ def test_a_turn_that_the_users_parser_cannot_read_is_text(tokenizer, caplog):
     with_tools(tokenizer)
     engine = PlayingEngine(tokenizer, {0: ["one"], 1: ["two"]})
     agents = make_agents(engine, tokenizer, [multiply])
-    agents.chat = ChatFormat.of(tokenizer, schemas=[], response_parser=parse)
+    agents.chat = ChatFormat(tokenizer, schemas=[], response_parser=parse)
     rollouts = agents(ask({row: user("go") for row in range(2)}))
     agents.close()
     assert [r.completion[0]["content"] for r in rollouts] == ["one", "two"]

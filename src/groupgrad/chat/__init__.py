@@ -1,4 +1,4 @@
-"""What chat templates do with tools, found out by trying, and calls read back from sampled turns."""
+"""Chat templates with tools: prompts, parsing of assistant turns, and tool replies."""
 
 from groupgrad.chat.format import ChatFormat
 from groupgrad.chat.plain import PlainFormat

@@ -1,4 +1,4 @@
-"""Messages from others' parsers, checked: a user's hook and the response template that a tokenizer may bring."""
+"""Assistant messages of parsed turns, and validation of messages from response parsers."""
 
 from __future__ import annotations
 
@@ -9,37 +9,32 @@ from groupgrad.chat.records import Call, Turn
 from groupgrad.chat.values import call_from_value
 
 ResponseParser = Callable[[str, list[int]], Mapping[str, Any]]
-"""From a turn's text (special tokens in it, end marks off) and ids to an assistant message."""
+"""Maps a turn's text (special tokens included, end tokens removed) and its ids to an assistant message."""
 
 
-def turn_message(content: str, reasoning: str | None, calls: list[Call]) -> dict[str, Any]:
-    """An assistant message as chat templates take it; only well-formed calls are in it."""
+def assistant_message(content: str, reasoning: str | None = None, calls: list[Call] | None = None) -> dict[str, Any]:
+    """Builds an assistant message in the form of chat templates; malformed calls are left out."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     entries = []
-    for call in calls:
+    for call in calls or []:
         if call.problem is None:
-            entry: dict[str, Any] = {"type": "function"}
-            if call.id is not None:
-                entry["id"] = call.id
-            entries.append({**entry, "function": {"name": call.name, "arguments": call.arguments}})
+            call_id = {} if call.id is None else {"id": call.id}
+            function = {"name": call.name, "arguments": call.arguments}
+            entries.append({"type": "function", **call_id, "function": function})
     if entries:
         message["tool_calls"] = entries
     return message
 
 
-def hooked_turn(parser: ResponseParser, text: str, ids: list[int], plain: str) -> Turn:
-    """What a user's parser makes of a turn; a turn of the plain text with a problem if it fails."""
-    try:
-        return checked_turn(parser(text, list(ids)))
-    except Exception as error:  # a user's function may raise what it likes; a bad rollout is data
-        problem = f"response_parser failed: {type(error).__name__}: {error}"
-        return Turn(turn_message(plain, None, []), [], problem)
+def text_turn(text: str, problem: str | None = None) -> Turn:
+    """A turn of plain text without calls; `problem` is the error of a parser that failed on it."""
+    return Turn(assistant_message(text), [], problem)
 
 
 def checked_turn(message: Any) -> Turn:
-    """The turn that a parsed message stands for; TypeError or ValueError for what is no message."""
+    """Converts a response parser's message to a turn; TypeError or ValueError if it is no message."""
     if not isinstance(message, Mapping):
         raise TypeError(f"it returned a {type(message).__name__}; it must return a message as a dict")
     content = message.get("content")
@@ -52,4 +47,4 @@ def checked_turn(message: Any) -> Turn:
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), None)
     if reasoning is not None and not isinstance(reasoning, str):
         raise TypeError(f"its reasoning is a {type(reasoning).__name__}; it must be a text")
-    return Turn(turn_message(content or "", reasoning, calls), calls)
+    return Turn(assistant_message(content or "", reasoning, calls), calls)

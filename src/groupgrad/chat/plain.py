@@ -1,16 +1,17 @@
-"""Conversations without tools: what is left of a chat format where nothing can be called."""
+"""Chat format of conversations without tools, for environments that offer none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from groupgrad.chat.parse import text_turn
 from groupgrad.chat.records import Turn
 from groupgrad.data.prompts import PromptMaker
 
 
 class PlainFormat:
-    """Renders prompts and reads answers; every turn is the last one."""
+    """Renders prompts and decodes answers; no turn has calls."""
 
     end_ids: tuple[int, ...] = ()
 
@@ -22,7 +23,7 @@ class PlainFormat:
         return self._prompt_maker.token_ids(messages)
 
     def prompt_text(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str:
-        """The text of a conversation, generation prompt included."""
+        """Text of a conversation, generation prompt included."""
         return self._prompt_maker.render(messages)
 
     def reply_ids(
@@ -33,10 +34,9 @@ class PlainFormat:
         schemas: list[dict[str, Any]],
         encode: Callable[[str], list[int]] | None = None,
     ) -> list[int]:
-        """Never asked for, as there are no calls to reply to."""
+        """Never called, as there are no calls to reply to."""
         raise AssertionError("there are no tools, so there are no replies")
 
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
-        """The turn as a message of text."""
-        content = self._prompt_maker.tokenizer.decode(turn_ids, skip_special_tokens=True)
-        return Turn({"role": "assistant", "content": content}, [])
+        """Decodes the turn to a message of text."""
+        return text_turn(self._prompt_maker.tokenizer.decode(turn_ids, skip_special_tokens=True))

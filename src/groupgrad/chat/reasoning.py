@@ -5,68 +5,50 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from groupgrad.chat.channel_syntax import ChannelSyntax
-from groupgrad.chat.render import Template
+from groupgrad.chat.chat_template import ChatTemplate
+from groupgrad.chat.records import SplitTurn
 
-_THOUGHT = "Probe7Thought"
-_BEFORE = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_]+\])\w*\s*\Z")
-_BEHIND = re.compile(r"\s*(?:<[^<>\s]+>|\[/?[A-Z_]+\])")
-
-
-@dataclass(slots=True)
-class Parts:
-    """A turn's text without its reasoning."""
-
-    reasoning: str | None
-    """What stood in the block; None if there is no block."""
-    rest: str
+_REASONING = "Probe7Thought"
+_TAG_BEFORE = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_]+\])\w*\s*\Z")
+_TAG_BEHIND = re.compile(r"\s*(?:<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 @dataclass(slots=True)
-class TaggedReasoning:
-    """A block between two tags at the beginning of a turn."""
+class ReasoningTags:
+    """Tags around the reasoning block at the beginning of a turn."""
 
     opening: str = "<think>"
     closing: str = "</think>"
     opened_by_prompt: bool = False
     """The generation prompt ends inside a block."""
 
-    def split(self, text: str) -> Parts:
-        """The block, and the text behind it. A block that is not closed is none: nothing says where it ends."""
+    def split(self, text: str) -> SplitTurn:
+        """Separates the block from the text behind it. Without a closing tag all of the turn is text, as nothing marks
+        the end of the block."""
         trimmed = text.lstrip()
         if trimmed.startswith(self.opening):
             body = trimmed[len(self.opening) :]
         elif self.opened_by_prompt:
             body = text
         else:
-            return Parts(None, text)
+            return SplitTurn(None, text)
         reasoning, closing, rest = body.partition(self.closing)
-        return Parts(reasoning.strip(), rest.lstrip()) if closing else Parts(None, text)
+        return SplitTurn(reasoning.strip(), rest.lstrip()) if closing else SplitTurn(None, text)
 
 
-class ChannelReasoning:
-    """The analysis channel of the channel syntax."""
-
-    def __init__(self, syntax: ChannelSyntax):
-        self._syntax = syntax
-
-    def split(self, text: str) -> Parts:
-        """The analysis, and the messages for the user and for functions."""
-        parts = self._syntax.split(text)
-        return Parts(parts.reasoning, parts.rest)
-
-
-def find_reasoning(template: Template, call_message: dict[str, object], generation_prompt: str) -> TaggedReasoning:
-    """How the template writes reasoning, as far as it shows it; `<think>` tags if it does not."""
-    found = TaggedReasoning()
+def find_reasoning_tags(
+    template: ChatTemplate, call_message: dict[str, object], generation_prompt: str
+) -> ReasoningTags:
+    """Finds the tags in a rendered message with reasoning and a call; `<think>` tags if the template renders none."""
+    tags = ReasoningTags()
     for name in ("reasoning_content", "reasoning", "thinking"):
-        text = template.attempt([{"role": "user", "content": "U"}, {**call_message, name: _THOUGHT}])
-        if text is None or text.count(_THOUGHT) != 1:
+        text = template.try_render([{"role": "user", "content": "U"}, {**call_message, name: _REASONING}])
+        if text is None or text.count(_REASONING) != 1:
             continue
-        place = text.index(_THOUGHT)
-        before, behind = _BEFORE.search(text[:place]), _BEHIND.match(text, place + len(_THOUGHT))
+        start = text.index(_REASONING)
+        before, behind = _TAG_BEFORE.search(text[:start]), _TAG_BEHIND.match(text, start + len(_REASONING))
         if before and behind:
-            found = TaggedReasoning(before[0].strip(), behind[0].strip())
+            tags = ReasoningTags(before[0].strip(), behind[0].strip())
             break
-    found.opened_by_prompt = generation_prompt.rfind(found.opening) > generation_prompt.rfind(found.closing)
-    return found
+    tags.opened_by_prompt = generation_prompt.rfind(tags.opening) > generation_prompt.rfind(tags.closing)
+    return tags

@@ -1,4 +1,4 @@
-"""What is read from a sampled turn."""
+"""Records of a parsed assistant turn, and the interface of call syntaxes."""
 
 from __future__ import annotations
 
@@ -8,57 +8,68 @@ from typing import Any, Protocol
 
 @dataclass(slots=True)
 class Call:
-    """One tool call of an assistant turn, in the order in which the model wrote it."""
+    """One tool call of an assistant turn."""
 
     name: str
     """The tool's name; empty if the call gives none."""
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """By parameter name; empty if they could not be read."""
+    """By parameter name; empty if the call is malformed."""
     id: str | None = None
     """The id that the model gave the call, in syntaxes that have ids."""
     problem: str | None = None
-    """Why the call cannot be executed, in words for the model; None for a well-formed call."""
+    """The reason why the call cannot be executed, worded for the model; None for a well-formed call."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """A sampled assistant turn as a message, with its calls."""
+    """A sampled assistant turn as a message, with its tool calls."""
 
     message: dict[str, Any]
-    """`role`, `content` (text), `reasoning_content` if a reasoning block was found, and `tool_calls` with the
+    """`role`, `content` (text), `reasoning_content` if the turn has a reasoning block, and `tool_calls` with the
     well-formed calls, if there are any."""
     calls: list[Call]
-    """All calls, broken ones too, in order."""
+    """All calls in the order of the text, malformed ones included."""
     problem: str | None = None
-    """Why a parser given by the user or the tokenizer could not read this turn; its content is then the plain text."""
+    """The error of a response parser (the user's or the tokenizer's) that failed on this turn. The content is then the
+    decoded text."""
 
 
 @dataclass(slots=True)
-class Region:
-    """A stretch of a turn's text that holds calls: `text[start:end]`, tags included."""
+class CallSpan:
+    """Calls of a turn with their place in its text, `text[start:end]`, tags included."""
 
     start: int
     end: int
+    """After a malformed call: where the search for the next call resumes."""
     calls: list[Call]
 
     @property
     def is_well_formed(self) -> bool:
-        """True if every call in it can be executed as far as its syntax goes."""
+        """True if the syntax has no objection to any call of the span."""
         return all(call.problem is None for call in self.calls)
+
+
+@dataclass(slots=True)
+class SplitTurn:
+    """The text of a turn, divided into its reasoning and everything else."""
+
+    reasoning: str | None
+    """None if the turn has no reasoning block."""
+    rest: str
 
 
 Parameters = dict[str, dict[str, Any]]
 """Parameter schemas by function name and parameter name."""
 
 
-class Syntax(Protocol):
-    """A way of writing calls."""
+class CallSyntax(Protocol):
+    """Notation of tool calls in a turn's text."""
 
     @property
     def name(self) -> str:
-        """What the syntax is, for people."""
+        """Description for logs and error messages."""
         ...
 
-    def read(self, text: str, parameters: Parameters) -> list[Region]:
-        """The stretches of the text that hold calls, in order. Broken calls are calls with a problem; never raises."""
+    def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
+        """Parses all calls of a text, in order. Never raises: a malformed call is a call with a `problem`."""
         ...

@@ -1,8 +1,8 @@
-"""What stands between a sampled turn that calls tools and the next turn, cut out of renderings of dummy conversations.
+"""Token ids of tool replies: everything between a sampled turn with calls and the next assistant turn.
 
-Sampled ids are never rendered again, so all that is needed of a template is the text from the end of the calling turn
-on: the end mark, the tool messages and the generation prompt. That part is found also in templates that write earlier
-turns in another way once messages follow them.
+Sampled ids are never rendered again, so only the text behind the calling turn is needed: its end token, the tool
+messages and the generation prompt. It is cut out of renderings of probe conversations, which works also for templates
+that render earlier turns differently once messages follow them.
 """
 
 from __future__ import annotations
@@ -12,214 +12,231 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.chat.probe import USER, Shown, call_message, turn_start
-from groupgrad.chat.records import Call, Syntax
-from groupgrad.chat.render import Mark, Template, difference
+from groupgrad.chat.chat_template import ChatTemplate, ControlToken, excerpts
+from groupgrad.chat.probe import ANSWER, USER, ProbeRenderings, call_message, turn_start
+from groupgrad.chat.records import Call, CallSyntax
 
 _RESULT = "Probe7Result"
 _VALUE = "Probe7Value"
 _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
-_DUMMY_NAME = "unknown_tool"
+_PLACEHOLDER_NAME = "unknown_tool"
 _CALL = Call("probe_tool_one", {"akey": _VALUE}, "probe0001")
-_REPLY = {"role": "tool", "name": _CALL.name, "content": _RESULT, "tool_call_id": _CALL.id}
+_TOOL_MESSAGE = {"role": "tool", "name": _CALL.name, "content": _RESULT, "tool_call_id": _CALL.id}
+_USER_REPLY = {"role": "user", "content": _RESULT}
+_REASONING = {"reasoning_content": "Probe7Thought", "thinking": "Probe7Thought"}
+_NEXT_USER = {"role": "user", "content": "Probe7Next"}
 
 
 @dataclass(slots=True)
-class _Place:
-    """A dummy conversation with replies, and where its calling turn ends."""
+class _Conversation:
+    """A rendered probe conversation whose last assistant turn calls tools."""
 
     text: str
-    end: int
-    """Behind the last call, before the turn's end mark."""
+    calls_end: int
+    """Index behind the last call, before the turn's end token."""
+
+    @property
+    def tail(self) -> str:
+        """The text behind the last call."""
+        return self.text[self.calls_end :]
 
 
-class ReplyWriter:
-    """Writes tool replies as the template does; ValueError if no way to cut them out of it is found."""
+class ToolReplies:
+    """Renders tool replies as the template does; ValueError if they cannot be cut out of its renderings."""
 
-    def __init__(self, template: Template, shown: Shown, syntax: Syntax | None, schemas: list[dict[str, Any]]):
-        self._template, self._shown, self._syntax = template, shown, syntax
-        self._several = bool(shown.two)
+    def __init__(
+        self,
+        template: ChatTemplate,
+        probes: ProbeRenderings,
+        syntax: CallSyntax | None,
+        schemas: list[dict[str, Any]],
+    ):
+        self._template, self._probes = template, probes
+        self._syntax = syntax if probes.one_call else None
         self.as_user = False
-        """Replies are put into a message of the user's, as the template has none for tools."""
-        # Short conversations are rendered faster; the tools themselves are in them only if they make a difference.
+        """Replies are rendered as a user message, as the template has no tool messages."""
+        # Short conversations render faster, so the tools stand in them only if they change the replies.
         self._schemas: list[dict[str, Any]] | None = None
-        self._prompt = shown.generation_prompt
-        self._alone = template.attempt([USER, self._message([_CALL])])
-        place = self._answered()
-        self.end_mark = self._find_end(place)
-        """The token that ends a calling turn; None if the template has none."""
-        self._gap = "" if self.end_mark is None else place.text[place.end : self.end_mark.end]
-        self._gap_ids = template.ids(self._gap) if self._gap else []
-        self._check_tokens(place)
-        # Special tokens that are part of a call end nothing.
-        markup = {mark.id for mark in template.marks(shown.one + shown.two)}
-        self._other_ends = set(template.tokenizer.all_special_ids) - markup
-        self._show_tools_if_needed(place, schemas)
+        self._prompt = probes.generation_prompt
+        self._unanswered = template.try_render([USER, self._calling_turn([_CALL])])
+        conversation = self._probe_reply()
+        self.end_token = self._find_end_token(conversation)
+        """The control token that ends a calling turn; None if the template has none."""
+        self._turn_end = (
+            "" if self.end_token is None else conversation.text[conversation.calls_end : self.end_token.end]
+        )
+        self._turn_end_ids = template.encode(self._turn_end) if self._turn_end else []
+        self._closing_ids = self._find_closing_ids()
+        self._check_end_token(conversation)
+        self._use_schemas_if_needed(conversation, schemas)
 
     def ids(self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids to append to a sampled turn: what its end lacks, the replies, the generation prompt. `encode` makes
-        ids of a text in which the replies are; those returned are the last of them, behind what the turn's end lacks.
-        """
-        place = self._render(replies)
-        if self.end_mark is None:
-            return encode(place.text[place.end :])
-        cut = place.end + len(self._gap)
-        behind = self._behind_mark(place.text, cut, encode)
-        return behind if self._is_ended(turn_ids) else self._gap_ids + behind
+        """Token ids to append to a sampled turn: the missing part of its end, the replies, the generation prompt.
 
-    def rewritten(self) -> tuple[str, str] | None:
-        """Two renderings of one turn that differ by what follows it; None if turns stay as they were rendered."""
-        thought = {"reasoning_content": "Probe7Thought", "thinking": "Probe7Thought"}
-        plain = {"role": "assistant", "content": "Probe7Answer"}
-        histories = [
-            ([USER, self._message([_CALL])], [_REPLY], True),
-            ([USER, {**self._message([_CALL]), **thought}], [_REPLY], True),
-            ([USER, {**plain, **thought}], [{"role": "user", "content": "Probe7Next"}], False),
-        ]
-        for history, more, is_call in histories:
-            before, after = self._template.attempt(history), self._template.attempt(history + more)
-            if before is None or after is None:
+        `encode` makes ids of the text with the replies; the last ids of its result are returned, behind the missing
+        part of the turn's end.
+        """
+        conversation = self._render(replies)
+        if self.end_token is None:
+            return encode(conversation.tail)
+        # The whole text is encoded, as the ids next to a control token may depend on it.
+        ids = encode(conversation.text)
+        end = conversation.calls_end + len(self._turn_end)
+        at = -1
+        for _ in range(conversation.text.count(self.end_token.text, 0, end)):
+            at = ids.index(self.end_token.id, at + 1)
+        is_ended = bool(turn_ids) and turn_ids[-1] in self._closing_ids
+        return ids[at + 1 :] if is_ended else self._turn_end_ids + ids[at + 1 :]
+
+    def history_rewrite(self) -> tuple[str, str] | None:
+        """Excerpts of two renderings of one turn that differ by what follows it; None if no turn is rewritten."""
+        calling_turn = self._calling_turn([_CALL])
+        for turn, message in (
+            (calling_turn, _TOOL_MESSAGE),
+            ({**calling_turn, **_REASONING}, _TOOL_MESSAGE),
+            ({**ANSWER, **_REASONING}, _NEXT_USER),
+        ):
+            last = self._template.try_render([USER, turn])
+            followed = self._template.try_render([USER, turn, message])
+            if last is None or followed is None:
                 continue
-            if is_call:
-                first, second = self._locate(before, 1), self._locate(after, 1)
-                ends = (first.end, second.end) if first and second else (0, 0)
+            if message is _TOOL_MESSAGE:
+                found = self._locate(last), self._locate(followed)
+                texts = [it.text[: it.calls_end] for it in found if it is not None]
+                is_rewritten = len(texts) == 2 and texts[0] != texts[1]
             else:
-                ends = (_behind(before, "Probe7Answer"), _behind(after, "Probe7Answer"))
-            if before[: ends[0]] != after[: ends[1]]:
-                return difference(before, after)
+                texts = [text.partition(ANSWER["content"])[0] for text in (last, followed)]
+                is_rewritten = texts[0] != texts[1]
+            if is_rewritten:
+                return excerpts(last, followed)
         return None
 
-    def _answered(self) -> _Place:
-        """A dummy conversation with one reply; ValueError if the template cannot render one behind a call."""
-        answered = self._template.attempt([USER, self._message([_CALL]), _REPLY], prompt=True)
-        failure = self._template.failure
-        place = None if answered is None else self._locate(answered, 1)
-        if place is not None and _RESULT in place.text[place.end :]:
-            return place
-        if not self._shown.one:
-            # Whoever reads calls that the template knows nothing of may have no role for tools either.
-            user = {"role": "user", "content": _RESULT}
-            rendered = self._template.attempt([USER, self._message([_CALL]), user], prompt=True)
-            place = None if rendered is None else self._locate(rendered, 1)
-            if place is not None and _RESULT in place.text[place.end :]:
-                self.as_user = True
-                return place
-        if answered is None:
+    def _probe_reply(self) -> _Conversation:
+        """A conversation with one reply; ValueError if the template cannot render one behind a call."""
+        calling_turn = self._calling_turn([_CALL])
+        # A template without calls may have no role for tools either.
+        replies = [_TOOL_MESSAGE] if self._probes.one_call else [_TOOL_MESSAGE, _USER_REPLY]
+        for reply in replies:
+            conversation = self._locate(self._template.try_render([USER, calling_turn, reply], prompt=True))
+            if conversation is not None and _RESULT in conversation.tail:
+                self.as_user = reply is _USER_REPLY
+                return conversation
+        rendered = self._template.try_render([USER, calling_turn, _TOOL_MESSAGE], prompt=True)
+        if rendered is None:
             raise ValueError(
-                f"the chat template refuses the answer to a tool call: {failure}; give the tokenizer a chat template "
-                "that renders messages of the role 'tool' (tokenizer.chat_template = ...)"
+                f"the chat template refuses the answer to a tool call: {self._template.error}; give the tokenizer a "
+                "chat template that renders messages of the role 'tool' (tokenizer.chat_template = ...)"
             )
-        raise ValueError(self._no_suffix(answered))
+        raise ValueError(self._no_continuation(rendered))
 
-    def _show_tools_if_needed(self, place: _Place, schemas: list[dict[str, Any]]) -> None:
-        """Render replies with the tools in the prompt if that changes how they are rendered."""
-        without = place.text[place.end :]
+    def _use_schemas_if_needed(self, conversation: _Conversation, schemas: list[dict[str, Any]]) -> None:
+        """Renders replies with the tools in the prompt if that changes their text."""
         plain_prompt = self._prompt
-        self._schemas, self._prompt = schemas, self._template.text([USER], schemas, prompt=True)
-        reply = {"role": "user", "content": _RESULT} if self.as_user else _REPLY
-        text = self._template.attempt([USER, self._message([_CALL]), reply], schemas, prompt=True)
-        shown = None if text is None else self._locate(text, 1)
-        if shown is None or shown.text[shown.end :] == without or not shown.text.startswith(self._gap, shown.end):
+        self._schemas, self._prompt = schemas, self._template.render([USER], schemas, prompt=True)
+        reply = _USER_REPLY if self.as_user else _TOOL_MESSAGE
+        text = self._template.try_render([USER, self._calling_turn([_CALL]), reply], schemas, prompt=True)
+        with_tools = self._locate(text)
+        tail = conversation.tail if with_tools is None else with_tools.tail
+        if tail == conversation.tail or not tail.startswith(self._turn_end):
             self._schemas, self._prompt = None, plain_prompt
 
-    def _message(self, calls: list[Call]) -> dict[str, Any]:
-        if self._shown.one:
-            return call_message(calls, arguments_as_text=self._shown.arguments_as_text)
-        # Nothing but the text of a turn is shown, so the text marks its end.
-        return {**call_message(calls), "content": _VALUE}
+    def _calling_turn(self, calls: list[Call]) -> dict[str, Any]:
+        if self._probes.one_call:
+            return call_message(calls, arguments_as_text=self._probes.arguments_as_text)
+        # The template renders only the content of a turn, so the content marks its end.
+        return call_message(calls, content=_VALUE)
 
-    def _render(self, replies: list[dict[str, Any]]) -> _Place:
-        """A conversation with these replies, and its calling turn's end."""
+    def _render(self, replies: list[dict[str, Any]]) -> _Conversation:
+        """A conversation with these replies to as many calls."""
         calls, messages = [], []
         for number, reply in enumerate(replies):
             name = str(reply.get("name") or "")
-            name = name if _SAFE_NAME.fullmatch(name) else _DUMMY_NAME
-            # Some templates insist on ids of nine letters and digits.
-            call_id = reply.get("tool_call_id") or f"call{number:05d}"
+            name = name if _SAFE_NAME.fullmatch(name) else _PLACEHOLDER_NAME
+            call_id = reply.get("tool_call_id") or _placeholder_id(number)
             calls.append(Call(name, {"akey": _VALUE}, call_id))
             messages.append({**reply, "role": "tool", "name": name, "tool_call_id": call_id})
         if self.as_user:
-            messages = [{"role": "user", "content": _together([reply.get("content") for reply in replies])}]
-        shown = calls if self._several else calls[:1]
-        rendered = self._template.attempt([USER, self._message(shown), *messages], self._schemas, prompt=True)
+            messages = [{"role": "user", "content": _joined([reply.get("content") for reply in replies])}]
+        rendered_calls = calls if self._probes.two_calls else calls[:1]
+        rendered = self._template.try_render(
+            [USER, self._calling_turn(rendered_calls), *messages], self._schemas, prompt=True
+        )
         if rendered is None:
             for number, (call, message) in enumerate(zip(calls, messages)):
-                call.id = message["tool_call_id"] = f"call{number:05d}"
-            rendered = self._template.text([USER, self._message(shown), *messages], self._schemas, prompt=True)
-        place = self._locate(rendered, len(shown))
-        if place is None or not rendered.startswith(self._gap, place.end):
-            raise ValueError(self._no_suffix(rendered))
-        return place
+                call.id = message["tool_call_id"] = _placeholder_id(number)
+            rendered = self._template.render(
+                [USER, self._calling_turn(rendered_calls), *messages], self._schemas, prompt=True
+            )
+        conversation = self._locate(rendered, len(rendered_calls))
+        if conversation is None or not conversation.tail.startswith(self._turn_end):
+            raise ValueError(self._no_continuation(rendered))
+        return conversation
 
-    def _locate(self, rendered: str, num_calls: int) -> _Place | None:
-        """Where the calling turn of a dummy conversation ends."""
+    def _locate(self, rendered: str | None, num_calls: int = 1) -> _Conversation | None:
+        """Finds the end of the calls in a rendered conversation; None if they are not in it as they were given."""
+        if rendered is None:
+            return None
         start = turn_start(rendered, self._prompt)
-        if self._syntax is None or not self._shown.one:
-            end = start - 1
-            for _ in range(num_calls):
-                end = rendered.find(_VALUE, end + 1)
-                if end < 0:
-                    return None
-            end += len(_VALUE)
-            # The call's own closing lies before the mark that ends the turn wherever the turn stands last.
-            mark = self._template.last_mark(self._alone, 0) if self._alone else None
-            place = -1 if mark is None else rendered.find(mark.text, end)
-            return _Place(rendered, end if place < 0 else place)
-        seen = 0
-        turn = rendered[start:]
-        for region in self._syntax.read(turn, {}):
-            seen += len(region.calls)
-            if seen >= num_calls:
-                well = region.is_well_formed and region.calls[-1].arguments == {"akey": _VALUE}
-                return _Place(rendered, start + region.end) if well else None
+        if self._syntax is None:
+            return self._locate_by_value(rendered, start, num_calls)
+        num_found = 0
+        for span in self._syntax.read(rendered[start:], {}):
+            num_found += len(span.calls)
+            if num_found >= num_calls:
+                is_kept = span.is_well_formed and span.calls[-1].arguments == _CALL.arguments
+                return _Conversation(rendered, start + span.end) if is_kept else None
         return None
 
-    def _find_end(self, place: _Place) -> Mark | None:
-        """The mark that ends the turn: the one that ends it where nothing follows, else the first before the reply."""
-        text, result = place.text, place.text.index(_RESULT, place.end)
-        alone = self._locate(self._alone, 1) if self._alone else None
-        if alone is not None:
-            last = self._template.last_mark(alone.text, alone.end)
-            at = -1 if last is None else text.find(last.text, place.end, result)
-            if last is not None and at >= 0:
-                return Mark(last.text, last.id, at, at + len(last.text))
-        return self._template.first_mark(text, place.end, result)
+    def _locate_by_value(self, rendered: str, start: int, num_calls: int) -> _Conversation | None:
+        end = start
+        for _ in range(num_calls):
+            value = rendered.find(_VALUE, end)
+            if value < 0:
+                return None
+            end = value + len(_VALUE)
+        # An unknown closing tag of the call stands before the end token of the turn.
+        end_token = self._last_control_token(self._unanswered or "")
+        place = -1 if end_token is None else rendered.find(end_token.text, end)
+        return _Conversation(rendered, end if place < 0 else place)
 
-    def _behind_mark(self, text: str, cut: int, encode: Callable[[str], list[int]]) -> list[int]:
-        """Ids behind the end mark, from the ids of the whole text: tokens next to a mark may depend on it."""
-        assert self.end_mark is not None
-        count = text.count(self.end_mark.text, 0, cut)
-        ids = encode(text)
-        at = -1
-        for _ in range(count):
-            at = ids.index(self.end_mark.id, at + 1)
-        return ids[at + 1 :]
+    def _find_end_token(self, conversation: _Conversation) -> ControlToken | None:
+        """The token that ends the turn if nothing follows it, else the first token before the reply."""
+        text, start = conversation.text, conversation.calls_end
+        result = text.index(_RESULT, start)
+        unanswered = self._locate(self._unanswered)
+        last = None if unanswered is None else self._last_control_token(unanswered.text, unanswered.calls_end)
+        tokens = self._template.control_tokens(text, start, result)
+        same = [token for token in tokens if last is not None and token.text == last.text]
+        return next(iter(same or tokens), None)
 
-    def _is_ended(self, turn_ids: list[int]) -> bool:
-        assert self.end_mark is not None
-        if not turn_ids:
-            return False
-        if turn_ids[-1] == self.end_mark.id:
-            return True
-        # Another end-of-turn token of the model's (Llama has two) does as well, unless the mark is one that opens
-        # the replies.
-        ends_text = self._template.first_mark(self._shown.text_end, 0)
-        is_plain = ends_text is not None and ends_text.text == self.end_mark.text
-        return is_plain and turn_ids[-1] in self._other_ends
+    def _last_control_token(self, text: str, start: int = 0) -> ControlToken | None:
+        return next(reversed(self._template.control_tokens(text, start)), None)
 
-    def _check_tokens(self, place: _Place) -> None:
-        if self.end_mark is None:
+    def _find_closing_ids(self) -> set[int]:
+        """Ids of the end token and of tokens that end a calling turn as well, such as the second one of Llama.
+
+        There are no others if the end token opens the replies. Special tokens inside calls end no turn.
+        """
+        if self.end_token is None:
+            return set()
+        ends = self._template.control_tokens(self._probes.text_end)
+        if not ends or ends[0].text != self.end_token.text:
+            return {self.end_token.id}
+        in_calls = self._template.control_tokens(self._probes.one_call + self._probes.two_calls)
+        return {*self._template.tokenizer.all_special_ids} - {token.id for token in in_calls} | {self.end_token.id}
+
+    def _check_end_token(self, conversation: _Conversation) -> None:
+        if self.end_token is None:
             return
-        ids = self._template.ids(place.text)
-        if ids.count(self.end_mark.id) != place.text.count(self.end_mark.text):
+        ids = self._template.encode(conversation.text)
+        if ids.count(self.end_token.id) != conversation.text.count(self.end_token.text):
             raise ValueError(
-                f"the tokenizer does not keep {self.end_mark.text!r}, which ends a turn in its chat template, as one "
+                f"the tokenizer does not keep {self.end_token.text!r}, which ends a turn in its chat template, as one "
                 "token; tools need a tokenizer whose template and special tokens belong together"
             )
 
-    def _no_suffix(self, answered: str) -> str:
-        alone = self._alone or ""
-        first, second = difference(alone, answered)
+    def _no_continuation(self, answered: str) -> str:
+        first, second = excerpts(self._unanswered or "", answered)
         return (
             "the chat template gives no way to continue a turn that calls a tool: the turn's call and the reply "
             f"cannot both be found behind each other. A turn with a call is rendered as\n  {first!r}\nand with the "
@@ -228,16 +245,16 @@ class ReplyWriter:
         )
 
 
-def _together(contents: list[Any]) -> Any:
-    """The contents of several replies as one: a text, or content blocks if there are any."""
+def _placeholder_id(number: int) -> str:
+    """A call id of nine letters and digits, as some templates require."""
+    return f"call{number:05d}"
+
+
+def _joined(contents: list[Any]) -> Any:
+    """Joins the contents of several replies: one text, or one list if any content consists of blocks."""
     if not any(isinstance(content, list) for content in contents):
         return "\n".join(map(str, contents))
     blocks: list[Any] = []
     for content in contents:
         blocks += content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
     return blocks
-
-
-def _behind(text: str, part: str) -> int:
-    place = text.find(part)
-    return len(text) if place < 0 else place + len(part)

@@ -1,4 +1,4 @@
-"""Values in calls: JSON, and texts that get their type from a tool's schema."""
+"""Values of call arguments: JSON, and texts that are converted to the type in a tool's schema."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 
 from groupgrad.chat.records import Call, Parameters
 
-# Models write line breaks inside strings as they are; that is no reason to refuse a call.
+# Models write line breaks inside strings unescaped; that is no reason to reject a call.
 _DECODER = json.JSONDecoder(strict=False)
 
 _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
 @dataclass(slots=True, frozen=True)
 class Decoded:
-    """A JSON value found in a text, and where the text goes on behind it."""
+    """A value decoded from a text, and the index of the character behind it."""
 
     value: Any
     end: int
 
 
 def decode_json(text: str, at: int = 0) -> Decoded:
-    """The JSON value that begins at a place of the text (white space before it is skipped); ValueError if none does."""
+    """Decodes the JSON value at `at` (white space before it is skipped); ValueError if it is malformed."""
     while at < len(text) and text[at].isspace():
         at += 1
     try:
@@ -36,98 +37,87 @@ def decode_json(text: str, at: int = 0) -> Decoded:
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
             raise ValueError("it ends too early") from None
-        raise ValueError(f"{error.msg} at character {error.pos - at} of {_shown(text[at:])}") from None
+        raise ValueError(f"{error.msg} at character {error.pos - at} of {_excerpt(text[at:])}") from None
     return Decoded(value, end)
 
 
 def call_from_value(value: Any) -> Call:
-    """The call that a decoded object stands for.
+    """Converts a decoded object to a call.
 
-    Name and arguments may lie in a `function` object or beside each other, and arguments may be a JSON text.
+    Name and arguments may stand in a `function` object or beside each other, and arguments may be a JSON text.
     """
     if not isinstance(value, Mapping):
-        return Call("", problem=f"a call must be a JSON object with a name and arguments, not {_shown(value)}")
+        return Call("", problem=f"a call must be a JSON object with a name and arguments, not {_excerpt(value)}")
     inner = value.get("function")
-    holder: Mapping[str, Any] = inner if isinstance(inner, Mapping) else value
-    name = next((holder[key] for key in _NAME_KEYS if isinstance(holder.get(key), str)), "")
-    arguments = next((holder[key] for key in _ARGUMENT_KEYS if key in holder), None)
+    function: Mapping[str, Any] = inner if isinstance(inner, Mapping) else value
+    name = next((function[key] for key in _NAME_KEYS if isinstance(function.get(key), str)), "")
+    arguments = next((function[key] for key in _ARGUMENT_KEYS if key in function), None)
     call_id = next((value[key] for key in ("id", "call_id") if isinstance(value.get(key), str)), None)
     if not name:
-        return Call("", id=call_id, problem=f"the call has no name: {_shown(dict(value))}")
+        return Call("", id=call_id, problem=f"the call has no name: {_excerpt(dict(value))}")
     return call_from_arguments(name, arguments, call_id)
 
 
 def call_from_arguments(name: str, arguments: Any, call_id: str | None = None) -> Call:
-    """A call of a name with decoded arguments: an object, a JSON text of one, or None for no arguments."""
-    if isinstance(arguments, str):
-        try:
+    """Builds a call from decoded arguments: an object, a JSON text of one, or None for no arguments."""
+    try:
+        if isinstance(arguments, str):
             arguments = decode_json(arguments).value if arguments.strip() else {}
-        except ValueError as error:
-            return Call(name, id=call_id, problem=f"the arguments of {name} are no valid JSON: {error}")
-    if arguments is None:
-        arguments = {}
+    except ValueError as error:
+        return Call(name, id=call_id, problem=f"the arguments of {name} are no valid JSON: {error}")
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
-        return Call(
-            name,
-            id=call_id,
-            problem=f"the arguments of {name} must be a JSON object, not {_shown(arguments)}",
-        )
+        problem = f"the arguments of {name} must be a JSON object, not {_excerpt(arguments)}"
+        return Call(name, id=call_id, problem=problem)
     return Call(name, {str(key): value for key, value in arguments.items()}, call_id)
 
 
 def parameter_schemas(schemas: list[dict[str, Any]]) -> Parameters:
-    """The schema of each parameter by function name and parameter name."""
-    found: Parameters = {}
-    for schema in schemas:
-        function = schema.get("function", schema)
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        found[function.get("name", "")] = dict(properties)
-    return found
+    """Schema of each parameter by function name and parameter name."""
+    functions = [schema.get("function", schema) for schema in schemas]
+    return {
+        function.get("name", ""): dict((function.get("parameters") or {}).get("properties") or {})
+        for function in functions
+    }
 
 
-def typed_value(text: str, schema: dict[str, Any] | None) -> Any:
-    """A text as the value that the parameter's schema asks for; the text itself where the schema has no other use.
+def typed_value(text: str, schema: Any) -> Any:
+    """Converts a text to a type of its parameter's schema; returns the text itself if it fits no type.
 
-    Texts that fit no type of the schema stay texts, so that whoever checks arguments can say what does not fit.
+    The check of the arguments against the schema can then name the text that does not fit.
     """
-    kinds = _kinds(schema or {})
-    plain = text.strip()
-    if "null" in kinds and plain in ("null", "None"):
+    types = _schema_types(schema)
+    stripped = text.strip()
+    if "null" in types and stripped in ("null", "None"):
         return None
-    if "boolean" in kinds and plain.lower() in ("true", "false"):
-        return plain.lower() == "true"
-    if "integer" in kinds and re.fullmatch(r"[+-]?\d{1,4000}", plain):
-        return int(plain)
-    if "number" in kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", plain) and len(plain) < 400:
-        is_whole = re.fullmatch(r"[+-]?\d+", plain) is not None
-        return int(plain) if is_whole else float(plain)
-    if ("array" in kinds and plain.startswith("[")) or ("object" in kinds and plain.startswith("{")):
+    if "boolean" in types and stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    is_integer = re.fullmatch(r"[+-]?\d{1,4000}", stripped) is not None
+    if is_integer and ("integer" in types or ("number" in types and len(stripped) < 400)):
+        return int(stripped)
+    if "number" in types and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", stripped) and len(stripped) < 400:
+        return float(stripped)
+    if ("array" in types and stripped.startswith("[")) or ("object" in types and stripped.startswith("{")):
         try:
-            decoded = decode_json(plain)
+            decoded = decode_json(stripped)
         except ValueError:
             return text
-        return decoded.value if decoded.end == len(plain) else text
+        return decoded.value if decoded.end == len(stripped) else text
     return text
 
 
-def _kinds(schema: dict[str, Any]) -> set[str]:
-    kinds: set[str] = set()
+def _schema_types(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
     declared = schema.get("type")
-    if isinstance(declared, str):
-        kinds.add(declared)
-    elif isinstance(declared, list):
-        kinds.update(kind for kind in declared if isinstance(kind, str))
+    names = declared if isinstance(declared, list) else [declared]
+    types = {name for name in names if isinstance(name, str)}
+    types |= {"null"} if schema.get("nullable") else set()
     for option in [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]:
-        if isinstance(option, dict):
-            kinds |= _kinds(option)
-    if schema.get("nullable"):
-        kinds.add("null")
-    if not kinds and schema.get("enum"):
-        names = {bool: "boolean", int: "integer", float: "number", type(None): "null"}
-        kinds.update(names.get(type(value), "string") for value in schema["enum"])
-    return kinds
+        types |= _schema_types(option)
+    return types or {_JSON_TYPES.get(type(value), "string") for value in schema.get("enum") or []}
 
 
-def _shown(value: Any, limit: int = 120) -> str:
+def _excerpt(value: Any, limit: int = 120) -> str:
     text = value if isinstance(value, str) else repr(value)
     return repr(text) if isinstance(value, str) and len(text) <= limit else text[:limit] + "..." * (len(text) > limit)

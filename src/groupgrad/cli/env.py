@@ -98,7 +98,7 @@ def _tools_line(model: Any, name: str, trust_remote_code: bool) -> str:
 
     try:
         tokenizer = load.load_tokenizer(model, name, revision=None, trust_remote_code=trust_remote_code)
-        chat = ChatFormat.of(load.inner_tokenizer(tokenizer), schemas=[])
+        chat = ChatFormat(load.inner_tokenizer(tokenizer), schemas=[])
     except (OSError, ValueError, ImportError) as error:
         return f"not to be had: {str(error).splitlines()[0]}"
     ends = ", ".join(map(repr, load.inner_tokenizer(tokenizer).convert_ids_to_tokens(list(chat.end_ids))))

@@ -150,12 +150,12 @@ def build_rollout_components(
     with ExitStack() as on_error:
         if environments is not None:
             on_error.callback(environments.close)
-        chat = ChatFormat.of(
+        chat = ChatFormat(
             prompt_maker.tokenizer,
             schemas=schemas,
             chat_template_kwargs=prompt_maker.chat_template_kwargs,
             response_parser=response_parser,
-            readable=prompt_maker.readable,
+            prepare_messages=prompt_maker.readable,
         )
         on_error.pop_all()
     return RolloutComponents(tools=shared_tools, environments=environments, chat=chat)

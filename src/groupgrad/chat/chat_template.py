@@ -1,0 +1,91 @@
+"""Rendering of conversations with a tokenizer's chat template, and the control tokens of rendered texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from groupgrad.data.prompts import drop_empty_fields
+from groupgrad.types import Messages
+
+
+@dataclass(slots=True, frozen=True)
+class ControlToken:
+    """A special or added token of the tokenizer at its place in a rendered text."""
+
+    text: str
+    id: int
+    start: int
+    end: int
+
+
+class ChatTemplate:
+    """Renders conversations with the chat template of a tokenizer.
+
+    `prepare_messages` brings messages into the form that the template takes (text or content blocks).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        prepare_messages: Callable[[Messages], Messages] | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self._prepare_messages = prepare_messages or drop_empty_fields
+        self._kwargs = dict(chat_template_kwargs or {})
+        self.error: Exception | None = None
+        """The exception of the last `try_render` that returned None."""
+        self._ids = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
+
+    def render(
+        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None = None, *, prompt: bool = False
+    ) -> str:
+        """Text of a conversation; `prompt` adds the generation prompt. Raises whatever the template raises."""
+        return self.tokenizer.apply_chat_template(
+            self._prepare_messages(messages),
+            tools=schemas or None,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **self._kwargs,
+        )
+
+    def try_render(
+        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None = None, *, prompt: bool = False
+    ) -> str | None:
+        """`render`, or None if the template rejects the conversation (the exception is kept in `error`)."""
+        try:
+            return self.render(messages, schemas, prompt=prompt)
+        except Exception as error:  # templates may raise anything
+            self.error = error
+            return None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a rendered text. Control tokens in it are encoded as such, whatever part they came with."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def control_tokens(self, text: str, start: int = 0, end: int | None = None) -> list[ControlToken]:
+        """Control tokens in `text[start:end]`, in order."""
+        matches = self._pattern.finditer(text, start, len(text) if end is None else end)
+        return [ControlToken(match[0], self._ids[match[0]], match.start(), match.end()) for match in matches]
+
+
+def common_prefix_length(first: str, second: str) -> int:
+    """Number of characters that both texts begin with."""
+    limit = min(len(first), len(second))
+    return next((i for i in range(limit) if first[i] != second[i]), limit)
+
+
+def excerpts(first: str, second: str, width: int = 60) -> tuple[str, str]:
+    """Excerpts of both texts around the first place where they differ."""
+    place = common_prefix_length(first, second)
+    start, end = max(0, place - width), place + width
+    return (
+        "..." * (start > 0) + first[start:end] + "..." * (end < len(first)),
+        "..." * (start > 0) + second[start:end] + "..." * (end < len(second)),
+    )
