@@ -80,7 +80,7 @@ def test_a_demonstration_is_what_the_template_and_the_call_reader_make_of_it():
         read = chat.parse(turn, schemas)
         assert [(call.name, call.arguments["n"], call.problem) for call in read.calls] == [("look", left, None)]
         answer = {"role": "tool", "name": "look", "content": str(left - 1)}
-        assert chat.reply_ids(turn, read.message, [answer], schemas) == reply
+        assert chat.reply_ids(turn, [answer]) == reply
     assert chat.parse(turns[3], schemas).calls == []
 
 

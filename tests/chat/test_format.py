@@ -140,7 +140,7 @@ def test_a_reply_continues_an_ended_turn(family: Any, byte_tokenizer: Any) -> No
     message = assistant(tokenizer, [("look_up", {"note": "x"})])
     ids = turn_ids(tokenizer, message, family.ends[0])
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
-    assert tokenizer.decode(chat.reply_ids(ids, message, [reply], SCHEMAS)) == family.reply
+    assert tokenizer.decode(chat.reply_ids(ids, [reply])) == family.reply
 
 
 def test_a_turn_that_was_not_ended_gets_its_end(family: Any, byte_tokenizer: Any) -> None:
@@ -149,7 +149,7 @@ def test_a_turn_that_was_not_ended_gets_its_end(family: Any, byte_tokenizer: Any
     message = assistant(tokenizer, [("look_up", {"note": "x"})])
     ids = turn_ids(tokenizer, message, family.ends[0])
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
-    text = tokenizer.decode(chat.reply_ids(ids[:-1], message, [reply], SCHEMAS))
+    text = tokenizer.decode(chat.reply_ids(ids[:-1], [reply]))
     assert text == family.ends[0] + family.reply
 
 
@@ -172,7 +172,7 @@ def test_appended_ids_are_the_rendered_conversation(family: Any, byte_tokenizer:
             for i, (name, _) in enumerate(calls)
         ]
         ids = turn_ids(tokenizer, message, family.ends[0])
-        appended = chat.prompt_ids([USER], SCHEMAS) + ids + chat.reply_ids(ids, message, replies, SCHEMAS)
+        appended = chat.prompt_ids([USER], SCHEMAS) + ids + chat.reply_ids(ids, replies)
         rendered = chat.prompt_ids([USER, message, *replies], SCHEMAS)
         assert (appended == rendered) == family.keeps_history
 
@@ -201,13 +201,13 @@ def test_a_reply_with_a_strange_name_or_id_is_rendered_all_the_same(family: Any,
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     for name, call_id in (('a"} b', None), ("", "x"), ("</tool_call>", "much too long an id")):
         reply = {"role": "tool", "name": name, "content": "OK7", "tool_call_id": call_id}
-        assert "OK7" in tokenizer.decode(chat.reply_ids([], {}, [reply], SCHEMAS))
+        assert "OK7" in tokenizer.decode(chat.reply_ids([], [reply]))
 
 
 def test_no_reply_is_an_error(families: Any, byte_tokenizer: Any) -> None:
     chat = ChatFormat(tokenizer_of(families["json"], byte_tokenizer), schemas=SCHEMAS)
     with pytest.raises(ValueError, match="no replies"):
-        chat.reply_ids([1], {}, [], SCHEMAS)
+        chat.reply_ids([1], [])
 
 
 def test_another_end_of_turn_token_ends_a_turn_too(families: Any, byte_tokenizer: Any) -> None:
@@ -215,4 +215,4 @@ def test_another_end_of_turn_token_ends_a_turn_too(families: Any, byte_tokenizer
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": None}
     ended = [5, tokenizer.convert_tokens_to_ids("<|eom_id|>")]
-    assert tokenizer.decode(chat.reply_ids(ended, {}, [reply], SCHEMAS)) == families["bare"].reply
+    assert tokenizer.decode(chat.reply_ids(ended, [reply])) == families["bare"].reply

@@ -290,10 +290,10 @@ def test_the_real_qwen3_template(shared: Path) -> None:
     assert turn.calls == [F]
     assert (turn.message["content"], turn.message["reasoning_content"]) == ("I look.", "hm")
     reply = {"role": "tool", "name": "f", "content": "2", "tool_call_id": None}
-    appended = chat.prompt_ids([user], SCHEMAS) + ids + chat.reply_ids(ids, turn.message, [reply, reply], SCHEMAS)
+    appended = chat.prompt_ids([user], SCHEMAS) + ids + chat.reply_ids(ids, [reply, reply])
     # With thought in it the template keeps the turn, so it renders the whole as we do.
     assert appended == chat.prompt_ids([user, turn.message, reply, reply], SCHEMAS)
-    assert chat.reply_ids(ids[:-1], turn.message, [reply], SCHEMAS)[0] == chat.end_ids[0]
+    assert chat.reply_ids(ids[:-1], [reply])[0] == chat.end_ids[0]
 
 
 def test_the_real_qwen3_template_without_thinking(shared: Path) -> None:
@@ -301,7 +301,7 @@ def test_the_real_qwen3_template_without_thinking(shared: Path) -> None:
     chat = ChatFormat(tokenizer, schemas=SCHEMAS, chat_template_kwargs={"enable_thinking": False})
     ids = tokenizer('<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call><|im_end|>')["input_ids"]
     reply = {"role": "tool", "name": "f", "content": "2", "tool_call_id": None}
-    text = tokenizer.decode(chat.reply_ids(ids, {}, [reply], SCHEMAS))
+    text = tokenizer.decode(chat.reply_ids(ids, [reply]))
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert chat.parse(ids, SCHEMAS).message["content"] == ""
 
@@ -346,4 +346,4 @@ def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
     turn = parse(chat, text)
     assert [(call.name, call.arguments, call.problem) for call in turn.calls] == [("f", {"n": 1}, None)]
     reply = {"role": "tool", "name": "f", "content": "Answer7", "tool_call_id": "abcdefgh1"}
-    assert "Answer7" in tokenizer.decode(chat.reply_ids([], turn.message, [reply], SCHEMAS))
+    assert "Answer7" in tokenizer.decode(chat.reply_ids([], [reply]))

@@ -38,10 +38,8 @@ def test_with_a_parser_replies_are_rendered_all_the_same(byte_tokenizer: Any, ca
         chat = ChatFormat(tokenizer, schemas=SCHEMAS, response_parser=parser)
     assert not chat.shows_tools and "does not show tools" in caplog.text
     reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
-    assert tokenizer.decode(chat.reply_ids([5], {}, [reply, reply], SCHEMAS)) == (
-        "<|end|><tool>OK<|end|><tool>OK<|end|><assistant>"
-    )
-    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], {}, [reply], SCHEMAS)) == "<tool>OK<|end|><assistant>"
+    assert tokenizer.decode(chat.reply_ids([5], [reply, reply])) == ("<|end|><tool>OK<|end|><tool>OK<|end|><assistant>")
+    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], [reply])) == "<tool>OK<|end|><assistant>"
     assert chat.parse(tokenizer("f<|end|>")["input_ids"], SCHEMAS).calls[0].name == "f"
 
 
@@ -63,7 +61,7 @@ def test_with_a_parser_replies_become_user_messages_where_there_is_no_role_for_t
         chat = ChatFormat(tokenizer, schemas=SCHEMAS, response_parser=parser)
     assert "rendered as messages of the user" in caplog.text
     replies = [{"role": "tool", "name": "f", "content": content, "tool_call_id": None} for content in ("OK", "7")]
-    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], {}, replies, SCHEMAS)) == (
+    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], replies)) == (
         "\n<start>user\nOK\n7<end>\n<start>assistant\n"
     )
 
@@ -77,7 +75,7 @@ def test_tools_are_shown_beside_replies_where_that_changes_them(families: Any, b
     tokenizer = byte_tokenizer(template, family.special)
     reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], {}, [reply], SCHEMAS))
+    assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], [reply]))
 
 
 def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
@@ -94,7 +92,7 @@ def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
     turn = chat.parse(tokenizer('<call>{"name": "f"}</call>')["input_ids"] + [tokenizer.eos_token_id], SCHEMAS)
     assert [call.name for call in turn.calls] == ["f"]
     reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
-    assert tokenizer.decode(chat.reply_ids([1], {}, [reply], SCHEMAS)) == "\ntool: OK\nassistant: "
+    assert tokenizer.decode(chat.reply_ids([1], [reply])) == "\ntool: OK\nassistant: "
 
 
 def test_an_unknown_syntax_is_shown(byte_tokenizer: Any) -> None:

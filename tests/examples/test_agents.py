@@ -72,7 +72,7 @@ def test_the_library_reads_the_template(calculator, tokenizer) -> None:
     (call,) = chat.parse(ids, schemas).calls
     assert (call.name, call.arguments) == ("multiply", {"a": 37, "b": 58})
     reply = {"role": "tool", "name": "multiply", "content": "2146"}
-    more = chat.reply_ids(ids, chat.parse(ids, schemas).message, [reply], schemas)
+    more = chat.reply_ids(ids, [reply])
     assert tokenizer.decode(more) == "<tool>2146<end><assistant>"
 
 

@@ -159,7 +159,7 @@ class NamedArguments(TaggedCalls):
     """
 
     def __init__(self, tags: Tags, middle: str = "", *, id_example: str = "", quote: str | None = None):
-        is_json = quote is None
+        self._is_json = is_json = quote is None
         super().__init__(tags, f"{'a name and JSON arguments' if is_json else 'name{key:value}'} after {tags.opening}")
         self._middle = middle
         self._notation = "JSON" if is_json else "{key:value} text"
@@ -183,6 +183,9 @@ class NamedArguments(TaggedCalls):
         except ValueError as error:
             problem = f"the arguments of {name} are no valid {self._notation}: {error}"
             return Body([Call(name, id=call_id, problem=problem)], head.end(), is_complete=False)
+        if not self._is_json and not self._closing.match(text, arguments.end):
+            # A value without quotes may have run past the next opening tag: resume before it.
+            return Body([Call(name, problem=self._unclosed(name))], at, is_complete=False)
         return Body([call_from_arguments(name, arguments.value, call_id)], arguments.end)
 
 

@@ -96,12 +96,7 @@ class ChatFormat:
         return self._template.render(messages, schemas, prompt=True)
 
     def reply_ids(
-        self,
-        turn_ids: list[int],
-        message: dict[str, Any],
-        replies: list[dict[str, Any]],
-        schemas: list[dict[str, Any]],
-        encode: Callable[[str], list[int]] | None = None,
+        self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]] | None = None
     ) -> list[int]:
         """Token ids to append to a sampled turn: the missing part of its end, `replies`, and the generation prompt.
 

@@ -27,12 +27,7 @@ class PlainFormat:
         return self._prompt_maker.render(messages)
 
     def reply_ids(
-        self,
-        turn_ids: list[int],
-        message: dict[str, Any],
-        replies: list[dict[str, Any]],
-        schemas: list[dict[str, Any]],
-        encode: Callable[[str], list[int]] | None = None,
+        self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]] | None = None
     ) -> list[int]:
         """Never called, as there are no calls to reply to."""
         raise AssertionError("there are no tools, so there are no replies")

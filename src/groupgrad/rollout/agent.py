@@ -283,7 +283,7 @@ class _Agent:
         encoder = ReplyEncoder(maker, messages)
         with _fails_rollout("the chat template cannot render a tool's reply"):
             readable = maker.readable(messages)
-            reply_ids = self._chat.reply_ids(turn_ids, turn.message, readable, self._toolbox.schemas, encoder)
+            reply_ids = self._chat.reply_ids(turn_ids, readable, encoder)
         if len(reply_ids) >= budget - len(self._ids):
             return False
         self._messages += messages
