@@ -1,4 +1,4 @@
-"""What the model gets to read of what a tool returned."""
+"""Message content from tool results: text, JSON, and blocks with images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 
 
 class NotJson(TypeError):
-    """A tool returned what cannot be written as text; the message is for the model."""
+    """A tool's result has no form in JSON; the message is worded for the model."""
 
     def __init__(self, type_name: str, reason: str):
         super().__init__(f"the tool returned a {type_name}, which cannot be written as JSON")
@@ -31,29 +31,29 @@ class NotJson(TypeError):
 
 @dataclass(slots=True, frozen=True)
 class Rendered:
-    """A tool's result as a message carries it."""
+    """A tool's result as the content of a message."""
 
     content: Content
     images: list[Any] = field(default_factory=list[Any])
-    """What the image blocks of `content` show, in their order."""
+    """Images of the blocks of `content`, in order: PIL images, paths, URLs or base64 texts."""
 
 
 def render(value: Any, max_chars: int) -> Rendered:
-    """A tool's result for the model: a text as it is, anything else as JSON; text beyond `max_chars` is cut.
+    """Renders a tool's result: a text as it is, anything else as JSON; text is truncated to `max_chars`.
 
-    A list of content blocks with an image among them stays one; blocks of text alone become one text, since templates
-    of text models write nothing for a list. NotJson for what JSON has no form for.
+    A list of content blocks stays a list if it has images. Blocks of text alone are joined, since templates of text
+    models render nothing for a list. NotJson for values that JSON has no form for.
     """
     if is_image(value):
         return Rendered([{"type": "image", "image": value}], [value])
-    if _is_blocks(value):
+    if isinstance(value, list) and value and all(map(_is_block, value)):
         return _render_blocks(value, max_chars)
     return Rendered(cut(_text(value), max_chars))
 
 
 def cut(text: str, max_chars: int) -> str:
-    """A text of any length as one of at most about `max_chars` characters, with a notice if it was longer."""
-    # A lone surrogate, which JSON may spell out, is a character that no tokenizer takes.
+    """Truncates a text to `max_chars` characters and appends a notice if it was longer."""
+    # JSON may spell out lone surrogates, which no tokenizer accepts.
     text = text.encode("utf-8", "replace").decode("utf-8")
     if len(text) <= max_chars:
         return text
@@ -64,7 +64,7 @@ def _text(value: Any) -> str:
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, str):
-        return str.__str__(value)  # of a subclass, the plain text
+        return str.__str__(value)  # the plain text of a subclass
     try:
         if isinstance(value, (bytes, bytearray)):
             return bytes(value).decode("utf-8")
@@ -74,18 +74,18 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has no form for as one that it has."""
+    """Converts a value of a common type without a form in JSON to one that has it."""
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         return value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, (set, frozenset)):
-        # The order of a set of texts differs from one interpreter to the next.
+        # The iteration order of a set of texts differs between processes.
         return sorted(value, key=lambda item: (type(item).__name__, repr(item)))
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
     if isinstance(value, (pathlib.PurePath, uuid.UUID, datetime.timedelta)):
         return str(value)
     if isinstance(value, enum.Enum):
@@ -95,12 +95,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no form in JSON")
 
 
-def _is_blocks(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_block(item) for item in value)
-
-
 def _is_block(item: Any) -> bool:
-    """True for a content block. Rows of a table may have a column `type` too, so that alone does not make one."""
+    """True for a content block. Rows of a table may have a column `type` too, so other keys are checked as well."""
     if not isinstance(item, dict):
         return False
     if item.get("type") == "text":
@@ -118,7 +114,7 @@ def _render_blocks(blocks: list[dict[str, Any]], max_chars: int) -> Rendered:
     for block in blocks:
         if block["type"] != "text":
             content.append(dict(block))
-        elif left >= 0:  # texts behind the cut are left out
+        elif left >= 0:  # texts behind the truncated one are left out
             text, left = cut(block["text"][:left], max_chars), left - len(block["text"])
             notice = f"\n[cut: {max_chars} characters of {total} shown]" if left < 0 else ""
             content.append({"type": "text", "text": text + notice})
@@ -126,6 +122,6 @@ def _render_blocks(blocks: list[dict[str, Any]], max_chars: int) -> Rendered:
 
 
 def is_image(value: Any) -> bool:
-    """True for an image of Pillow, which need not be installed."""
+    """True for a Pillow image. Pillow need not be installed."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
