@@ -99,7 +99,6 @@ def test_what_is_found_about_a_template(family: Any, byte_tokenizer: Any) -> Non
     assert family.name in chat.name
     assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == list(family.ends)
     assert chat.shows_tools
-    assert (chat.rewrites_history is None) == family.keeps_history
 
 
 def test_prompts_are_those_of_the_template(family: Any, byte_tokenizer: Any) -> None:

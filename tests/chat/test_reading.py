@@ -282,7 +282,6 @@ def test_the_real_qwen3_template(shared: Path) -> None:
     assert chat.name == "JSON objects in <tool_call> tags"
     assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == ["<|im_end|>"]
     assert chat.shows_tools
-    assert chat.rewrites_history is not None and "<think>" in chat.rewrites_history[0]
     user = {"role": "user", "content": "Add."}
     text = '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call><|im_end|>'
     ids = tokenizer(text)["input_ids"]
@@ -291,8 +290,11 @@ def test_the_real_qwen3_template(shared: Path) -> None:
     assert (turn.message["content"], turn.message["reasoning_content"]) == ("I look.", "hm")
     reply = {"role": "tool", "name": "f", "content": "2", "tool_call_id": None}
     appended = chat.prompt_ids([user], SCHEMAS) + ids + chat.reply_ids(ids, [reply, reply])
-    # With thought in it the template keeps the turn, so it renders the whole as we do.
+    # The template keeps a turn with reasoning, and rewrites one without it once messages follow.
     assert appended == chat.prompt_ids([user, turn.message, reply, reply], SCHEMAS)
+    answer = {"role": "assistant", "content": "4"}
+    last, followed = (tokenizer.apply_chat_template([user, answer, *more], tokenize=False) for more in ([], [user]))
+    assert "<think>" in last and "<think>" not in followed
     assert chat.reply_ids(ids[:-1], [reply])[0] == chat.end_ids[0]
 
 

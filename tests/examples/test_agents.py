@@ -65,7 +65,6 @@ def test_the_library_reads_the_template(calculator, tokenizer) -> None:
     schemas = [get_json_schema(tool) for tool in calculator.TOOLS]
     chat = ChatFormat(tokenizer, schemas=schemas)
     assert chat.shows_tools
-    assert chat.rewrites_history is None
     assert chat.end_ids == (tokenizer.eos_token_id,)
     text = '<tool_call>{"name": "multiply", "arguments": {"a": 37, "b": 58}}</tool_call><end>'
     ids = tokenizer(text)["input_ids"]
@@ -74,6 +73,9 @@ def test_the_library_reads_the_template(calculator, tokenizer) -> None:
     reply = {"role": "tool", "name": "multiply", "content": "2146"}
     more = chat.reply_ids(ids, [reply])
     assert tokenizer.decode(more) == "<tool>2146<end><assistant>"
+    user, turn = {"role": "user", "content": "37*58="}, chat.parse(ids, schemas).message
+    rendered = chat.prompt_ids([user, turn, reply], schemas)
+    assert chat.prompt_ids([user], schemas) + ids + more == rendered, "the template rewrites earlier turns"
 
 
 def test_whatever_a_tool_says_can_be_written(tokenizer) -> None:

@@ -46,7 +46,7 @@ class Tags:
 
 
 @dataclass(slots=True)
-class Body:
+class ParsedBody:
     """Calls parsed behind an opening tag, and where their text ends."""
 
     calls: list[Call]
@@ -69,7 +69,7 @@ class TaggedCalls(ABC):
         self._outer_closing = re.compile(r"\s*" + literal_pattern(tags.outer_closing))
 
     @abstractmethod
-    def _parse(self, text: str, at: int, parameters: Parameters) -> Body:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
         """Parses the text behind an opening tag that ends at `at`."""
 
     def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
@@ -110,17 +110,17 @@ class JsonCalls(TaggedCalls):
         place = f"in {tags.opening} tags" if tags.closing else f"after {tags.opening}"
         super().__init__(tags, f"{notation} {place}")
 
-    def _parse(self, text: str, at: int, parameters: Parameters) -> Body:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
         calls: list[Call] = []
         while True:
             try:
                 decoded = decode_json(text, at)
             except ValueError as error:
-                return Body([*calls, _invalid_json(error)], at, is_complete=False)
+                return ParsedBody([*calls, _invalid_json(error)], at, is_complete=False)
             calls += map(call_from_value, _as_list(decoded.value))
             at = _skip_separator(text, decoded.end)
             if not text.startswith("{", at):
-                return Body(calls, decoded.end)
+                return ParsedBody(calls, decoded.end)
 
 
 class BareJson:
@@ -171,22 +171,22 @@ class NamedArguments(TaggedCalls):
         excluded = r"\s<>{}\[\]\"'" if is_json else r"\s<>{}"
         self._head = re.compile(rf"(?P<name>[^{excluded}]+?)" + pattern + r"(?=\{)")
 
-    def _parse(self, text: str, at: int, parameters: Parameters) -> Body:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
         head = self._head.match(text, at)
         if head is None:
             form = f"{self.tags.opening}name{self._middle}{{...}}{self.tags.closing}"
             problem = f"the call is not of the form {form}: there is no name with braces behind {self.tags.opening}"
-            return Body([Call("", problem=problem)], at, is_complete=False)
+            return ParsedBody([Call("", problem=problem)], at, is_complete=False)
         name, call_id = head["name"], head.groupdict().get("id")
         try:
             arguments = self._decode(text, head.end())
         except ValueError as error:
             problem = f"the arguments of {name} are no valid {self._notation}: {error}"
-            return Body([Call(name, id=call_id, problem=problem)], head.end(), is_complete=False)
+            return ParsedBody([Call(name, id=call_id, problem=problem)], head.end(), is_complete=False)
         if not self._is_json and not self._closing.match(text, arguments.end):
             # A value without quotes may have run past the next opening tag: resume before it.
-            return Body([Call(name, problem=self._unclosed(name))], at, is_complete=False)
-        return Body([call_from_arguments(name, arguments.value, call_id)], arguments.end)
+            return ParsedBody([Call(name, problem=self._unclosed(name))], at, is_complete=False)
+        return ParsedBody([call_from_arguments(name, arguments.value, call_id)], arguments.end)
 
 
 class KeyedArguments(TaggedCalls):
@@ -213,23 +213,23 @@ class KeyedArguments(TaggedCalls):
             re.DOTALL,
         )
 
-    def _parse(self, text: str, at: int, parameters: Parameters) -> Body:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
         following = self._opening.search(text, at)
         limit = following.start() if following else len(text)
         head = self._head.match(text, at, limit)
         if head is None:
             problem = f"the call has no name behind {self.tags.opening}"
-            return Body([Call("", problem=problem)], at, is_complete=False)
+            return ParsedBody([Call("", problem=problem)], at, is_complete=False)
         call, at = Call(head["name"]), head.end()
         schemas = parameters.get(call.name, {})
         while key := self._key.match(text, at):
             value = self._value.match(text, key.end(), limit)
             if value is None:
                 problem = f"the argument {key['key']!r} of {call.name} is not closed by {self._value_end}"
-                return Body([Call(call.name, problem=problem)], at, is_complete=False)
+                return ParsedBody([Call(call.name, problem=problem)], at, is_complete=False)
             call.arguments[key["key"]] = typed_value(value["value"], schemas.get(key["key"]))
             at = value.end()
-        return Body([call], at)
+        return ParsedBody([call], at)
 
 
 def _as_list(value: object) -> list[object]:

@@ -17,7 +17,6 @@ class ControlToken:
 
     text: str
     id: int
-    start: int
     end: int
 
 
@@ -72,20 +71,10 @@ class ChatTemplate:
     def control_tokens(self, text: str, start: int = 0, end: int | None = None) -> list[ControlToken]:
         """Control tokens in `text[start:end]`, in order."""
         matches = self._pattern.finditer(text, start, len(text) if end is None else end)
-        return [ControlToken(match[0], self._ids[match[0]], match.start(), match.end()) for match in matches]
+        return [ControlToken(match[0], self._ids[match[0]], match.end()) for match in matches]
 
 
 def common_prefix_length(first: str, second: str) -> int:
     """Number of characters that both texts begin with."""
     limit = min(len(first), len(second))
     return next((i for i in range(limit) if first[i] != second[i]), limit)
-
-
-def excerpts(first: str, second: str, width: int = 60) -> tuple[str, str]:
-    """Excerpts of both texts around the first place where they differ."""
-    place = common_prefix_length(first, second)
-    start, end = max(0, place - width), place + width
-    return (
-        "..." * (start > 0) + first[start:end] + "..." * (end < len(first)),
-        "..." * (start > 0) + second[start:end] + "..." * (end < len(second)),
-    )

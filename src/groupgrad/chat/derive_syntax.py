@@ -7,14 +7,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from groupgrad.chat.call_syntax import BareJson, JsonCalls, KeyedArguments, NamedArguments, Tags
+from groupgrad.chat.call_syntax import BareJson, JsonCalls, KeyedArguments, NamedArguments, TaggedCalls, Tags
 from groupgrad.chat.channels import ChannelSyntax
 from groupgrad.chat.probe import SCHEMAS, SECOND_CALL, ProbeRenderings
 from groupgrad.chat.python_calls import PythonCalls
-from groupgrad.chat.records import Call, CallSyntax
+from groupgrad.chat.records import Call
 from groupgrad.chat.values import call_from_value, parameter_schemas
 
 _PIECES = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s+|.", re.DOTALL)
+
+CallSyntax = TaggedCalls | BareJson | ChannelSyntax
+"""Parser of the tool calls in a turn's text."""
 
 SpanFinder = Callable[[str, Call, int], tuple[int, int]]
 """Finds `text[start:end]`, a call without its tags, from an index on; ValueError if there is none."""

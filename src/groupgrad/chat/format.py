@@ -74,9 +74,6 @@ class ChatFormat:
         prompt_with_tools = template.try_render([USER], SCHEMAS, prompt=True) or ""
         self.shows_tools: bool = SCHEMAS[0]["function"]["name"] in prompt_with_tools
         """The template renders the tools' schemas into the prompt; if not, the prompts have to describe them."""
-        self.rewrites_history: tuple[str, str] | None = self._replies.history_rewrite()
-        """Excerpts of two renderings of one turn that differ by what follows it; None if no turn is rewritten. This
-        does no harm, as a sampled turn is never rendered again."""
         padding = {getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "pad_token_id", None)}
         self._trailing_ids = {*self.end_ids, *padding}
         self._cleans_spaces = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from groupgrad.chat.call_syntax import Body, TaggedCalls, Tags
+from groupgrad.chat.call_syntax import ParsedBody, TaggedCalls, Tags
 from groupgrad.chat.records import Call, Parameters
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -17,11 +17,11 @@ class PythonCalls(TaggedCalls):
     def __init__(self, tags: Tags):
         super().__init__(tags, f"a list of Python calls in {tags.opening} tags")
 
-    def _parse(self, text: str, at: int, parameters: Parameters) -> Body:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
         closing = self._closing.search(text, at)
         if closing is None:
-            return Body([Call("", problem=self._unclosed())], len(text), is_complete=False)
-        return Body(_parse_calls(text[at : closing.start()].strip()), closing.start())
+            return ParsedBody([Call("", problem=self._unclosed())], len(text), is_complete=False)
+        return ParsedBody(_parse_calls(text[at : closing.start()].strip()), closing.start())
 
 
 def _parse_calls(source: str) -> list[Call]:

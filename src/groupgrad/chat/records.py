@@ -1,9 +1,9 @@
-"""Records of a parsed assistant turn, and the interface of call syntaxes."""
+"""Records of a parsed assistant turn."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -60,16 +60,3 @@ class SplitTurn:
 
 Parameters = dict[str, dict[str, Any]]
 """Parameter schemas by function name and parameter name."""
-
-
-class CallSyntax(Protocol):
-    """Notation of tool calls in a turn's text."""
-
-    @property
-    def name(self) -> str:
-        """Description for logs and error messages."""
-        ...
-
-    def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
-        """Parses all calls of a text, in order. Never raises: a malformed call is a call with a `problem`."""
-        ...

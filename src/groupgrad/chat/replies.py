@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.chat.chat_template import ChatTemplate, ControlToken, excerpts
-from groupgrad.chat.probe import ANSWER, USER, ProbeRenderings, call_message, turn_start
-from groupgrad.chat.records import Call, CallSyntax
+from groupgrad.chat.chat_template import ChatTemplate, ControlToken, common_prefix_length
+from groupgrad.chat.derive_syntax import CallSyntax
+from groupgrad.chat.probe import USER, ProbeRenderings, call_message, turn_start
+from groupgrad.chat.records import Call
 
 _RESULT = "Probe7Result"
 _VALUE = "Probe7Value"
@@ -23,8 +24,6 @@ _PLACEHOLDER_NAME = "unknown_tool"
 _CALL = Call("probe_tool_one", {"akey": _VALUE}, "probe0001")
 _TOOL_MESSAGE = {"role": "tool", "name": _CALL.name, "content": _RESULT, "tool_call_id": _CALL.id}
 _USER_REPLY = {"role": "user", "content": _RESULT}
-_REASONING = {"reasoning_content": "Probe7Thought", "thinking": "Probe7Thought"}
-_NEXT_USER = {"role": "user", "content": "Probe7Next"}
 
 
 @dataclass(slots=True)
@@ -62,9 +61,7 @@ class ToolReplies:
         conversation = self._probe_reply()
         self.end_token = self._find_end_token(conversation)
         """The control token that ends a calling turn; None if the template has none."""
-        self._turn_end = (
-            "" if self.end_token is None else conversation.text[conversation.calls_end : self.end_token.end]
-        )
+        self._turn_end = conversation.text[conversation.calls_end : self.end_token.end] if self.end_token else ""
         self._turn_end_ids = template.encode(self._turn_end) if self._turn_end else []
         self._closing_ids = self._find_closing_ids()
         self._check_end_token(conversation)
@@ -87,29 +84,6 @@ class ToolReplies:
             at = ids.index(self.end_token.id, at + 1)
         is_ended = bool(turn_ids) and turn_ids[-1] in self._closing_ids
         return ids[at + 1 :] if is_ended else self._turn_end_ids + ids[at + 1 :]
-
-    def history_rewrite(self) -> tuple[str, str] | None:
-        """Excerpts of two renderings of one turn that differ by what follows it; None if no turn is rewritten."""
-        calling_turn = self._calling_turn([_CALL])
-        for turn, message in (
-            (calling_turn, _TOOL_MESSAGE),
-            ({**calling_turn, **_REASONING}, _TOOL_MESSAGE),
-            ({**ANSWER, **_REASONING}, _NEXT_USER),
-        ):
-            last = self._template.try_render([USER, turn])
-            followed = self._template.try_render([USER, turn, message])
-            if last is None or followed is None:
-                continue
-            if message is _TOOL_MESSAGE:
-                found = self._locate(last), self._locate(followed)
-                texts = [it.text[: it.calls_end] for it in found if it is not None]
-                is_rewritten = len(texts) == 2 and texts[0] != texts[1]
-            else:
-                texts = [text.partition(ANSWER["content"])[0] for text in (last, followed)]
-                is_rewritten = texts[0] != texts[1]
-            if is_rewritten:
-                return excerpts(last, followed)
-        return None
 
     def _probe_reply(self) -> _Conversation:
         """A conversation with one reply; ValueError if the template cannot render one behind a call."""
@@ -236,7 +210,9 @@ class ToolReplies:
             )
 
     def _no_continuation(self, answered: str) -> str:
-        first, second = excerpts(self._unanswered or "", answered)
+        texts = self._unanswered or "", answered
+        place = common_prefix_length(*texts)
+        first, second = (_excerpt(text, place - 60, place + 60) for text in texts)
         return (
             "the chat template gives no way to continue a turn that calls a tool: the turn's call and the reply "
             f"cannot both be found behind each other. A turn with a call is rendered as\n  {first!r}\nand with the "
@@ -248,6 +224,10 @@ class ToolReplies:
 def _placeholder_id(number: int) -> str:
     """A call id of nine letters and digits, as some templates require."""
     return f"call{number:05d}"
+
+
+def _excerpt(text: str, start: int, end: int) -> str:
+    return "..." * (start > 0) + text[max(0, start) : end] + "..." * (end < len(text))
 
 
 def _joined(contents: list[Any]) -> Any:
