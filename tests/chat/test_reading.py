@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from groupgrad.chat import Call, ChatFormat
+from groupgrad.chat import ChatFormat, ToolCall
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer", "description": "x"}}, "required": ["n"]}
 SCHEMAS = [{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": PARAMETERS}}]
-F = Call("f", {"n": 1})
+F = ToolCall("f", {"n": 1})
 
 
 def chat_of(families: Any, byte_tokenizer: Any, name: str, **kwargs: Any) -> ChatFormat:

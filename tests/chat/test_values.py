@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from groupgrad.chat.records import Call
+from groupgrad.chat.records import ToolCall
 from groupgrad.chat.values import call_from_value, decode_json, parameter_schemas, typed_value
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({"name": "f", "arguments": {"a": 1}}, Call("f", {"a": 1})),
-        ({"name": "f", "parameters": {"a": 1}}, Call("f", {"a": 1})),
-        ({"name": "f", "arguments": '{"a": 1}'}, Call("f", {"a": 1})),
-        ({"name": "f", "arguments": None}, Call("f")),
-        ({"name": "f", "arguments": ""}, Call("f")),
-        ({"name": "f"}, Call("f")),
-        ({"type": "function", "id": "x1", "function": {"name": "f", "arguments": {}}}, Call("f", {}, "x1")),
-        ({"function": "f", "arguments": {"a": 1}, "id": 7}, Call("f", {"a": 1})),
+        ({"name": "f", "arguments": {"a": 1}}, ToolCall("f", {"a": 1})),
+        ({"name": "f", "parameters": {"a": 1}}, ToolCall("f", {"a": 1})),
+        ({"name": "f", "arguments": '{"a": 1}'}, ToolCall("f", {"a": 1})),
+        ({"name": "f", "arguments": None}, ToolCall("f")),
+        ({"name": "f", "arguments": ""}, ToolCall("f")),
+        ({"name": "f"}, ToolCall("f")),
+        ({"type": "function", "id": "x1", "function": {"name": "f", "arguments": {}}}, ToolCall("f", {}, "x1")),
+        ({"function": "f", "arguments": {"a": 1}, "id": 7}, ToolCall("f", {"a": 1})),
     ],
 )
-def test_a_call_may_be_written_in_several_ways(value: Any, expected: Call) -> None:
+def test_a_call_may_be_written_in_several_ways(value: Any, expected: ToolCall) -> None:
     assert call_from_value(value) == expected
 
 

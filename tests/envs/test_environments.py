@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from example_environments import HASTY, PATIENT, Base, Child, Counter, Silent, call_method, names, start, variant
 
-from groupgrad.chat import Call
+from groupgrad.chat import ToolCall
 from groupgrad.concurrency.workers import Workers
 from groupgrad.envs.environments import Environments
 from groupgrad.envs.tools import make_tools
@@ -230,8 +230,8 @@ def test_an_instance_with_a_running_call_is_not_reused(workers: Workers):
 def test_an_instance_released_during_a_call_is_not_reused(workers: Workers):
     environments = Environments(Counter)
     handle = start(environments, workers)
-    running = handle.toolbox.call(Call("hang"), workers, PATIENT)
-    queued = handle.toolbox.call(Call("increment", {"step": 1}), workers, PATIENT)
+    running = handle.toolbox.call(ToolCall("hang"), workers, PATIENT)
+    queued = handle.toolbox.call(ToolCall("increment", {"step": 1}), workers, PATIENT)
     while not handle.is_busy:
         time.sleep(0.005)
     environments.release(handle)
@@ -245,7 +245,7 @@ def test_an_instance_released_during_a_call_is_not_reused(workers: Workers):
 def test_calls_of_one_message_reach_the_environment_in_their_order(workers: Workers):
     environments = Environments(Counter)
     handles = [start(environments, workers) for _ in range(8)]
-    calls = [Call("increment", {"step": 5}), Call("decrement", {"step": 2}), Call("increment", {"step": 1})]
+    calls = [ToolCall("increment", {"step": 5}), ToolCall("decrement", {"step": 2}), ToolCall("increment", {"step": 1})]
     futures = [[handle.toolbox.call(call, workers, PATIENT) for call in calls] for handle in handles]
     assert [[future.result(5).content for future in of_handle] for of_handle in futures] == [["5", "3", "4"]] * 8
     environments.close()

@@ -9,7 +9,7 @@ import pytest
 from example_tools import Shop, async_add, call_tool, multiply
 from transformers.utils import get_json_schema
 
-from groupgrad.chat import Call
+from groupgrad.chat import ToolCall
 from groupgrad.concurrency.workers import Workers
 from groupgrad.envs.tools import ToolBox, make_tools
 
@@ -59,12 +59,12 @@ def test_callables_of_all_kinds_can_be_called(workers: Workers, function: Any, n
     (tool,) = make_tools([function])
     assert tool.name == tool.schema["function"]["name"] == name
     assert set(tool.schema["function"]["parameters"]["properties"]) >= set(arguments)
-    reply = call_tool(workers, [function], Call(name, arguments))
+    reply = call_tool(workers, [function], ToolCall(name, arguments))
     assert (reply.name, reply.content, reply.failed, reply.timed_out, reply.images) == (name, content, False, False, [])
 
 
 def test_arguments_set_by_a_partial_are_not_the_models_to_choose(workers: Workers):
-    reply = call_tool(workers, [functools.partial(multiply, b=7)], Call("multiply", {"a": 6, "b": 1}))
+    reply = call_tool(workers, [functools.partial(multiply, b=7)], ToolCall("multiply", {"a": 6, "b": 1}))
     assert reply.failed
     assert reply.content == "there is no argument 'b'. 'multiply' takes: a (an integer)"
 

@@ -20,7 +20,7 @@ import torch
 from example_tools import HASTY, PATIENT, Shop, async_add, call_tool, multiply, returning
 from PIL import Image
 
-from groupgrad.chat import Call
+from groupgrad.chat import ToolCall
 from groupgrad.concurrency.workers import Workers
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, make_tools
 
@@ -28,13 +28,13 @@ from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, make_too
 
 
 def test_a_call_of_an_unknown_tool(workers: Workers):
-    reply = call_tool(workers, [multiply, async_add], Call("divide", {"a": 1}))
+    reply = call_tool(workers, [multiply, async_add], ToolCall("divide", {"a": 1}))
     assert reply == ToolReply("divide", "there is no tool 'divide'; the tools are: multiply, async_add", failed=True)
-    assert call_tool(workers, [], Call("divide")).content == "there is no tool 'divide'; there are no tools"
+    assert call_tool(workers, [], ToolCall("divide")).content == "there is no tool 'divide'; there are no tools"
 
 
 def test_a_call_with_a_problem(workers: Workers):
-    reply = call_tool(workers, [multiply], Call("multiply", {}, problem="the arguments are not valid JSON"))
+    reply = call_tool(workers, [multiply], ToolCall("multiply", {}, problem="the arguments are not valid JSON"))
     assert reply == ToolReply("multiply", "the arguments are not valid JSON", failed=True)
 
 
@@ -109,7 +109,7 @@ def many(
     ],
 )
 def test_arguments_that_fit(workers: Workers, name: str, value: Any):
-    assert call_tool(workers, [many], Call("many", {name: value})).content == "ok"
+    assert call_tool(workers, [many], ToolCall("many", {name: value})).content == "ok"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_arguments_that_fit(workers: Workers, name: str, value: Any):
     ],
 )
 def test_arguments_that_do_not_fit(workers: Workers, name: str, value: Any, problem: str):
-    reply = call_tool(workers, [many], Call("many", {name: value}))
+    reply = call_tool(workers, [many], ToolCall("many", {name: value}))
     assert (reply.failed, reply.timed_out, reply.seconds) == (True, False, 0.0)
     assert problem in reply.content
     assert len(reply.content) < 320
@@ -157,18 +157,18 @@ def test_arguments_that_do_not_fit(workers: Workers, name: str, value: Any, prob
     ],
 )
 def test_arguments_of_wrong_names(workers: Workers, arguments: Any, content: str):
-    reply = call_tool(workers, [multiply], Call("multiply", arguments))
+    reply = call_tool(workers, [multiply], ToolCall("multiply", arguments))
     assert reply.failed
     assert content in reply.content
 
 
 def test_a_tool_without_arguments_says_so(workers: Workers):
-    content = call_tool(workers, [returning("x")], Call("give", {"a": 1})).content
+    content = call_tool(workers, [returning("x")], ToolCall("give", {"a": 1})).content
     assert content == "there is no argument 'a'. 'give' takes no arguments"
 
 
 def test_arguments_that_may_be_left_out_are_named_as_such(workers: Workers):
-    content = call_tool(workers, [Shop().price], Call("price")).content
+    content = call_tool(workers, [Shop().price], ToolCall("price")).content
     assert content.endswith("'price' takes: item (a string), count (an integer, may be left out)")
 
 
@@ -203,7 +203,7 @@ def test_a_tool_that_raises(workers: Workers, error: BaseException, content: str
         raise error
 
     function = fail_later if is_async else fail
-    reply = call_tool(workers, [function], Call(function.__name__))
+    reply = call_tool(workers, [function], ToolCall(function.__name__))
     assert (reply.content, reply.failed, reply.timed_out) == (content, True, False)
 
 
@@ -222,7 +222,7 @@ def test_a_tool_that_hangs(workers: Workers, is_async: bool):
         return "late"
 
     function = hang_async if is_async else hang
-    reply = call_tool(workers, [function], Call(function.__name__), HASTY)
+    reply = call_tool(workers, [function], ToolCall(function.__name__), HASTY)
     event.set()
     assert (reply.content, reply.failed, reply.timed_out) == ("Error: no answer within 0.2 seconds", True, True)
     assert 0.2 <= reply.seconds < 2
@@ -239,7 +239,7 @@ def test_replies_are_in_the_order_of_the_calls_whatever_ends_first(workers: Work
         return a
 
     box = ToolBox(make_tools([slow, async_add, multiply]))
-    calls = [Call("slow", {"a": 1}), Call("async_add", {"a": 1, "b": 1}), Call("nothing"), Call("slow", {"a": 4})]
+    calls = [ToolCall("slow", {"a": 1}), ToolCall("async_add", {"a": 1, "b": 1}), ToolCall("nothing"), ToolCall("slow", {"a": 4})]
     began = time.monotonic()
     futures = [box.call(call, workers, PATIENT) for call in calls]
     replies = [future.result(5) for future in futures]
@@ -298,7 +298,7 @@ class Text(str):
     ],
 )
 def test_results_reach_the_model_as_text(workers: Workers, value: Any, content: str):
-    reply = call_tool(workers, [returning(value)], Call("give"))
+    reply = call_tool(workers, [returning(value)], ToolCall("give"))
     assert (reply.content, reply.failed) == (content, False)
     assert type(reply.content) is str
 
@@ -308,12 +308,12 @@ def test_a_result_without_a_json_form_is_an_error(workers: Workers, caplog: pyte
     circle.append(circle)
     tools = make_tools([returning(threading.Lock())])
     with caplog.at_level(logging.WARNING):
-        replies = [ToolBox(tools).call(Call("give"), workers, PATIENT).result(5) for _ in range(3)]
+        replies = [ToolBox(tools).call(ToolCall("give"), workers, PATIENT).result(5) for _ in range(3)]
     assert all(reply.failed for reply in replies)
     assert replies[0].content == "Error: the tool returned a lock, which cannot be written as JSON"
     assert len([record for record in caplog.records if "'give' returned a lock" in record.getMessage()]) == 1
     for value, type_name in [(object(), "object"), (b"\xff", "bytes"), (circle, "list"), ({(1, 2): 3}, "dict")]:
-        reply = call_tool(workers, [returning(value)], Call("give"))
+        reply = call_tool(workers, [returning(value)], ToolCall("give"))
         assert (reply.content, reply.failed) == (
             f"Error: the tool returned a {type_name}, which cannot be written as JSON",
             True,
@@ -323,24 +323,24 @@ def test_a_result_without_a_json_form_is_an_error(workers: Workers, caplog: pyte
 def test_images_stay(workers: Workers):
     image = Image.new("RGB", (2, 2))
     blocks = [{"type": "text", "text": "here:"}, {"type": "image", "image": image}, {"type": "image", "url": "a.png"}]
-    reply = call_tool(workers, [returning(blocks)], Call("give"))
+    reply = call_tool(workers, [returning(blocks)], ToolCall("give"))
     assert reply.content == blocks
     assert reply.images == [image, "a.png"]
     assert reply.images[0] is image
-    alone = call_tool(workers, [returning(image)], Call("give"))
+    alone = call_tool(workers, [returning(image)], ToolCall("give"))
     assert alone.content == [{"type": "image", "image": image}]
     assert alone.images == [image]
 
 
 def test_a_long_result_is_cut_with_a_notice(workers: Workers):
     short = ToolOptions(max_result_chars=10)
-    assert call_tool(workers, [returning("0123456789")], Call("give"), short).content == "0123456789"
-    reply = call_tool(workers, [returning("0123456789ab")], Call("give"), short)
+    assert call_tool(workers, [returning("0123456789")], ToolCall("give"), short).content == "0123456789"
+    reply = call_tool(workers, [returning("0123456789ab")], ToolCall("give"), short)
     assert (reply.content, reply.failed) == ("0123456789\n[cut: 10 characters of 12 shown]", False)
-    assert call_tool(workers, [returning([1] * 9)], Call("give"), short).content.startswith(
+    assert call_tool(workers, [returning([1] * 9)], ToolCall("give"), short).content.startswith(
         "[1, 1, 1, \n[cut: 10 characters"
     )
-    million = call_tool(workers, [returning("x" * 1_000_000)], Call("give")).content
+    million = call_tool(workers, [returning("x" * 1_000_000)], ToolCall("give")).content
     assert million == "x" * 20_000 + "\n[cut: 20000 characters of 1000000 shown]"
 
 
@@ -349,7 +349,7 @@ def test_a_long_error_is_cut_too(workers: Workers):
         """Fails."""
         raise ValueError("y" * 100)
 
-    reply = call_tool(workers, [fail], Call("fail"), ToolOptions(max_result_chars=30))
+    reply = call_tool(workers, [fail], ToolCall("fail"), ToolOptions(max_result_chars=30))
     assert reply.content == f"Error: ValueError: {'y' * 11}\n[cut: 30 characters of 119 shown]"
 
 
@@ -358,7 +358,7 @@ def test_the_texts_of_blocks_are_cut_together(workers: Workers):
     show = {"type": "image", "image": image}
     blocks = [{"type": "text", "text": text} for text in ("abc", "defgh", "ij")]
     value = [blocks[0], show, *blocks[1:], show]
-    reply = call_tool(workers, [returning(value)], Call("give"), ToolOptions(max_result_chars=5))
+    reply = call_tool(workers, [returning(value)], ToolCall("give"), ToolOptions(max_result_chars=5))
     cut = {"type": "text", "text": "de\n[cut: 5 characters of 10 shown]"}
     assert reply.content == [blocks[0], show, cut, show]
     assert reply.images == [image, image]
@@ -378,7 +378,7 @@ def test_writing_a_result_counts_towards_the_deadline(workers: Workers):
         return functools.reduce(lambda inner, _: [inner], range(10), Slow(a=1))
 
     began = time.monotonic()
-    assert call_tool(workers, [give], Call("give"), HASTY).timed_out
+    assert call_tool(workers, [give], ToolCall("give"), HASTY).timed_out
     assert time.monotonic() - began < 0.9
 
 
@@ -425,8 +425,8 @@ def test_methods_of_an_environment_are_called_one_after_another(workers: Workers
     owner = ScriptedOwner()
     box = ToolBox(make_tools([multiply]), method_tools(), owner)
     assert [schema["function"]["name"] for schema in box.schemas] == ["multiply", "step"]
-    futures = [box.call(Call("step", {"a": a}), workers, PATIENT) for a in range(4)]
-    other = box.call(Call("multiply", {"a": 6, "b": 7}), workers, PATIENT)
+    futures = [box.call(ToolCall("step", {"a": a}), workers, PATIENT) for a in range(4)]
+    other = box.call(ToolCall("multiply", {"a": 6, "b": 7}), workers, PATIENT)
     assert [future.result(5).content for future in futures] == ["0", "1", "2", "3"]
     assert owner.log == [(event, a) for a in range(4) for event in ("begin", "end")]
     assert other.result(5).content == "42"
@@ -435,7 +435,7 @@ def test_methods_of_an_environment_are_called_one_after_another(workers: Workers
 def test_a_method_that_hangs_discards_the_environment_before_the_next_call(workers: Workers):
     owner = ScriptedOwner([None, "it is busy"])
     box = ToolBox((), method_tools(), owner)
-    first, second = (box.call(Call("step", {"a": a}), workers, HASTY) for a in (-1, 2))
+    first, second = (box.call(ToolCall("step", {"a": a}), workers, HASTY) for a in (-1, 2))
     assert first.result(5).timed_out
     assert second.result(5) == ToolReply("step", "Error: it is busy", failed=True)
     assert owner.log[:2] == [("begin", -1), "discarded"]
@@ -446,7 +446,7 @@ def test_an_owner_that_fails_is_a_reply(workers: Workers):
         def method(self, name: str) -> Any:
             raise AttributeError(f"there is no {name}")
 
-    reply = ToolBox((), method_tools(), Broken()).call(Call("step", {"a": 1}), workers, PATIENT).result(5)
+    reply = ToolBox((), method_tools(), Broken()).call(ToolCall("step", {"a": 1}), workers, PATIENT).result(5)
     assert (reply.content, reply.failed) == ("Error: AttributeError: there is no step", True)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from groupgrad.chat import Call
+from groupgrad.chat import ToolCall
 from groupgrad.concurrency.workers import Workers
 from groupgrad.envs.environments import EnvHandle, Environments
 from groupgrad.envs.tools import ToolOptions, ToolReply
@@ -111,7 +111,7 @@ def names(handle: EnvHandle) -> list[str]:
 def call_method(
     handle: EnvHandle, workers: Workers, name: str, options: ToolOptions = PATIENT, **arguments: Any
 ) -> ToolReply:
-    return handle.toolbox.call(Call(name, arguments), workers, options).result(10)
+    return handle.toolbox.call(ToolCall(name, arguments), workers, options).result(10)
 
 
 def start(environments: Environments, workers: Workers, row: dict[str, Any] | None = None) -> EnvHandle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from groupgrad.chat import Call
+from groupgrad.chat import ToolCall
 from groupgrad.concurrency.workers import Workers
 from groupgrad.envs.tools import ToolBox, ToolOptions, ToolReply, make_tools
 
@@ -52,7 +52,7 @@ def returning(value: Any) -> Any:
     return give
 
 
-def call_tool(workers: Workers, tools: Any, call: Call, options: ToolOptions = PATIENT) -> ToolReply:
+def call_tool(workers: Workers, tools: Any, call: ToolCall, options: ToolOptions = PATIENT) -> ToolReply:
     return ToolBox(make_tools(tools)).call(call, workers, options).result(10)
 
 

@@ -2,6 +2,6 @@
 
 from groupgrad.chat.format import ChatFormat
 from groupgrad.chat.plain import PlainFormat
-from groupgrad.chat.records import Call, Turn
+from groupgrad.chat.records import ToolCall, Turn
 
-__all__ = ["Call", "ChatFormat", "PlainFormat", "Turn"]
+__all__ = ["ChatFormat", "PlainFormat", "ToolCall", "Turn"]

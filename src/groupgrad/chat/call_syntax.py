@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from groupgrad.chat.braced_values import decode_braced
-from groupgrad.chat.records import Call, CallSpan, Parameters
+from groupgrad.chat.records import CallSpan, Parameters, ToolCall
 from groupgrad.chat.values import call_from_arguments, call_from_value, decode_json, typed_value
 
 _SEPARATOR = re.compile(r"[\s,;]*")
@@ -49,7 +49,7 @@ class Tags:
 class ParsedBody:
     """Calls parsed behind an opening tag, and where their text ends."""
 
-    calls: list[Call]
+    calls: list[ToolCall]
     end: int
     is_complete: bool = True
     """False if the text broke off or could not be parsed; the closing tag is then not expected at `end`."""
@@ -111,7 +111,7 @@ class JsonCalls(TaggedCalls):
         super().__init__(tags, f"{notation} {place}")
 
     def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         while True:
             try:
                 decoded = decode_json(text, at)
@@ -132,7 +132,7 @@ class BareJson:
         """Parses all calls of a text, in order. Never raises: a malformed call is a call with a `problem`."""
         tag = _PYTHON_TAG.search(text)
         start, at = tag.span() if tag else (0, len(text) - len(text.lstrip()))
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         end = at
         while text.startswith(("{", "["), at):
             try:
@@ -176,16 +176,16 @@ class NamedArguments(TaggedCalls):
         if head is None:
             form = f"{self.tags.opening}name{self._middle}{{...}}{self.tags.closing}"
             problem = f"the call is not of the form {form}: there is no name with braces behind {self.tags.opening}"
-            return ParsedBody([Call("", problem=problem)], at, is_complete=False)
+            return ParsedBody([ToolCall("", problem=problem)], at, is_complete=False)
         name, call_id = head["name"], head.groupdict().get("id")
         try:
             arguments = self._decode(text, head.end())
         except ValueError as error:
             problem = f"the arguments of {name} are no valid {self._notation}: {error}"
-            return ParsedBody([Call(name, id=call_id, problem=problem)], head.end(), is_complete=False)
+            return ParsedBody([ToolCall(name, id=call_id, problem=problem)], head.end(), is_complete=False)
         if not self._is_json and not self._closing.match(text, arguments.end):
             # A value without quotes may have run past the next opening tag: resume before it.
-            return ParsedBody([Call(name, problem=self._unclosed(name))], at, is_complete=False)
+            return ParsedBody([ToolCall(name, problem=self._unclosed(name))], at, is_complete=False)
         return ParsedBody([call_from_arguments(name, arguments.value, call_id)], arguments.end)
 
 
@@ -219,14 +219,14 @@ class KeyedArguments(TaggedCalls):
         head = self._head.match(text, at, limit)
         if head is None:
             problem = f"the call has no name behind {self.tags.opening}"
-            return ParsedBody([Call("", problem=problem)], at, is_complete=False)
-        call, at = Call(head["name"]), head.end()
+            return ParsedBody([ToolCall("", problem=problem)], at, is_complete=False)
+        call, at = ToolCall(head["name"]), head.end()
         schemas = parameters.get(call.name, {})
         while key := self._key.match(text, at):
             value = self._value.match(text, key.end(), limit)
             if value is None:
                 problem = f"the argument {key['key']!r} of {call.name} is not closed by {self._value_end}"
-                return ParsedBody([Call(call.name, problem=problem)], at, is_complete=False)
+                return ParsedBody([ToolCall(call.name, problem=problem)], at, is_complete=False)
             call.arguments[key["key"]] = typed_value(value["value"], schemas.get(key["key"]))
             at = value.end()
         return ParsedBody([call], at)
@@ -236,8 +236,8 @@ def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def _invalid_json(error: ValueError) -> Call:
-    return Call("", problem=f"the call is no valid JSON: {error}")
+def _invalid_json(error: ValueError) -> ToolCall:
+    return ToolCall("", problem=f"the call is no valid JSON: {error}")
 
 
 def _skip_separator(text: str, at: int) -> int:

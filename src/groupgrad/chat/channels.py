@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from groupgrad.chat.records import Call, CallSpan, Parameters, SplitTurn
+from groupgrad.chat.records import CallSpan, Parameters, SplitTurn, ToolCall
 from groupgrad.chat.values import call_from_arguments, decode_json
 
 _START = "<|start|>assistant"
@@ -38,7 +38,7 @@ class ChannelSyntax:
                 arguments = decode_json(text, header.end())
                 call, at = call_from_arguments(name, arguments.value), arguments.end
             except ValueError as error:
-                call = Call(name, problem=f"the arguments of {name} are no valid JSON: {error}")
+                call = ToolCall(name, problem=f"the arguments of {name} are no valid JSON: {error}")
                 end = _END.search(text, header.end())
                 at = end.start() if end else len(text)
             spans.append(CallSpan(start, at, [call]))

@@ -11,7 +11,7 @@ from groupgrad.chat.call_syntax import BareJson, JsonCalls, KeyedArguments, Name
 from groupgrad.chat.channels import ChannelSyntax
 from groupgrad.chat.probe import SCHEMAS, SECOND_CALL, ProbeRenderings
 from groupgrad.chat.python_calls import PythonCalls
-from groupgrad.chat.records import Call
+from groupgrad.chat.records import ToolCall
 from groupgrad.chat.values import call_from_value, parameter_schemas
 
 _PIECES = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s+|.", re.DOTALL)
@@ -19,7 +19,7 @@ _PIECES = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s+|.", re.DOTALL)
 CallSyntax = TaggedCalls | BareJson | ChannelSyntax
 """Parser of the tool calls in a turn's text."""
 
-SpanFinder = Callable[[str, Call, int], tuple[int, int]]
+SpanFinder = Callable[[str, ToolCall, int], tuple[int, int]]
 """Finds `text[start:end]`, a call without its tags, from an index on; ValueError if there is none."""
 
 
@@ -84,7 +84,7 @@ def _channels(turn: str, probes: ProbeRenderings) -> CallSyntax:
 
 
 def _json(turn: str, probes: ProbeRenderings) -> CallSyntax:
-    def find(text: str, call: Call, at: int) -> tuple[int, int]:
+    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
         return _find_object(text, at, lambda value: _equals(call_from_value(value), call))
 
     tags = _tags(turn, probes, find)
@@ -92,10 +92,10 @@ def _json(turn: str, probes: ProbeRenderings) -> CallSyntax:
 
 
 def _named_json(turn: str, probes: ProbeRenderings) -> CallSyntax:
-    def find_arguments(text: str, call: Call, at: int) -> tuple[int, int]:
+    def find_arguments(text: str, call: ToolCall, at: int) -> tuple[int, int]:
         return _find_object(text, at, lambda value: value == call.arguments)
 
-    def find(text: str, call: Call, at: int) -> tuple[int, int]:
+    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
         start = text.index(call.name, at)
         return start, find_arguments(text, call, start)[1]
 
@@ -117,7 +117,7 @@ def _keyed(turn: str, probes: ProbeRenderings) -> CallSyntax:
     if not (key_opening and value_end):
         raise ValueError("no text separates a value from the next key")
 
-    def find(text: str, call: Call, at: int) -> tuple[int, int]:
+    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
         start, key = _name_and_key(text, call, at)
         last_value = call.arguments["fkey"] + value_end
         return start, text.index(last_value, key) + len(last_value)
@@ -132,7 +132,7 @@ def _braced(turn: str, probes: ProbeRenderings) -> CallSyntax:
     if head is None:
         raise ValueError("no braces with bare keys follow the name")
 
-    def find(text: str, call: Call, at: int) -> tuple[int, int]:
+    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
         start = text.index(call.name, at)
         return start, text.index("}", text.index(call.arguments["fkey"], start)) + 1
 
@@ -140,7 +140,7 @@ def _braced(turn: str, probes: ProbeRenderings) -> CallSyntax:
 
 
 def _python(turn: str, probes: ProbeRenderings) -> CallSyntax:
-    def find(text: str, call: Call, at: int) -> tuple[int, int]:
+    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
         start = text.index(f"{call.name}(", at)
         return start, text.index(")", text.index(call.arguments["fkey"], start)) + 1
 
@@ -150,11 +150,11 @@ def _python(turn: str, probes: ProbeRenderings) -> CallSyntax:
     return PythonCalls(tags)
 
 
-def _equals(call: Call, expected: Call) -> bool:
+def _equals(call: ToolCall, expected: ToolCall) -> bool:
     return call.problem is None and (call.name, call.arguments) == (expected.name, expected.arguments)
 
 
-def _name_and_key(text: str, call: Call, at: int) -> tuple[int, int]:
+def _name_and_key(text: str, call: ToolCall, at: int) -> tuple[int, int]:
     """Index of the last occurrence of the call's name before its first key, and index of that key."""
     key = text.index("akey", text.index(call.name, at))
     return text.rindex(call.name, at, key), key

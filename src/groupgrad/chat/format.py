@@ -12,7 +12,7 @@ from groupgrad.chat.derive_syntax import derive_syntax
 from groupgrad.chat.parse import ResponseParser, assistant_message, checked_turn, text_turn
 from groupgrad.chat.probe import ANSWER, SCHEMAS, USER, ProbeRenderings, call_message, render_probes
 from groupgrad.chat.reasoning import find_reasoning_tags
-from groupgrad.chat.records import Call, CallSpan, Turn
+from groupgrad.chat.records import CallSpan, ToolCall, Turn
 from groupgrad.chat.replies import ToolReplies
 from groupgrad.chat.values import parameter_schemas
 from groupgrad.types import Messages
@@ -200,7 +200,7 @@ class ChatFormat:
 
 def _first_calls(spans: list[CallSpan]) -> list[CallSpan]:
     """Spans with at most `MAX_CALLS` calls; a malformed call follows them if there are more."""
-    rest = Call("", problem=f"there are more than {MAX_CALLS} calls in one turn; the others were not read")
+    rest = ToolCall("", problem=f"there are more than {MAX_CALLS} calls in one turn; the others were not read")
     kept: list[CallSpan] = []
     left = MAX_CALLS
     for span in spans:

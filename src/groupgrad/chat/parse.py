@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from groupgrad.chat.records import Call, Turn
+from groupgrad.chat.records import ToolCall, Turn
 from groupgrad.chat.values import call_from_value
 
 ResponseParser = Callable[[str, list[int]], Mapping[str, Any]]
 """Maps a turn's text (special tokens included, end tokens removed) and its ids to an assistant message."""
 
 
-def assistant_message(content: str, reasoning: str | None = None, calls: list[Call] | None = None) -> dict[str, Any]:
+def assistant_message(
+    content: str, reasoning: str | None = None, calls: list[ToolCall] | None = None
+) -> dict[str, Any]:
     """Builds an assistant message in the form of chat templates; malformed calls are left out."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     entries = []
-    for call in calls or []:
+    for call in calls:
         if call.problem is None:
             call_id = {} if call.id is None else {"id": call.id}
             function = {"name": call.name, "arguments": call.arguments}

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad.chat.chat_template import ChatTemplate, common_prefix_length
-from groupgrad.chat.records import Call
+from groupgrad.chat.records import ToolCall
 
 USER = {"role": "user", "content": "Probe7Question"}
 ANSWER = {"role": "assistant", "content": "Probe7Answer"}
-CALL = Call(
+CALL = ToolCall(
     "probe_tool_one",
     {"akey": "Probe7A", "bkey": "Probe7B", "ckey": 71, "dkey": True, "ekey": [7, "q"], "fkey": "Probe7F"},
     "probe0001",
 )
-SECOND_CALL = Call("probe_tool_two", {"akey": "Probe8A", "fkey": "Probe8F"}, "probe0002")
-TEXT_ONLY_CALL = Call("probe_tool_one", {"akey": "Probe7A", "bkey": "Probe7B", "fkey": "Probe7F"}, "probe0001")
+SECOND_CALL = ToolCall("probe_tool_two", {"akey": "Probe8A", "fkey": "Probe8F"}, "probe0002")
+TEXT_ONLY_CALL = ToolCall("probe_tool_one", {"akey": "Probe7A", "bkey": "Probe7B", "fkey": "Probe7F"}, "probe0001")
 """For templates that cannot render arguments of other types."""
 
 _TYPES = {"akey": "string", "bkey": "string", "ckey": "integer", "dkey": "boolean", "ekey": "array", "fkey": "string"}
@@ -44,14 +44,14 @@ class ProbeRenderings:
     """A turn with `call`; empty if the template renders no calls."""
     two_calls: str = ""
     """A turn with `call` and `SECOND_CALL`; empty if the template cannot render two."""
-    call: Call = field(default_factory=lambda: CALL)
+    call: ToolCall = field(default_factory=lambda: CALL)
     arguments_as_text: bool = False
     """The template expects arguments as a JSON text instead of a dict."""
     text_end: str = ""
     """The text behind the content of a last turn without calls."""
 
 
-def call_message(calls: list[Call], *, arguments_as_text: bool = False, content: str = "") -> dict[str, Any]:
+def call_message(calls: list[ToolCall], *, arguments_as_text: bool = False, content: str = "") -> dict[str, Any]:
     """Assistant message with tool calls, in the form of transformers."""
     entries = []
     for call in calls:

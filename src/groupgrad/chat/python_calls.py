@@ -6,7 +6,7 @@ import ast
 from typing import Any
 
 from groupgrad.chat.call_syntax import ParsedBody, TaggedCalls, Tags
-from groupgrad.chat.records import Call, Parameters
+from groupgrad.chat.records import Parameters, ToolCall
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -20,15 +20,15 @@ class PythonCalls(TaggedCalls):
     def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
         closing = self._closing.search(text, at)
         if closing is None:
-            return ParsedBody([Call("", problem=self._unclosed())], len(text), is_complete=False)
+            return ParsedBody([ToolCall("", problem=self._unclosed())], len(text), is_complete=False)
         return ParsedBody(_parse_calls(text[at : closing.start()].strip()), closing.start())
 
 
-def _parse_calls(source: str) -> list[Call]:
+def _parse_calls(source: str) -> list[ToolCall]:
     # Some templates write line breaks inside texts unescaped, which Python rejects.
     expression = _parse_expression(source) or _parse_expression(source.replace("\n", "\\n"))
     if expression is None:
-        return [Call("", problem=f"the call is no list of the form [name(key=value)]: {source[:120]!r}")]
+        return [ToolCall("", problem=f"the call is no list of the form [name(key=value)]: {source[:120]!r}")]
     nodes = expression.elts if isinstance(expression, (ast.List, ast.Tuple)) else [expression]
     return [_parse_call(node) for node in nodes]
 
@@ -40,16 +40,16 @@ def _parse_expression(source: str) -> ast.expr | None:
         return None
 
 
-def _parse_call(node: ast.expr) -> Call:
+def _parse_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call):
-        return Call("", problem=f"{ast.unparse(node)[:120]} is no call of the form name(key=value)")
+        return ToolCall("", problem=f"{ast.unparse(node)[:120]} is no call of the form name(key=value)")
     name = ast.unparse(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return Call(name, problem=f"the arguments of {name} must all be given by name: key=value")
+        return ToolCall(name, problem=f"the arguments of {name} must all be given by name: key=value")
     try:
-        return Call(name, {keyword.arg or "": _constant(keyword.value) for keyword in node.keywords})
+        return ToolCall(name, {keyword.arg or "": _constant(keyword.value) for keyword in node.keywords})
     except (ValueError, RecursionError):
-        return Call(name, problem=f"the arguments of {name} must be plain values")
+        return ToolCall(name, problem=f"the arguments of {name} must be plain values")
 
 
 def _constant(node: ast.expr) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCall:
     """One tool call of an assistant turn."""
 
     name: str
@@ -27,7 +27,7 @@ class Turn:
     message: dict[str, Any]
     """`role`, `content` (text), `reasoning_content` if the turn has a reasoning block, and `tool_calls` with the
     well-formed calls, if there are any."""
-    calls: list[Call]
+    calls: list[ToolCall]
     """All calls in the order of the text, malformed ones included."""
     problem: str | None = None
     """The error of a response parser (the user's or the tokenizer's) that failed on this turn. The content is then the
@@ -41,7 +41,7 @@ class CallSpan:
     start: int
     end: int
     """After a malformed call: where the search for the next call resumes."""
-    calls: list[Call]
+    calls: list[ToolCall]
 
     @property
     def is_well_formed(self) -> bool:

@@ -15,13 +15,13 @@ from typing import Any
 from groupgrad.chat.chat_template import ChatTemplate, ControlToken, common_prefix_length
 from groupgrad.chat.derive_syntax import CallSyntax
 from groupgrad.chat.probe import USER, ProbeRenderings, call_message, turn_start
-from groupgrad.chat.records import Call
+from groupgrad.chat.records import ToolCall
 
 _RESULT = "Probe7Result"
 _VALUE = "Probe7Value"
 _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
 _PLACEHOLDER_NAME = "unknown_tool"
-_CALL = Call("probe_tool_one", {"akey": _VALUE}, "probe0001")
+_CALL = ToolCall("probe_tool_one", {"akey": _VALUE}, "probe0001")
 _TOOL_MESSAGE = {"role": "tool", "name": _CALL.name, "content": _RESULT, "tool_call_id": _CALL.id}
 _USER_REPLY = {"role": "user", "content": _RESULT}
 
@@ -114,7 +114,7 @@ class ToolReplies:
         if tail == conversation.tail or not tail.startswith(self._turn_end):
             self._schemas, self._prompt = None, plain_prompt
 
-    def _calling_turn(self, calls: list[Call]) -> dict[str, Any]:
+    def _calling_turn(self, calls: list[ToolCall]) -> dict[str, Any]:
         if self._probes.one_call:
             return call_message(calls, arguments_as_text=self._probes.arguments_as_text)
         # The template renders only the content of a turn, so the content marks its end.
@@ -127,7 +127,7 @@ class ToolReplies:
             name = str(reply.get("name") or "")
             name = name if _SAFE_NAME.fullmatch(name) else _PLACEHOLDER_NAME
             call_id = reply.get("tool_call_id") or _placeholder_id(number)
-            calls.append(Call(name, {"akey": _VALUE}, call_id))
+            calls.append(ToolCall(name, {"akey": _VALUE}, call_id))
             messages.append({**reply, "role": "tool", "name": name, "tool_call_id": call_id})
         if self.as_user:
             messages = [{"role": "user", "content": _joined([reply.get("content") for reply in replies])}]

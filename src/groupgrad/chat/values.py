@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.chat.records import Call, Parameters
+from groupgrad.chat.records import Parameters, ToolCall
 
 # Models write line breaks inside strings unescaped; that is no reason to reject a call.
 _DECODER = json.JSONDecoder(strict=False)
@@ -41,35 +41,35 @@ def decode_json(text: str, at: int = 0) -> Decoded:
     return Decoded(value, end)
 
 
-def call_from_value(value: Any) -> Call:
+def call_from_value(value: Any) -> ToolCall:
     """Converts a decoded object to a call.
 
     Name and arguments may stand in a `function` object or beside each other, and arguments may be a JSON text.
     """
     if not isinstance(value, Mapping):
-        return Call("", problem=f"a call must be a JSON object with a name and arguments, not {_excerpt(value)}")
+        return ToolCall("", problem=f"a call must be a JSON object with a name and arguments, not {_excerpt(value)}")
     inner = value.get("function")
     function: Mapping[str, Any] = inner if isinstance(inner, Mapping) else value
     name = next((function[key] for key in _NAME_KEYS if isinstance(function.get(key), str)), "")
     arguments = next((function[key] for key in _ARGUMENT_KEYS if key in function), None)
     call_id = next((value[key] for key in ("id", "call_id") if isinstance(value.get(key), str)), None)
     if not name:
-        return Call("", id=call_id, problem=f"the call has no name: {_excerpt(dict(value))}")
+        return ToolCall("", id=call_id, problem=f"the call has no name: {_excerpt(dict(value))}")
     return call_from_arguments(name, arguments, call_id)
 
 
-def call_from_arguments(name: str, arguments: Any, call_id: str | None = None) -> Call:
+def call_from_arguments(name: str, arguments: Any, call_id: str | None = None) -> ToolCall:
     """Builds a call from decoded arguments: an object, a JSON text of one, or None for no arguments."""
     try:
         if isinstance(arguments, str):
             arguments = decode_json(arguments).value if arguments.strip() else {}
     except ValueError as error:
-        return Call(name, id=call_id, problem=f"the arguments of {name} are no valid JSON: {error}")
+        return ToolCall(name, id=call_id, problem=f"the arguments of {name} are no valid JSON: {error}")
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         problem = f"the arguments of {name} must be a JSON object, not {_excerpt(arguments)}"
-        return Call(name, id=call_id, problem=problem)
-    return Call(name, {str(key): value for key, value in arguments.items()}, call_id)
+        return ToolCall(name, id=call_id, problem=problem)
+    return ToolCall(name, {str(key): value for key, value in arguments.items()}, call_id)
 
 
 def parameter_schemas(schemas: list[dict[str, Any]]) -> Parameters:

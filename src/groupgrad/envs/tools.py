@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from groupgrad.chat import Call
+from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import NotJson, Rendered, cut, render
 from groupgrad.concurrency.callables import function_name
 from groupgrad.concurrency.workers import Outcome, Workers
@@ -160,7 +160,7 @@ class ToolBox:
         self._owner = owner
         self._last_method_call: Future[ToolReply] | None = None
 
-    def call(self, call: Call, workers: Workers, options: ToolOptions) -> Future[ToolReply]:
+    def call(self, call: ToolCall, workers: Workers, options: ToolOptions) -> Future[ToolReply]:
         """Start a call. The future gets its reply and never raises.
 
         A call that cannot be made is answered with its problem at once: one that could not be parsed, an unknown tool,
@@ -183,7 +183,7 @@ class ToolBox:
             previous.add_done_callback(lambda _: pending.start())
         return reply
 
-    def _problem(self, call: Call, tool: Tool | None) -> str | None:
+    def _problem(self, call: ToolCall, tool: Tool | None) -> str | None:
         if call.problem:
             return call.problem
         if tool is None:

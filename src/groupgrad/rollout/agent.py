@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.chat import Call, ChatFormat, PlainFormat, Turn
+from groupgrad.chat import ToolCall, ChatFormat, PlainFormat, Turn
 from groupgrad.concurrency.workers import Workers
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
@@ -302,7 +302,7 @@ class _Agent:
 
     # ------------------------------------------------------------------------------------ tools and environment
 
-    async def _replies(self, calls: Sequence[Call]) -> list[ToolReply]:
+    async def _replies(self, calls: Sequence[ToolCall]) -> list[ToolReply]:
         """Replies to the calls of a turn, in their order."""
         options, workers = self._rollouts.options.tools, self._rollouts.workers
         replies = await self._wait_for([self._toolbox.call(call, workers, options) for call in calls])
@@ -345,6 +345,6 @@ def _image_key(image: Any) -> Any:
     return image if isinstance(image, (str, bytes)) else id(image)
 
 
-def _message(reply: ToolReply, call: Call) -> dict[str, Any]:
+def _message(reply: ToolReply, call: ToolCall) -> dict[str, Any]:
     message = {"role": "tool", "name": reply.name, "content": reply.content}
     return message if call.id is None else {**message, "tool_call_id": call.id}
