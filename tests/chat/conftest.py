@@ -1,6 +1,6 @@
 """Chat templates in the tool format of each family, written for these tests, and byte-level tokenizers for them."""
 
-# The lines of templates are left as long as they are: their line breaks are part of what they render.
+# Lines of templates stay long: their line breaks are part of the rendered text.
 # ruff: noqa: E501
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass(slots=True, frozen=True)
 class Family:
-    """A template with what it should be found to do."""
+    """A chat template and the properties that its format must have."""
 
     template: str
     special: tuple[str, ...]
     ends: tuple[str, ...]
-    """Tokens that end a turn, that of a turn with calls first."""
+    """Tokens that end a turn; the first one ends a turn with calls."""
     reply: str
-    """What stands between a turn with one call of `look_up`, ended by its mark, and the next turn, if the tool's
-    answer is OK."""
+    """Text between a finished turn with one call of `look_up`, whose result is OK, and the next turn."""
     name: str
-    """Part of the description."""
+    """Part of the format's `name`."""
     several: bool = True
     """A message may hold several calls."""
     added: tuple[str, ...] = ()
-    """Tokens of its own that are kept when special tokens are skipped."""
+    """Added tokens that are not special: decoding keeps them when it skips special tokens."""
     content: bool = True
-    """Text beside calls is rendered."""
+    """The template renders the content of a message with calls."""
     keeps_history: bool = True
-    """A turn is rendered in the same way whatever follows it."""
+    """The template renders a turn the same whatever follows it."""
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
@@ -58,7 +57,7 @@ _JSON_CALLS = """
 
 CHATML_JSON = _CHATML_HEAD + "{{ '<|im_start|>assistant\\n' + m.content }}" + _JSON_CALLS + _CHATML_TAIL
 
-# As in Qwen3: a think block stands only in a last turn, or where there was some thought.
+# As in Qwen3: a think block stands only in a last turn and in turns with reasoning.
 CHATML_THINK = (
     _CHATML_HEAD
     + """{{ '<|im_start|>assistant\\n' }}
@@ -273,7 +272,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def byte_tokenizer(template: str, special: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> Any:
-    """A tokenizer with a token per byte and the given tokens of its own."""
+    """Builds a tokenizer with a token per byte and the given special and added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

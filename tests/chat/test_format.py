@@ -1,4 +1,4 @@
-"""Every family's format: found by probing, calls read back as rendered, replies that continue a turn."""
+"""Formats of all template families: derivation, round trips of calls, and replies that continue a turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer_of(family: Any, byte_tokenizer: Any) -> Any:
 
 
 def assistant(tokenizer: Any, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> dict[str, Any]:
-    """A message with calls, their arguments as JSON text where the template insists on it."""
+    """An assistant message with calls; arguments are JSON text if the template requires it."""
     as_text = "+ c.function.arguments + " in tokenizer.chat_template
     entries = []
     for number, (name, arguments) in enumerate(calls):
@@ -38,7 +38,7 @@ def assistant(tokenizer: Any, calls: list[tuple[str, dict[str, Any]]], content: 
 
 
 def turn_ids(tokenizer: Any, message: dict[str, Any], end: str) -> list[int]:
-    """What a model would sample to say the message, its end mark included."""
+    """Ids that a model would sample for the message, end token included."""
     kwargs = {"tools": SCHEMAS, "tokenize": False}
     prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True, **kwargs)
     whole = tokenizer.apply_chat_template([USER, message], **kwargs)
@@ -85,7 +85,7 @@ def random_call(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def same_types(first: Any, second: Any) -> bool:
-    """True if values that are equal are of the same types all through: 1 == True == 1.0 for Python."""
+    """True if equal values have equal types at every level, as 1 == True == 1.0 in Python."""
     if isinstance(first, dict):
         return isinstance(second, dict) and all(same_types(first[key], second[key]) for key in first)
     if isinstance(first, list):
@@ -93,7 +93,7 @@ def same_types(first: Any, second: Any) -> bool:
     return type(first) is type(second)
 
 
-def test_what_is_found_about_a_template(family: Any, byte_tokenizer: Any) -> None:
+def test_a_format_is_derived_from_its_template(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = tokenizer_of(family, byte_tokenizer)
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert family.name in chat.name
@@ -153,7 +153,7 @@ def test_a_turn_that_was_not_ended_gets_its_end(family: Any, byte_tokenizer: Any
 
 
 def test_appended_ids_are_the_rendered_conversation(family: Any, byte_tokenizer: Any) -> None:
-    """Where a template leaves earlier turns alone, prompt + turn + reply is what it renders in one go."""
+    """Prompt + turn + reply equals one rendering, unless the template rewrites earlier turns."""
     tokenizer = tokenizer_of(family, byte_tokenizer)
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     rng = random.Random(3)

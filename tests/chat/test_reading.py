@@ -1,4 +1,4 @@
-"""Reading turns: broken calls with words for the model, reasoning, parsers of others."""
+"""Parsing of turns: malformed calls and their problems, reasoning, response parsers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_no_text_makes_reading_fail(family: Any, byte_tokenizer: Any) -> None:
         assert all(call.problem is None or call.arguments == {} for call in turn.calls)
 
 
-def test_a_turn_of_nothing_but_calls_is_cut(families: Any, byte_tokenizer: Any) -> None:
+def test_the_number_of_calls_in_a_turn_is_limited(families: Any, byte_tokenizer: Any) -> None:
     chat = chat_of(families, byte_tokenizer, "json")
     listed = parse(chat, "<tool_call>[" + ", ".join(['{"name": "f"}'] * 70) + "]</tool_call>")
     assert len(listed.calls) == 65 and "more than 64 calls" in (listed.calls[64].problem or "")
@@ -105,7 +105,7 @@ def test_a_turn_of_nothing_but_calls_is_cut(families: Any, byte_tokenizer: Any) 
     assert len(turn.message["tool_calls"]) == 64
 
 
-def test_spaces_in_arguments_are_not_tidied(families: Any, byte_tokenizer: Any) -> None:
+def test_spaces_in_arguments_are_not_cleaned_up(families: Any, byte_tokenizer: Any) -> None:
     family = families["json"]
     tokenizer = byte_tokenizer(family.template, family.special)
     tokenizer.clean_up_tokenization_spaces = True
@@ -157,7 +157,7 @@ def test_reasoning_is_split_off(families: Any, byte_tokenizer: Any, name: str) -
     call = '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
     if name == "xml":
         call = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>"
-    # The prompt of the XML template has opened the block already.
+    # The generation prompt of the XML template opens the block.
     opening = "" if name == "xml" else "<think>\n"
     turn = parse(chat, f"{opening}one {call} no\n</think>\n\nSo:\n{call}<|im_end|>")
     assert turn.message["reasoning_content"] == f"one {call} no"
@@ -316,7 +316,7 @@ def _template_files() -> list[Path]:
 @pytest.mark.skipif(not _template_files(), reason="GROUPGRAD_TEMPLATES names no folder of chat templates (*.jinja)")
 @pytest.mark.parametrize("path", _template_files(), ids=lambda path: path.stem)
 def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
-    """A real template either works, or the error says that it has no tools or that a parser is needed."""
+    """A real template works, or the error states that it has no tools or requires a parser."""
     template = path.read_text(encoding="utf-8")
     special = sorted({*re.findall(r"<\|?[\w\"]+\|?>|<｜[^<>｜]+｜>|</?s>|\[/?[A-Z_]{3,}\]", template)})
     special = [text for text in special if text not in ("<think>", "<tool_call>", "<tools>", "<name>", "<function>")]
@@ -324,7 +324,7 @@ def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
     try:
         chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     except ValueError as error:
-        # Some show calls only beside a content of None, which transformers takes out before rendering.
+        # Some render calls only beside a content of None, which transformers removes before rendering.
         shows_calls = "tool_calls" in template and "['content'] is none" not in template
         assert ("unknown syntax" if shows_calls else "shows no tool calls") in str(error)
         return

@@ -1,4 +1,4 @@
-"""Templates that cannot be used: each error shows what was rendered and what to do."""
+"""Errors of unusable templates: each shows the renderings and the remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_with_a_parser_replies_are_rendered_all_the_same(byte_tokenizer: Any, ca
 def test_with_a_parser_replies_become_user_messages_where_there_is_no_role_for_tools(
     byte_tokenizer: Any, caplog: Any
 ) -> None:
-    """As in Gemma 3, whose template takes turns of the user and the model and nothing else."""
+    """Gemma 3 is such a template: it accepts turns of the user and the model only."""
     template = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
         "{% endif %}{{ '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Values of calls: JSON in all its forms, texts that get their type from a schema."""
+"""Values of call arguments: JSON in several forms, and texts converted to the type in a schema."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_call_may_be_written_in_several_ways(value: Any, expected: ToolCall) -
         ({"name": "f", "arguments": "5"}, "f", "the arguments of f must be a JSON object, not 5"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_said(value: Any, name: str, problem: str) -> None:
+def test_the_problem_of_a_malformed_call_is_named(value: Any, name: str, problem: str) -> None:
     call = call_from_value(value)
     assert (call.name, call.arguments) == (name, {})
     assert call.problem is not None and call.problem.startswith(problem)
