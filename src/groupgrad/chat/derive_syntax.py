@@ -49,7 +49,7 @@ def _parses_probes(syntax: CallSyntax, probes: ProbeRenderings) -> bool:
 
 
 def _tags(turn: str, probes: ProbeRenderings, find: SpanFinder) -> Tags:
-    """Tags around the calls that `find` finds."""
+    """Tags around the calls that `find` finds: from the text before the first, behind the last and between two."""
     start, end = find(turn, probes.call, 0)
     before, behind, text_end = turn[:start].strip(), turn[end:].strip(), probes.text_end.strip()
     if before.endswith("[") and behind.startswith("]"):
