@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupgrad.chat.records import ToolCall, Turn
@@ -12,9 +12,7 @@ ResponseParser = Callable[[str, list[int]], Mapping[str, Any]]
 """Maps a turn's text (special tokens included, end tokens removed) and its ids to an assistant message."""
 
 
-def assistant_message(
-    content: str, reasoning: str | None = None, calls: list[ToolCall] | None = None
-) -> dict[str, Any]:
+def assistant_message(content: str, reasoning: str | None = None, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
     """Builds an assistant message in the form of chat templates; malformed calls are left out."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning is not None:
