@@ -239,7 +239,12 @@ def test_replies_are_in_the_order_of_the_calls_whatever_ends_first(workers: Work
         return a
 
     box = ToolBox(make_tools([slow, async_add, multiply]))
-    calls = [ToolCall("slow", {"a": 1}), ToolCall("async_add", {"a": 1, "b": 1}), ToolCall("nothing"), ToolCall("slow", {"a": 4})]
+    calls = [
+        ToolCall("slow", {"a": 1}),
+        ToolCall("async_add", {"a": 1, "b": 1}),
+        ToolCall("nothing"),
+        ToolCall("slow", {"a": 4}),
+    ]
     began = time.monotonic()
     futures = [box.call(call, workers, PATIENT) for call in calls]
     replies = [future.result(5) for future in futures]

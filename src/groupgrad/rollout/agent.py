@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.chat import ToolCall, ChatFormat, PlainFormat, Turn
+from groupgrad.chat import ChatFormat, PlainFormat, ToolCall, Turn
 from groupgrad.concurrency.workers import Workers
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
