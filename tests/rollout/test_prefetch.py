@@ -31,14 +31,14 @@ class Story:
         self, *, waits_for: dict[int, threading.Event] | None = None, fails: dict[int, Exception] | None = None
     ):
         self.lines: list[str] = []
-        self.version, self.is_held, self.is_stopped = -1, False, False
+        self.version, self.is_frozen, self.is_stopped = -1, False, False
         self.waits_for, self.fails = waits_for or {}, fails or {}
         self.lock = threading.Lock()
 
     def __call__(self, request: GenerationRequest) -> list[Any]:
         with self.lock:
             self.lines.append(
-                f"sample {request.phase} {request.number} with {self.version}{' held' if self.is_held else ''}"
+                f"sample {request.phase} {request.number} with {self.version}{' frozen' if self.is_frozen else ''}"
             )
         used = self.version
         while not self.waits_for.get(request.number, _SET).wait(0.01):
@@ -53,22 +53,22 @@ class Story:
             self.lines.append(f"refresh {version}")
             self.version = version
 
-    def forget(self) -> None:
-        self.lines.append("forget")
+    def invalidate(self) -> None:
+        self.lines.append("invalidate")
 
-    def rest(self) -> None:
-        self.lines.append("rest")
+    def sleep(self) -> None:
+        self.lines.append("sleep")
 
     def stop(self) -> None:
         self.is_stopped = True
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        self.is_held = True
+    def freeze_weights(self) -> Iterator[None]:
+        self.is_frozen = True
         try:
             yield
         finally:
-            self.is_held = False
+            self.is_frozen = False
 
     def metrics(self, rollouts: Any) -> dict[str, Any]:
         return {}
@@ -104,7 +104,7 @@ def settle(made: RolloutPrefetcher) -> None:
 def test_weights_are_refreshed_before_a_round_and_rest_after_it():
     story = Story()
     assert prefetcher(story)(request(0, 3)) == [(0, 3, 3)]
-    assert story.lines == ["refresh 3", "sample train 0 with 3", "rest"]
+    assert story.lines == ["refresh 3", "sample train 0 with 3", "sleep"]
 
 
 def test_without_weights_of_its_own_a_source_is_only_asked():
@@ -126,9 +126,9 @@ def test_a_round_ahead_comes_from_weights_one_round_old():
     assert found == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2)]
     assert [line for line in story.lines if line.startswith("sample")] == [
         "sample train 0 with 0",
-        "sample train 1 with 0 held",
-        "sample train 2 with 1 held",
-        "sample train 3 with 2 held",
+        "sample train 1 with 0 frozen",
+        "sample train 2 with 1 frozen",
+        "sample train 3 with 2 frozen",
     ]
 
 
@@ -166,7 +166,7 @@ def test_evaluation_waits_for_rounds_ahead_and_sees_the_present_weights():
     made(request(0, 0), [request(1, 0)])
     threading.Timer(0.1, gate.set).start()
     assert made(request(0, 1, "eval")) == [(0, 1, 1)]
-    assert story.lines[-3:] == ["refresh 1", "sample eval 0 with 1", "rest"]
+    assert story.lines[-3:] == ["refresh 1", "sample eval 0 with 1", "sleep"]
     assert made(request(1, 1)) == [(1, 0, 0)], "what was sampled before is not lost"
 
 
@@ -186,13 +186,13 @@ def test_a_round_that_is_trained_next_is_sampled_anew_too_but_not_for_ever(caplo
     story = Story(fails={0: lost})
     assert prefetcher(story)(request(0, 4)) == [(0, 4, 4)]
     once = ["refresh 4", "sample train 0 with 4"]
-    assert story.lines == [*once, "forget", *once, "rest"]
+    assert story.lines == [*once, "invalidate", *once, "sleep"]
     assert "round 0 is sampled anew: the server was started again" in caplog.text
     always = Story()
     always.fails = Always(lost)
     with pytest.raises(WeightsLost, match="started again"):
         prefetcher(always)(request(0, 4))
-    assert always.lines == [*once, "forget", *once, "forget", *once]
+    assert always.lines == [*once, "invalidate", *once, "invalidate", *once]
 
 
 def test_any_other_failure_ahead_is_raised_when_its_round_is_asked_for():

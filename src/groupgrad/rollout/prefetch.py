@@ -25,16 +25,16 @@ ATTEMPTS = 3
 class Weights(Protocol):
     """The weights that an engine samples from, where they are a copy of the policy's."""
 
-    def refresh(self, version: int) -> None:
+    def refresh(self, policy_step: int) -> None:
         """Collective. What is sampled from now on comes from the policy as it is, at this optimizer step. Nothing may
         be sampled meanwhile."""
         ...
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The engine may no longer have what it was sent: the next `refresh` sends it whatever the step is."""
         ...
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Nothing is sampled until the next `refresh`, so that what sampling alone needs may be given back."""
         ...
 
@@ -42,7 +42,7 @@ class Weights(Protocol):
         """Have what is sampled now fail soon."""
         ...
 
-    def held(self) -> AbstractContextManager[None]:
+    def freeze_weights(self) -> AbstractContextManager[None]:
         """Inside, the policy may change while rows are sampled, so it is never sent: an engine that has lost its
         weights raises WeightsLost."""
         ...
@@ -112,7 +112,7 @@ class RolloutPrefetcher:
             attempt += 1
             rollouts, is_missing = self._tried(request, is_last=attempt == ATTEMPTS)
         if self._weights is not None:
-            self._weights.rest()
+            self._weights.sleep()
         return rollouts
 
     def _tried(self, request: GenerationRequest, *, is_last: bool) -> tuple[list[Rollout], bool]:
@@ -130,13 +130,13 @@ class RolloutPrefetcher:
             return rollouts or [], False
         is_missing = any(dist.all_gather_objects(rollouts is None))
         if is_missing:
-            self._weights.forget()
+            self._weights.invalidate()
         return rollouts or [], is_missing
 
-    def _refresh(self, version: int) -> None:
+    def _refresh(self, policy_step: int) -> None:
         if self._weights is not None:
             with self._timings.phase("weights"):
-                self._weights.refresh(version)
+                self._weights.refresh(policy_step)
 
     def _begun(self, request: GenerationRequest) -> tuple[list[Rollout], bool]:
         """Collective. The rollouts of a round that was begun, waited for; whether any rank has none."""
@@ -168,11 +168,11 @@ class RolloutPrefetcher:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts-ahead")
         for request in requests:
             if request.number not in self._jobs:
-                self._jobs[request.number] = self._threads.submit(self._sample_held, request)
+                self._jobs[request.number] = self._threads.submit(self._sample_frozen, request)
 
-    def _sample_held(self, request: GenerationRequest) -> list[Rollout]:
+    def _sample_frozen(self, request: GenerationRequest) -> list[Rollout]:
         assert self._weights is not None
-        with self._weights.held():
+        with self._weights.freeze_weights():
             return self.source(request)
 
 

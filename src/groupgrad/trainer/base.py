@@ -87,7 +87,7 @@ class TrainingRun(Trainer):
     ) -> TrainOutput:
         """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
         whatever happens."""
-        self._forget_served()
+        self._invalidate_vllm()
         try:
             with self.progress, kernels_in_force(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
@@ -96,7 +96,7 @@ class TrainingRun(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`: the metrics, by `eval_` names."""
-        self._forget_served()
+        self._invalidate_vllm()
         try:
             return super().evaluate(*args, **kwargs)
         finally:
@@ -104,7 +104,7 @@ class TrainingRun(Trainer):
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """`Trainer.predict`: the metrics, by `test_` names."""
-        self._forget_served()
+        self._invalidate_vllm()
         try:
             return super().predict(*args, **kwargs)
         finally:
@@ -148,10 +148,10 @@ class TrainingRun(Trainer):
             build.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
         return served
 
-    def _forget_served(self) -> None:
+    def _invalidate_vllm(self) -> None:
         """Outside of training nothing tells that the weights have changed."""
         if self.vllm_policy is not None and not self.is_in_train:
-            self.vllm_policy.forget()
+            self.vllm_policy.invalidate()
 
     def _close_unless_training(self) -> None:
         if not self.is_in_train:

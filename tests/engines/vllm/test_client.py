@@ -219,7 +219,7 @@ def test_nobody_waits_for_a_server_when_training_ends(scripted: Scripted, model:
         scripted.server.server_close()
         started = time.monotonic()
         threading.Timer(0.3, policy.stop).start()
-        with policy.held(), pytest.raises(RuntimeError, match="given up, since training ends"):
+        with policy.freeze_weights(), pytest.raises(RuntimeError, match="given up, since training ends"):
             sample_all(session, ROWS)
     assert time.monotonic() - started < 30
 

@@ -108,7 +108,7 @@ class VLLMServerEngine:
         self._base = f"base-{uuid.uuid4().hex[:8]}"
         """Stamp of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
-        self.is_held = False
+        self.is_frozen = False
         """The policy changes while rows are sampled, so that it must not be sent meanwhile."""
         self.is_stopped = False
         """Nobody waits for what is sampled any more: waiting for the server fails."""
@@ -203,7 +203,7 @@ class VLLMServerEngine:
         """See to it that the server is there with the current weights; `reason` is why that is in doubt.
 
         RuntimeError if another trainer has pushed to it; TimeoutError if it does not come back in time; WeightsLost if
-        it was started again and this rank cannot give it the weights: while `is_held`, alone where the model is spread
+        it was started again and this rank cannot give it the weights: while `is_frozen`, alone where the model is spread
         over ranks, or where another rank pushes and does not, having nothing to sample.
         """
         known = self._info.get("start_id")
@@ -222,7 +222,7 @@ class VLLMServerEngine:
                     f"{self._stamp!r}: another trainer uses the same server; give each a server of its own"
                 )
             lost = f"the vLLM server {self.address} was started again and has lost the weights {self._stamp!r}"
-            if self.is_held:
+            if self.is_frozen:
                 raise WeightsLost(f"{lost}, which the policy has left behind")
             if self._pushes and self._pushed is not None:
                 if is_sharded(self._pushed.model):

@@ -55,25 +55,25 @@ class VLLMPolicy:
             self.engine.expect(dist.all_gather_objects(stamp)[0])
         self._version = version
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The policy may have changed although its step has not: the next `refresh` sends it whatever that is."""
         self._version = None
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Let vLLM give its memory back until the next `refresh`, where it was started so."""
         sleep = getattr(self.engine, "sleep", None)
         if sleep is not None:
             sleep()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def freeze_weights(self) -> Iterator[None]:
         """Inside, the policy may change while rows are sampled: a server that has lost its weights is not given it, and
         what is sampled fails with WeightsLost."""
-        self.engine.is_held = True
+        self.engine.is_frozen = True
         try:
             yield
         finally:
-            self.engine.is_held = False
+            self.engine.is_frozen = False
 
     def stop(self) -> None:
         """Have what is sampled now, in another thread, fail soon."""
