@@ -60,10 +60,10 @@ class Timed:
                 return
             yield bucket
 
-    def send(self, address: Address, stamp: str, bucket: Any, *, timeout_s: float) -> None:
+    def send(self, address: Address, weight_version: str, bucket: Any, *, timeout_s: float) -> None:
         """Send by the inner one."""
         started = time.perf_counter()
-        self.inner.send(address, stamp, bucket, timeout_s=timeout_s)
+        self.inner.send(address, weight_version, bucket, timeout_s=timeout_s)
         self.sending += time.perf_counter() - started
 
     def close(self) -> None:

@@ -397,7 +397,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "tool_max_result_chars": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),
     "tool_threads": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),
     # vLLM
-    "use_vllm": Changes("tests/trainer/test_serving.py::test_each_round_is_sampled_from_the_weights_of_its_step"),
+    "use_vllm": Changes("tests/trainer/test_vllm_policy.py::test_each_round_is_sampled_from_the_weights_of_its_step"),
     "vllm_mode": Warns("server", "vLLM"),
     "vllm_model_impl": Warns("transformers", "vLLM"),
     "vllm_enable_sleep_mode": Warns(True, "vLLM"),
@@ -412,7 +412,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "vllm_tensor_parallel_size": Warns(2, "vLLM"),
     "vllm_lora_updates": Warns("merge", "vLLM"),
     "rollout_ahead": Changes(
-        "tests/trainer/test_serving.py::test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain"
+        "tests/trainer/test_vllm_policy.py::test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain"
     ),
     "vllm_importance_sampling_correction": Warns(False, "vLLM"),
     "vllm_importance_sampling_mode": Warns("token_mask", "vLLM"),

@@ -46,27 +46,27 @@ class Watch:
     def __init__(self) -> None:
         self.trainer: Any = None
         self.gap = 0.0
-        self.versions: list[int] = []
+        self.policy_steps: list[int] = []
         self.texts: list[list[int]] = []
         self.before: Callable[[int], None] = lambda number: None
         """Called with the number of rounds seen so far."""
 
     def __call__(self, completion_ids: Sequence[list[int]], **columns: Any) -> list[float]:
-        self.before(len(self.versions))
+        self.before(len(self.policy_steps))
         if self.trainer is not None:
             self._compare()
         return [sum(token % 7 for token in ids) / 10 + len(ids) % 3 for ids in completion_ids]
 
     def _compare(self) -> None:
-        serving = self.trainer.serving
+        vllm_policy = self.trainer.vllm_policy
         options = replace(self.trainer.components.sampling, temperature=0.0, max_new_tokens=8, eos_ids=(), extra={})
         rows = requests(4, tokens=8)
-        for row, sample in zip(rows, serving.sample(rows, options)):
+        for row, sample in zip(rows, vllm_policy.sample(rows, options)):
             table = true_logprobs(self.trainer.model, row.prompt_ids, sample.ids).float()
             own = table.gather(-1, torch.tensor(sample.ids)[:, None]).squeeze(-1)
             self.gap = max(self.gap, float((table.max(-1).values - own).max()))
             self.texts.append(sample.ids)
-        self.versions.append(serving.version)
+        self.policy_steps.append(vllm_policy.policy_step)
 
 
 def make_trainer(

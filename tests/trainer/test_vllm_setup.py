@@ -9,7 +9,7 @@ import pytest
 from groupgrad.config import GRPOConfig
 from groupgrad.config.sampling import sampling_options
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
-from groupgrad.trainer import vllm_setup as serving
+from groupgrad.trainer import vllm_setup
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def start(monkeypatch: pytest.MonkeyPatch, make_model: Any, tmp_path: Any) -> An
         def plain_logprobs(self, sampling: Any) -> bool:
             return True
 
-    monkeypatch.setattr(serving, "VLLMColocateEngine", Engine)
-    monkeypatch.setattr(serving, "check_memory", lambda model, chosen, *, training: None)
+    monkeypatch.setattr(vllm_setup, "VLLMColocateEngine", Engine)
+    monkeypatch.setattr(vllm_setup, "check_memory", lambda model, chosen, *, training: None)
 
     def start(**fields: Any) -> ColocateOptions:
         settings = {"bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 8, **fields}
         config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **settings)
-        serving._colocate(config, make_model(), None, sampling_options(config, eos_ids=[1], pad_id=0))
+        vllm_setup._colocate(config, make_model(), None, sampling_options(config, eos_ids=[1], pad_id=0))
         return found[-1]
 
     return start
@@ -88,9 +88,9 @@ def test_training_is_counted_with_what_its_optimizer_keeps(
     model = make_model()
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, **changes)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert serving.training_bytes(config, model).optimizer == numbers * weights
+    assert vllm_setup.training_bytes(config, model).optimizer == numbers * weights
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert serving.training_bytes(config, model).optimizer == 0, "ZeRO spreads it over ranks"
+    assert vllm_setup.training_bytes(config, model).optimizer == 0, "ZeRO spreads it over ranks"
 
 
 @pytest.mark.parametrize(("stage", "is_whole"), [(0, True), (1, True), (2, False), (3, False)])
@@ -100,10 +100,10 @@ def test_gradients_that_zero_spreads_over_ranks_are_not_counted(
     model = make_model()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
-    assert serving.training_bytes(config, model).gradients == weights
+    assert vllm_setup.training_bytes(config, model).gradients == weights
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
-    assert serving.training_bytes(config, model).gradients == (weights if is_whole else 0)
+    assert vllm_setup.training_bytes(config, model).gradients == (weights if is_whole else 0)
 
 
 def test_vllm_computes_in_the_types_of_training(start: Any) -> None:

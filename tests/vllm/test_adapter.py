@@ -33,7 +33,7 @@ def test_each_push_of_an_adapter_is_what_is_sampled_from(server: Served, policy:
     for version in range(3):
         vary(model, version, only="lora_")
         engine.push_adapter(model, version)
-        assert engine.version == version
+        assert engine.policy_step == version
         samples = engine.sample(rows, OPTIONS)
         assert mean_difference(model, rows, samples) < 1e-5
         greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))

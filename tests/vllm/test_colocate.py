@@ -40,7 +40,7 @@ def test_each_push_is_what_is_sampled_from(engine: VLLMColocateEngine, policy: A
     texts = []
     for version in range(3):
         engine.push(vary(policy, version), version)
-        assert engine.version == version
+        assert engine.policy_step == version
         samples = engine.sample(rows, OPTIONS)
         assert mean_difference(policy, rows, samples) < 1e-5
         greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))
@@ -82,8 +82,8 @@ def test_merged_adapters_are_sampled_from_and_the_policy_is_only_read(engine: VL
 def test_each_push_of_an_adapter_alone_is_what_is_sampled_from(engine: VLLMColocateEngine, policy: Any) -> None:
     model, rows = adapted(policy), requests()
     for version in range(3):
-        stamp = engine.push_adapter(vary(model, version, only="lora_"), version)
-        assert stamp == engine.stamp and engine.version == version
+        weight_version = engine.push_adapter(vary(model, version, only="lora_"), version)
+        assert weight_version == engine.weight_version and engine.policy_step == version
         assert mean_difference(model, rows, engine.sample(rows, OPTIONS)) < 1e-5
         greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))
         assert all(is_greedy(model, row, sample) for row, sample in zip(rows, greedy))

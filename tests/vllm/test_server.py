@@ -43,7 +43,7 @@ def test_each_push_is_what_is_sampled_from(engine: VLLMServerEngine, policy: Any
     for version in range(3):
         vary(policy, version)
         engine.push(policy, version)
-        assert engine.version == version
+        assert engine.policy_step == version
         samples = engine.sample(rows, OPTIONS)
         assert mean_difference(policy, rows, samples) < 1e-5
         assert all(is_greedy(policy, row, sample) for row, sample in zip(rows, engine.sample(rows, greedy)))
@@ -165,10 +165,10 @@ class Flips:
         self._inner = inner
         self.pack, self.close = inner.pack, inner.close
 
-    def send(self, address: Address, stamp: str, bucket: Any, *, timeout_s: float) -> None:
+    def send(self, address: Address, weight_version: str, bucket: Any, *, timeout_s: float) -> None:
         if bucket.number == 1:
             bucket.data[17] ^= 1
-        self._inner.send(address, stamp, bucket, timeout_s=timeout_s)
+        self._inner.send(address, weight_version, bucket, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("make", [HttpTransport, lambda: GlooTransport(free_port())], ids=["http", "group"])
@@ -195,7 +195,7 @@ def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
 ) -> None:
     engine.push(policy, 0)
     before = [sample.ids for sample in engine.sample(requests(), OPTIONS)]
-    call(server.address, "begin", {"stamp": "1-dead", "tensors": [], "timeout_s": 5.0}, timeout_s=30.0)
+    call(server.address, "begin", {"weight_version": "1-dead", "tensors": [], "timeout_s": 5.0}, timeout_s=30.0)
     _nothing_is_sampled(server, engine, "1-dead")
 
     engine.push(policy, 1)
@@ -204,7 +204,7 @@ def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
 
 def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "") -> None:
     """Neither by our route nor by vLLM's own."""
-    body = {"stamp": engine.stamp, "sampling": {}, "prompts": [], "rows": []}
+    body = {"weight_version": engine.weight_version, "sampling": {}, "prompts": [], "rows": []}
     with pytest.raises(ServerRefused, match="nothing is sampled until one has") as caught:
         call(server.address, "generate", body, timeout_s=10.0)
     assert caught.value.status == 503 and other in str(caught.value)
@@ -248,8 +248,10 @@ def _completion(server: Served) -> int:
 def test_a_trainer_whose_server_another_one_pushed_to_is_told(server: Served, policy: Any) -> None:
     mine, other = server.engine(), server.engine()
     mine.push(policy, 0)
-    stamp = other.push(policy, 0)
-    with pytest.raises(RuntimeError, match=f"has the weights '{stamp}', .*another trainer uses the same server"):
+    weight_version = other.push(policy, 0)
+    with pytest.raises(
+        RuntimeError, match=f"has the weights '{weight_version}', .*another trainer uses the same server"
+    ):
         mine.sample(requests(), OPTIONS)
 
 
@@ -257,7 +259,7 @@ def test_ranks_sample_what_another_rank_pushed(server: Served, policy: Any) -> N
     main, other = server.engine(), server.engine(pushes=False)
     other.connect(policy)
     other.expect(main.push(policy, 4))
-    assert other.version == 4
+    assert other.policy_step == 4
     assert [s.ids for s in other.sample(requests(), OPTIONS)] == [s.ids for s in main.sample(requests(), OPTIONS)]
 
 

@@ -54,7 +54,7 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     restart.join()
     assert engine.info["start_id"] != first
     assert [found[ticket].ids for ticket in tickets] == expected
-    assert engine.version == 1
+    assert engine.policy_step == 1
 
     # It dies in the middle of a push.
     vary(policy, 2)
@@ -110,7 +110,7 @@ def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy
         while session.num_open:
             found.update(session.advance())
     assert [found[t].ids for t in tickets] == [s.ids for s in engine.sample(LONG, OPTIONS)]
-    assert call(served.address, "info", timeout_s=10.0)["stamp"] == engine.stamp
+    assert call(served.address, "info", timeout_s=10.0)["weight_version"] == engine.weight_version
 
     # It dies and does not come back: the error says what was going on.
     served.kill()
@@ -133,12 +133,12 @@ class KillsOnce(HttpTransport):
     def __init__(self, served: Served):
         self._served, self.killed = served, False
 
-    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+    def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         if bucket.number == 2 and not self.killed:
             self.killed = True
             self._served.kill()
             self._served.start()
-        super().send(address, stamp, bucket, timeout_s=timeout_s)
+        super().send(address, weight_version, bucket, timeout_s=timeout_s)
 
 
 def test_no_server_in_time_is_an_error_that_says_how_to_start_one(policy: Any) -> None:

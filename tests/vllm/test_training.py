@@ -18,7 +18,7 @@ from vllm_training import LARGE, logged, make_trainer
 
 from groupgrad import GRPOTrainer
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
-from groupgrad.trainer import vllm_setup as serving
+from groupgrad.trainer import vllm_setup
 
 COLOCATE = {"vllm_mode": "colocate", "vllm_max_model_length": 512}
 
@@ -28,7 +28,9 @@ def _quick_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM without the minute that it takes to compile a model."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(serving, "ColocateOptions", functools.partial(ColocateOptions, extra={"enforce_eager": True}))
+    monkeypatch.setattr(
+        vllm_setup, "ColocateOptions", functools.partial(ColocateOptions, extra={"enforce_eager": True})
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,8 +74,8 @@ def train(
 
     yield make
     for trainer in made:
-        assert trainer.serving is not None
-        trainer.serving.close()
+        assert trainer.vllm_policy is not None
+        trainer.vllm_policy.close()
 
 
 def lora(**changes: Any) -> Any:
@@ -90,7 +92,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def assert_in_step(trainer: Any, versions: list[int], *, nats: float = 1e-3) -> None:
     """Rounds came from the weights of these steps, and vLLM's log-probs are training's."""
     watch = trainer.watch
-    assert watch.versions == versions
+    assert watch.policy_steps == versions
     assert watch.gap < nats
     assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < nats
     if len(versions) == len(logged(trainer, "sampling/importance_sampling_ratio/mean")):
@@ -113,7 +115,7 @@ def test_each_round_is_sampled_from_the_weights_that_train(mode: str, beta: floa
 
 def test_a_round_may_be_trained_on_twice(mode: str, train: Any) -> None:
     trainer = train(mode, num_iterations=2, max_steps=4)
-    assert trainer.watch.versions == [0, 2]
+    assert trainer.watch.policy_steps == [0, 2]
     # Measured when a round is new: by its second pass the policy has moved on.
     differences = logged(trainer, "sampling/sampling_logp_difference/mean")
     assert max(differences) < 1e-3 and trainer.watch.gap < 1e-3
@@ -147,7 +149,7 @@ def test_a_policy_in_bfloat16_is_sampled_in_bfloat16(train: Any, make_model: Any
     policy = vary(make_model(seed=3, **LARGE), 3).to(torch.bfloat16)
     trainer = train("colocate", model=policy)
     # Eight bits of mantissa on both sides, rounded at other places.
-    assert trainer.watch.versions == [0, 1, 2] and trainer.watch.gap < 0.2
+    assert trainer.watch.policy_steps == [0, 1, 2] and trainer.watch.gap < 0.2
     assert 0 < max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
     assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1] * 3, abs=0.1)
 
@@ -213,7 +215,7 @@ def test_rollout_functions_sample_from_the_weights_that_train(mode: str, train: 
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         made = trainer.sample_completions([prompt for prompt in prompts for _ in range(trainer.num_generations)])
-        steps.append(trainer.serving.version)
+        steps.append(trainer.vllm_policy.policy_step)
         return made
 
     trainer = train(mode, arguments={"rollout_func": rollout})
@@ -230,7 +232,7 @@ def test_evaluation_in_between_is_of_the_weights_that_train(mode: str, train: An
         per_device_eval_batch_size=8,
         arguments={"eval_dataset": evaluated},
     )
-    assert trainer.watch.versions == [0, 1, 1, 2, 2, 3] and trainer.watch.gap < 1e-3
+    assert trainer.watch.policy_steps == [0, 1, 1, 2, 2, 3] and trainer.watch.gap < 1e-3
     assert len(logged(trainer, "eval_reward")) == 3
     assert trainer.evaluate()["eval_reward"] == logged(trainer, "eval_reward")[2]
 
@@ -240,7 +242,7 @@ def test_a_resumed_run_goes_on_as_the_first_would_have(mode: str, train: Any, tm
     whole = train(mode, **settings)
     again = train(mode, run=False, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert again.watch.versions == [2, 3] and again.watch.gap < 1e-3
+    assert again.watch.policy_steps == [2, 3] and again.watch.gap < 1e-3
     assert again.watch.texts == whole.watch.texts[-len(again.watch.texts) :]
     assert logged(again, "reward") == logged(whole, "reward")
     assert logged(again, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-3, abs=1e-4)

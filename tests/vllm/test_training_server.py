@@ -47,7 +47,7 @@ def train(make_model: Any, tokenizer: Any, tmp_path: Path, served: Served) -> It
 
     yield make
     for trainer in made:
-        trainer.serving.close()
+        trainer.vllm_policy.close()
 
 
 class KillsAt(HttpTransport):
@@ -56,12 +56,12 @@ class KillsAt(HttpTransport):
     def __init__(self, served: Served, version: int):
         self._served, self._start, self.killed = served, f"{version}-", False
 
-    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
-        if stamp.startswith(self._start) and bucket.number == 1 and not self.killed:
+    def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
+        if weight_version.startswith(self._start) and bucket.number == 1 and not self.killed:
             self.killed = True
             self._served.kill()
             self._served.start()
-        super().send(address, stamp, bucket, timeout_s=timeout_s)
+        super().send(address, weight_version, bucket, timeout_s=timeout_s)
 
 
 def kill_while_sampling(served: Served, monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> list[str]:
@@ -98,7 +98,7 @@ def test_a_run_survives_servers_that_come_late_and_die(
     transport = trainer.engine.engine._transport = KillsAt(served, 2)
     trainer.train()
     assert seen and transport.killed
-    assert trainer.watch.versions == [0, 1, 2, 3] and trainer.watch.gap < 1e-3
+    assert trainer.watch.policy_steps == [0, 1, 2, 3] and trainer.watch.gap < 1e-3
     assert trainer.watch.texts == undisturbed.watch.texts
     assert logged(trainer, "reward") == logged(undisturbed, "reward")
     assert logged(trainer, "loss") == pytest.approx(logged(undisturbed, "loss"), rel=1e-3, abs=1e-4)
@@ -161,7 +161,7 @@ def test_a_trainer_that_was_killed_in_a_push_goes_on_with_the_running_server(
     trainer = train(**settings)
     trainer.train(resume_from_checkpoint=True)
     assert served.process is not None and served.process.pid == pid and served.process.poll() is None
-    assert trainer.watch.versions == [3, 4] and trainer.watch.gap < 1e-3
+    assert trainer.watch.policy_steps == [3, 4] and trainer.watch.gap < 1e-3
     assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 1e-3
     assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2, 3, 4, 5]
 

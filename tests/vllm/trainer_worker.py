@@ -23,11 +23,11 @@ class StopsAt(HttpTransport):
     def __init__(self, version: int, marker: Path):
         self._start, self._marker = f"{version}-", marker
 
-    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
-        if stamp.startswith(self._start) and bucket.number == 1:
+    def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
+        if weight_version.startswith(self._start) and bucket.number == 1:
             self._marker.touch()
             time.sleep(600)
-        super().send(address, stamp, bucket, timeout_s=timeout_s)
+        super().send(address, weight_version, bucket, timeout_s=timeout_s)
 
 
 def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:

@@ -36,7 +36,7 @@ class Scripted:
         sizes = {**model_sizes(model.config), "architecture": type(model).__name__}
         self.info: dict[str, Any] = {"start_id": "first", "model": "m", "sizes": sizes, "vocab_size": 92, "base": "x"}
         self.info |= {"dtype": "bfloat16", "max_model_len": 64, "max_lora_rank": 0, "whole": True}
-        self.info |= {"stamp": "as loaded", "pushing": None}
+        self.info |= {"weight_version": "as loaded", "pushing": None}
         self.script: list[list[dict[str, Any]]] = []
         self.asked: list[dict[str, Any]] = []
         self.notes: list[Any] = []
@@ -93,12 +93,12 @@ class Scripted:
         told = json.loads(data)
         if told["checksum"] != self.checksum:
             return 422, {"error": "another checksum"}
-        self.info |= {"stamp": told["stamp"], "whole": True}
+        self.info |= {"weight_version": told["weight_version"], "whole": True}
         return 200, {}
 
     def generate(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         self.asked.append(json.loads(data))
-        lines = [{"stamp": self.asked[-1]["stamp"], **line} for line in self.script.pop(0)]
+        lines = [{"weight_version": self.asked[-1]["weight_version"], **line} for line in self.script.pop(0)]
         return 200, lines
 
 
@@ -124,8 +124,8 @@ def row(number: int, ids: list[int], reason: str = "length") -> dict[str, Any]:
 
 
 def test_a_push_brings_all_weights_in_the_servers_dtype(scripted: Scripted, model: Any) -> None:
-    stamp = scripted.engine().push(model, 7)
-    assert stamp.startswith("7-") and scripted.info["stamp"] == stamp
+    weight_version = scripted.engine().push(model, 7)
+    assert weight_version.startswith("7-") and scripted.info["weight_version"] == weight_version
     expected = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     assert set(scripted.weights) == set(expected)
     assert all(torch.equal(scripted.weights[name], expected[name]) for name in expected)
@@ -141,7 +141,7 @@ def test_rows_come_in_any_order_and_share_their_prompt(scripted: Scripted, model
     assert (first.ids, first.finish_reason) == ([9, 9, 9, 9], "length")
     assert (second.ids, second.finish_reason, second.logprobs) == ([8, 1], "eos", [-1.0, -1.0])
     (asked,) = scripted.asked
-    assert asked["prompts"] == [[5, 6]] and asked["stamp"] == engine.stamp
+    assert asked["prompts"] == [[5, 6]] and asked["weight_version"] == engine.weight_version
     assert asked["rows"] == [
         {"row": 0, "prompt": 0, "seed": 3, "max_tokens": 4},
         {"row": 1, "prompt": 0, "seed": 4, "max_tokens": 4},
@@ -183,29 +183,31 @@ def test_rows_that_the_server_gave_up_are_asked_for_again(reason: str, scripted:
 
 def test_a_server_that_was_started_again_is_given_the_weights(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
-    stamp = engine.push(model, 3)
+    weight_version = engine.push(model, 3)
     scripted.script = [[], [row(0, [9]), row(1, [8])]]
     scripted.weights.clear()
-    scripted.info |= {"start_id": "second", "stamp": "as loaded"}
+    scripted.info |= {"start_id": "second", "weight_version": "as loaded"}
     engine.sample(ROWS, OPTIONS)
-    assert scripted.info["stamp"] == stamp == engine.stamp and len(scripted.weights) == len(model.state_dict())
+    assert scripted.info["weight_version"] == weight_version == engine.weight_version and len(scripted.weights) == len(
+        model.state_dict()
+    )
 
 
 def test_a_push_sees_that_the_server_was_started_again_in_another_dtype(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     engine.push(model, 3)
-    scripted.info |= {"start_id": "second", "stamp": "as loaded", "dtype": "float32"}
-    stamp = engine.push(model, 4)
-    assert scripted.info["stamp"] == stamp and engine.info["start_id"] == "second"
+    scripted.info |= {"start_id": "second", "weight_version": "as loaded", "dtype": "float32"}
+    weight_version = engine.push(model, 4)
+    assert scripted.info["weight_version"] == weight_version and engine.info["start_id"] == "second"
     assert {tensor.dtype for tensor in scripted.weights.values()} == {torch.float32}
 
 
 def test_a_rank_that_cannot_push_says_that_the_weights_are_lost(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine(pushes=False, timeout_s=0.5)
     engine.connect(model)
-    scripted.info |= {"stamp": "3-here"}
+    scripted.info |= {"weight_version": "3-here"}
     engine.expect("3-here")
-    scripted.info |= {"start_id": "second", "stamp": "as loaded"}
+    scripted.info |= {"start_id": "second", "weight_version": "as loaded"}
     scripted.script = [[]]
     with pytest.raises(WeightsLost, match="lost the weights '3-here', and the rank that pushes has not given"):
         engine.sample(ROWS, OPTIONS)
@@ -236,12 +238,12 @@ def test_nobody_waits_for_the_rank_that_pushes_when_training_ends(scripted: Scri
 
 def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
-    stamp = engine.push(model, 3)
-    scripted.info |= {"whole": False, "stamp": "2-before", "pushing": stamp}
+    weight_version = engine.push(model, 3)
+    scripted.info |= {"whole": False, "weight_version": "2-before", "pushing": weight_version}
     scripted.script = [[], [row(0, [9]), row(1, [8])]]
     scripted.weights.clear()
     engine.sample(ROWS, OPTIONS)
-    assert scripted.info["stamp"] == stamp and len(scripted.weights) == len(model.state_dict())
+    assert scripted.info["weight_version"] == weight_version and len(scripted.weights) == len(model.state_dict())
 
 
 def test_a_server_that_another_trainer_pushes_to_is_left_alone(scripted: Scripted, model: Any) -> None:
@@ -294,7 +296,7 @@ def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, mod
 def test_rows_of_other_weights_are_refused(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     engine.push(model, 0)
-    scripted.script = [[{**row(0, [9]), "stamp": "0-other"}]]
+    scripted.script = [[{**row(0, [9]), "weight_version": "0-other"}]]
     with pytest.raises(RuntimeError, match="row 0 was sampled from the weights '0-other', not '0-"):
         engine.sample(ROWS, OPTIONS)
 

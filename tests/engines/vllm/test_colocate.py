@@ -145,7 +145,7 @@ def test_weights_of_the_same_dtype_are_given_by_reference(
     own = dict(model.named_parameters())
     assert all(vllm.weights[name].data_ptr() == own[name].data_ptr() for name in own)
     assert vllm.log == ["pushed", "forgot", "forgot images"]
-    assert engine.sample([ROW], OPTIONS)[0].ids == [1] and engine.version == 3
+    assert engine.sample([ROW], OPTIONS)[0].ids == [1] and engine.policy_step == 3
 
 
 def test_buckets_are_no_larger_than_told(
@@ -182,7 +182,7 @@ def test_an_adapter_goes_alone_and_the_weights_below_it_once(
     policy = adapted(model)
     engine.push_adapter(policy, 0)
     engine.push_adapter(policy, 1)
-    assert vllm.log.count("pushed") == 1 and list(vllm.adapters) == [2] and engine.version == 1
+    assert vllm.log.count("pushed") == 1 and list(vllm.adapters) == [2] and engine.policy_step == 1
     (tensors,) = vllm.adapters.values()
     assert sorted(tensors) and all(".lora_" in name for name in tensors)
     assert engine.sample([ROW], OPTIONS)[0].logprobs == [-0.5]
@@ -261,9 +261,9 @@ def test_a_push_that_fails_leaves_nothing_to_sample_from(
 def test_a_row_whose_weights_changed_meanwhile_is_refused(
     vllm: StandIn, engine: VLLMColocateEngine, model: Any
 ) -> None:
-    stamp = engine.push(model, 0)
-    vllm.change = lambda output: setattr(engine, "_stamp", "1-other")
-    with pytest.raises(RuntimeError, match=f"row 0 was begun with '{stamp}' and ended with '1-other'"):
+    weight_version = engine.push(model, 0)
+    vllm.change = lambda output: setattr(engine, "_weight_version", "1-other")
+    with pytest.raises(RuntimeError, match=f"row 0 was begun with '{weight_version}' and ended with '1-other'"):
         engine.sample([ROW], OPTIONS)
 
 
@@ -278,9 +278,9 @@ def test_a_row_that_vllm_gave_up_is_not_one_that_reached_its_length(
 
 
 def test_a_row_of_another_adapter_is_refused(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
-    stamp = engine.push_adapter(adapted(model), 0)
+    weight_version = engine.push_adapter(adapted(model), 0)
     vllm.change = lambda output: output.update(lora_request=None)
-    with pytest.raises(RuntimeError, match=f"row 0 was sampled with the adapter None, not '{stamp}'"):
+    with pytest.raises(RuntimeError, match=f"row 0 was sampled with the adapter None, not '{weight_version}'"):
         engine.sample([ROW], OPTIONS)
 
 

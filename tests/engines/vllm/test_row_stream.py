@@ -48,7 +48,7 @@ def told(engine: Engine, **body: Any) -> dict[int, dict[str, Any]]:
     counts: list[int] = []
 
     async def run() -> list[bytes]:
-        rows = RowStream(engine, {"stamp": "0-a", "sampling": {}, **body}, None, counts.append, TokenCount())
+        rows = RowStream(engine, {"weight_version": "0-a", "sampling": {}, **body}, None, counts.append, TokenCount())
         return [line async for line in rows.lines()]
 
     lines = [json.loads(line) for line in asyncio.run(run())]
@@ -62,13 +62,13 @@ def row(number: int, prompt: int) -> dict[str, Any]:
 
 def test_a_row_ends_with_its_ids_and_log_probs() -> None:
     lines = told(Engine(), prompts=[[5, 6]], rows=[row(3, 0)])
-    assert lines == {3: {"row": 3, "stamp": "0-a", "reason": "length", "ids": [4], "logprobs": [-0.5]}}
+    assert lines == {3: {"row": 3, "weight_version": "0-a", "reason": "length", "ids": [4], "logprobs": [-0.5]}}
 
 
 def test_whoever_waits_is_told_of_tokens_that_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's rows may wait for all of another's; that is no server that hangs."""
     monkeypatch.setattr(rows_module, "HEARTBEAT_S", 0.01)
-    tokens, body = TokenCount(), {"stamp": "0-a", "sampling": {}, "prompts": [[5]], "rows": [row(0, 0)]}
+    tokens, body = TokenCount(), {"weight_version": "0-a", "sampling": {}, "prompts": [[5]], "rows": [row(0, 0)]}
 
     class Busy(Engine):
         async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:

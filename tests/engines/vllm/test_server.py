@@ -49,7 +49,7 @@ def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:
     routes = Routes(None)
     routes._weights.whole, routes._weights.pushing = False, "3-a"
     engine = Engine(WeightReceiver())
-    bucket = Asked(stamp="3-a", first="0", count="1", group="mine", num_bytes="64")
+    bucket = Asked(weight_version="3-a", first="0", count="1", group="mine", num_bytes="64")
     with pytest.raises(Refusal, match=f"{OTHER_GROUP} None, and weights are to come over mine") as caught:
         asyncio.run(routes._bucket(engine, bucket))
     assert caught.value.status == LEFT
@@ -93,7 +93,7 @@ async def outside(routes: Routes) -> dict[str, Any]:
 async def begun(routes: Routes, timeout_s: float) -> asyncio.Task[Any]:
     """A push that waits for what is sampled."""
     push = asyncio.create_task(
-        routes._begin(Engine(Quiet()), Asked({"stamp": "3-a", "tensors": [], "timeout_s": timeout_s}))
+        routes._begin(Engine(Quiet()), Asked({"weight_version": "3-a", "tensors": [], "timeout_s": timeout_s}))
     )
     await asyncio.sleep(0.05)
     return push
@@ -112,7 +112,7 @@ def test_whoever_comes_while_a_push_waits_is_sent_away() -> None:
         app.may_end.set()
         assert (await early)["status"] == 200 and await push == {}
         assert (await outside(routes))["error"].startswith("the push '3-a' of weights has not ended")
-        await routes._commit(Engine(Quiet()), Asked({"stamp": "3-a", "checksum": 0}))
+        await routes._commit(Engine(Quiet()), Asked({"weight_version": "3-a", "checksum": 0}))
         assert (await outside(routes))["status"] == 200
 
     asyncio.run(run())

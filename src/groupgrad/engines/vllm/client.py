@@ -70,8 +70,8 @@ class _Pushed:
 
     model: nn.Module
     kind: Literal["weights", "adapter"]
-    stamp: str
-    version: int
+    weight_version: str
+    policy_step: int
 
 
 class VLLMServerEngine:
@@ -104,7 +104,7 @@ class VLLMServerEngine:
         self._expected: Expected | None = None
         self._info: dict[str, Any] = {}
         self._pushed: _Pushed | None = None
-        self._stamp: str | None = None
+        self._weight_version: str | None = None
         self._base = f"base-{uuid.uuid4().hex[:8]}"
         """Stamp of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
@@ -114,17 +114,17 @@ class VLLMServerEngine:
         """Nobody waits for what is sampled any more: waiting for the server fails."""
 
     @property
-    def stamp(self) -> str:
-        """Of the weights that samples come from: the version, and a word that no other push has. ValueError if
+    def weight_version(self) -> str:
+        """Of the weights that samples come from: the policy_step, and a word that no other push has. ValueError if
         nothing was pushed."""
-        if self._stamp is None:
+        if self._weight_version is None:
             raise ValueError("no weights were pushed to the vLLM server yet; call push before sampling")
-        return self._stamp
+        return self._weight_version
 
     @property
-    def version(self) -> int:
+    def policy_step(self) -> int:
         """The version of the weights that samples come from. ValueError if nothing was pushed."""
-        return int(self.stamp.rpartition("-")[0])
+        return int(self.weight_version.rpartition("-")[0])
 
     @property
     def info(self) -> dict[str, Any]:
@@ -157,23 +157,23 @@ class VLLMServerEngine:
         they are renormalised over what cuts, penalties or a regex left."""
         return is_plain(sampling_fields(options, regex=self._regex), self._info.get("logprobs_mode", PROCESSED))
 
-    def push(self, model: nn.Module, version: int) -> str:
-        """Send all weights, adapters merged, as that version; gives their stamp. Collective if they are sharded.
+    def push(self, model: nn.Module, policy_step: int) -> str:
+        """Send all weights, adapters merged, as that version; gives their weight_version. Collective if they are sharded.
 
         The server has the version when all of it has arrived and was verified; until then it does not sample.
         """
-        return self._push_new(model, "weights", version)
+        return self._push_new(model, "weights", policy_step)
 
-    def push_adapter(self, model: nn.Module, version: int) -> str:
-        """Send the active LoRA adapter as that version; gives its stamp. ValueError if the model is sharded.
+    def push_adapter(self, model: nn.Module, policy_step: int) -> str:
+        """Send the active LoRA adapter as that version; gives its weight_version. ValueError if the model is sharded.
 
         The weights below it are sent once to each start of the server, in the server's own dtype.
         """
-        return self._push_new(model, "adapter", version)
+        return self._push_new(model, "adapter", policy_step)
 
-    def expect(self, stamp: str) -> None:
-        """Sample from the weights of this stamp, which another rank has pushed."""
-        self._stamp = stamp
+    def expect(self, weight_version: str) -> None:
+        """Sample from the weights of this weight_version, which another rank has pushed."""
+        self._weight_version = weight_version
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
@@ -184,9 +184,9 @@ class VLLMServerEngine:
     def session(self, options: SamplingOptions) -> Iterator[ServerSession]:
         """A session over the server. What has not ended when it is closed is given up."""
         fields = sampling_fields(options, regex=self._regex)
-        stamp = self.stamp
+        weight_version = self.weight_version
         self.check(options)
-        session = ServerSession(self.address, stamp, fields, self.recover, self.timeout_s)
+        session = ServerSession(self.address, weight_version, fields, self.recover, self.timeout_s)
         try:
             yield session
         finally:
@@ -212,22 +212,24 @@ class VLLMServerEngine:
         while True:
             self._find(reason)
             found = found or time.monotonic()
-            if self._info["whole"] and self._info["stamp"] == self._stamp:
+            if self._info["whole"] and self._info["weight_version"] == self._weight_version:
                 return
-            unfinished = not self._info["whole"] and self._info["pushing"] == self._stamp
+            unfinished = not self._info["whole"] and self._info["pushing"] == self._weight_version
             if self._info["start_id"] == known and not unfinished:
-                other = self._info["stamp"] if self._info["whole"] else self._info["pushing"]
+                other = self._info["weight_version"] if self._info["whole"] else self._info["pushing"]
                 raise RuntimeError(
                     f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
-                    f"{self._stamp!r}: another trainer uses the same server; give each a server of its own"
+                    f"{self._weight_version!r}: another trainer uses the same server; give each a server of its own"
                 )
-            lost = f"the vLLM server {self.address} was started again and has lost the weights {self._stamp!r}"
+            lost = f"the vLLM server {self.address} was started again and has lost the weights {self._weight_version!r}"
             if self.is_frozen:
                 raise WeightsLost(f"{lost}, which the policy has left behind")
             if self._pushes and self._pushed is not None:
                 if is_sharded(self._pushed.model):
                     raise WeightsLost(f"{lost}, and a model that is spread over ranks can only be sent between rounds")
-                logger.warning("vLLM server %s has no weights of this training; pushing %s", self.address, self._stamp)
+                logger.warning(
+                    "vLLM server %s has no weights of this training; pushing %s", self.address, self._weight_version
+                )
                 self._push()
                 return
             waits_s = self.timeout_s if unfinished else min(self.timeout_s, GRACE_S)
@@ -247,7 +249,7 @@ class VLLMServerEngine:
             if problems:
                 raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
-    def _push_new(self, model: nn.Module, kind: Literal["weights", "adapter"], version: int) -> str:
+    def _push_new(self, model: nn.Module, kind: Literal["weights", "adapter"], policy_step: int) -> str:
         if self._expected is None:
             self.connect(model)
         if kind == "adapter" and is_sharded(model):
@@ -256,11 +258,11 @@ class VLLMServerEngine:
             # Where parameters are sharded, making whole ones needs every rank.
             for _ in served_weights(model) if is_sharded(model) else ():
                 pass
-            return self._stamp or ""
-        self._stamp = f"{version}-{uuid.uuid4().hex[:8]}"
-        self._pushed = _Pushed(model, kind, self._stamp, version)
+            return self._weight_version or ""
+        self._weight_version = f"{policy_step}-{uuid.uuid4().hex[:8]}"
+        self._pushed = _Pushed(model, kind, self._weight_version, policy_step)
         self._push()
-        return self._stamp
+        return self._weight_version
 
     def _push(self) -> None:
         """Push what is current, again if the server goes away meanwhile and comes back."""
@@ -270,12 +272,12 @@ class VLLMServerEngine:
         for attempt in range(1, PUSH_ATTEMPTS + 1):
             try:
                 if pushed.kind == "weights":
-                    self._push_weights(pushed.model, pushed.stamp, merge=True)
+                    self._push_weights(pushed.model, pushed.weight_version, merge=True)
                 else:
                     self._push_adapter(pushed)
                 break
             except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
-                story = f"pushing version {pushed.version} to {self.address} failed: {error}{_remedy(error)}"
+                story = f"pushing version {pushed.policy_step} to {self.address} failed: {error}{_remedy(error)}"
                 gone_again = (
                     isinstance(error, (ServerUnreachable, GroupBroken))
                     or self._info.get("start_id") != self._start_id_now()
@@ -284,7 +286,7 @@ class VLLMServerEngine:
                     raise type(error)(*_arguments(error, f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})")) from error
                 logger.warning("%s; trying again", story)
                 self._find(f"it went away in the middle of a push ({error})")
-        logger.debug("pushed %s in %.2f s", pushed.stamp, time.monotonic() - started)
+        logger.debug("pushed %s in %.2f s", pushed.weight_version, time.monotonic() - started)
 
     def _start_id_now(self) -> str | None:
         try:
@@ -292,7 +294,7 @@ class VLLMServerEngine:
         except (ConnectionError, ServerRefused):
             return None
 
-    def _push_weights(self, model: nn.Module, stamp: str, *, merge: bool) -> None:
+    def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool) -> None:
         timeout_s = self.timeout_s
         checksum = 0
         with weights_to_the_end(model, merge=merge) as weights:
@@ -302,15 +304,15 @@ class VLLMServerEngine:
                 TensorSpec(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
                 for name, empty in served_weights(model, merge=merge, shapes_only=True)
             ]
-            announcement = {"stamp": stamp, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
+            announcement = {"weight_version": weight_version, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
             # The server waits that long for rows to end; its answer needs a moment more.
             call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
             tensors = (tensor for _, tensor in weights)
             transport = self._way(model)
             for bucket in transport.pack(notes, tensors, self._bucket_bytes):
-                transport.send(self.address, stamp, bucket, timeout_s=timeout_s)
+                transport.send(self.address, weight_version, bucket, timeout_s=timeout_s)
                 checksum = bucket.checksum
-        call(self.address, "commit", {"stamp": stamp, "checksum": checksum}, timeout_s=timeout_s)
+        call(self.address, "commit", {"weight_version": weight_version, "checksum": checksum}, timeout_s=timeout_s)
 
     def _way(self, model: nn.Module) -> Transport:
         """A process group is kept as long as the server lives, and is tried to be formed once. All else is chosen anew
@@ -351,7 +353,7 @@ class VLLMServerEngine:
         body.write(save(tensors))
         data = body.getvalue()
         query = {
-            "stamp": pushed.stamp,
+            "weight_version": pushed.weight_version,
             "base": self._base,
             "checksum": zlib.crc32(data),
             "config_bytes": len(config),

@@ -48,7 +48,7 @@ class _Pushed:
     """What was pushed last, so that what slept can be given it again."""
 
     model: nn.Module
-    version: int
+    policy_step: int
     kind: Literal["weights", "adapter"]
 
 
@@ -75,7 +75,7 @@ class VLLMColocateEngine:
         save_config(model, tokenizer, Path(self._folder.name) / "model")
         with classes_kept(model):
             self._llm = start(str(Path(self._folder.name) / "model"), options)
-        self._stamp: str | None = None
+        self._weight_version: str | None = None
         self._asleep: set[str] = set()
         """What vLLM has given back: `weights`, `kv_cache`."""
         self._last: _Pushed | None = None
@@ -86,36 +86,36 @@ class VLLMColocateEngine:
         self._num_adapters = 0
 
     @property
-    def stamp(self) -> str:
-        """Of the weights that samples come from: the version, and a word that no other push has. ValueError if
+    def weight_version(self) -> str:
+        """Of the weights that samples come from: the policy_step, and a word that no other push has. ValueError if
         nothing was pushed, or a push failed."""
-        if self._stamp is None:
+        if self._weight_version is None:
             raise ValueError("vLLM has no whole weights: call push before sampling (the last push failed, or none was)")
-        return self._stamp
+        return self._weight_version
 
     @property
-    def version(self) -> int:
+    def policy_step(self) -> int:
         """The version of the weights that samples come from. ValueError if there are none."""
-        return int(self.stamp.rpartition("-")[0])
+        return int(self.weight_version.rpartition("-")[0])
 
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its completion may have together."""
         return int(self._engine.model_config.max_model_len)
 
-    def push(self, model: nn.Module, version: int) -> str:
-        """Give vLLM all weights, adapters merged, as that version; gives their stamp. Collective if they are sharded.
+    def push(self, model: nn.Module, policy_step: int) -> str:
+        """Give vLLM all weights, adapters merged, as that version; gives their weight_version. Collective if they are sharded.
 
         RuntimeError if rows are being sampled, or if parameters of vLLM's model were left without new values.
         """
-        self._begin(_Pushed(model, version, "weights"))
+        self._begin(_Pushed(model, policy_step, "weights"))
         self._base_is_whole = False
         self._load(model, merge=True)
         self._use_adapter(None)
-        return self._become(version)
+        return self._become(policy_step)
 
-    def push_adapter(self, model: nn.Module, version: int) -> str:
-        """Give vLLM the active LoRA adapter as that version; gives its stamp. Collective if it is sharded.
+    def push_adapter(self, model: nn.Module, policy_step: int) -> str:
+        """Give vLLM the active LoRA adapter as that version; gives its weight_version. Collective if it is sharded.
 
         The weights below it are given once. ValueError if the engine was not started for adapters of its rank
         (`ColocateOptions.max_lora_rank`), or for an adapter that can only be merged.
@@ -125,22 +125,22 @@ class VLLMColocateEngine:
         if rank > (lora_rank(largest) if largest else 0):
             has = f"was started for adapters up to rank {largest}" if largest else "was started without adapters"
             raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
-        self._begin(_Pushed(model, version, "adapter"))
+        self._begin(_Pushed(model, policy_step, "adapter"))
         if not self._base_is_whole:
             self._load(model, merge=False)
             self._base_is_whole = True
         self._num_adapters += 1
-        stamp = _stamped(version)
+        weight_version = _new_weight_version(policy_step)
         folder = Path(self._folder.name) / f"adapter-{self._num_adapters}"
         write_adapter(files, torch_dtype(self._options.dtype), folder)
-        self._use_adapter(lora_request(stamp, self._num_adapters, folder))
-        return self._become(version, stamp)
+        self._use_adapter(lora_request(weight_version, self._num_adapters, folder))
+        return self._become(policy_step, weight_version)
 
     def _begin(self, pushed: _Pushed) -> None:
         if self._engine.has_unfinished_requests():
             raise RuntimeError("weights cannot change while rows are sampled; close the session first")
         self._wake("weights")
-        self._stamp, self._last = None, pushed
+        self._weight_version, self._last = None, pushed
 
     def _load(self, model: nn.Module, *, merge: bool) -> None:
         dtype = torch_dtype(self._options.dtype)
@@ -163,14 +163,14 @@ class VLLMColocateEngine:
             shutil.rmtree(before.lora_path, ignore_errors=True)
         self._adapter = adapter
 
-    def _become(self, version: int, stamp: str | None = None) -> str:
+    def _become(self, policy_step: int, weight_version: str | None = None) -> str:
         """From here on the weights are those of the push. What was computed with others is forgotten."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget what it computed with the weights before")
         # What it saw in images is kept by another name.
         self._engine.reset_encoder_cache()
-        self._stamp = stamp or _stamped(version)
-        return self._stamp
+        self._weight_version = weight_version or _new_weight_version(policy_step)
+        return self._weight_version
 
     def check(self, options: SamplingOptions, *, num_tokens: int = 0) -> None:
         """ValueError if vLLM refuses the sampling options, or a prompt and its completion may have more tokens than
@@ -205,12 +205,12 @@ class VLLMColocateEngine:
         """
         if "weights" in self._asleep and self._last is not None:
             last = self._last
-            (self.push if last.kind == "weights" else self.push_adapter)(last.model, last.version)
-        stamp = self.stamp
+            (self.push if last.kind == "weights" else self.push_adapter)(last.model, last.policy_step)
+        weight_version = self.weight_version
         self.check(options)
         self._wake("kv_cache")
         fields = sampling_fields(options, regex=self._options.regex)
-        own = ColocateSession(self._engine, fields, lambda: self._stamp, stamp, self._adapter)
+        own = ColocateSession(self._engine, fields, lambda: self._weight_version, weight_version, self._adapter)
         session = own if self._options.tensor_parallel_size == 1 else _jointly(own)
         try:
             yield session
@@ -247,15 +247,20 @@ class VLLMColocateEngine:
 class ColocateSession:
     """Requests may come at any time; each `advance` is one step of vLLM's engine.
 
-    Every sample is checked: the weights are still those of `stamp` when it ends, its adapter is theirs, and the prompt
+    Every sample is checked: the weights are still those of `weight_version` when it ends, its adapter is theirs, and the prompt
     that vLLM made of ids and images is the one that it was given.
     """
 
     def __init__(
-        self, engine: Any, fields: dict[str, Any], current: Callable[[], str | None], stamp: str, adapter: Any = None
+        self,
+        engine: Any,
+        fields: dict[str, Any],
+        current: Callable[[], str | None],
+        weight_version: str,
+        adapter: Any = None,
     ):
         self._engine, self._fields = engine, fields
-        self._current, self._stamp, self._adapter = current, stamp, adapter
+        self._current, self._weight_version, self._adapter = current, weight_version, adapter
         self._tickets: dict[str, tuple[int, Request]] = {}
         self._num_submitted = 0
 
@@ -305,8 +310,10 @@ class ColocateSession:
 
     def _check(self, ticket: int, request: Request, output: Any) -> None:
         check_prompt(request.prompt_ids, output.prompt_token_ids)
-        if self._current() != self._stamp:
-            raise RuntimeError(f"row {ticket} was begun with {self._stamp!r} and ended with {self._current()!r}")
+        if self._current() != self._weight_version:
+            raise RuntimeError(
+                f"row {ticket} was begun with {self._weight_version!r} and ended with {self._current()!r}"
+            )
         used = getattr(output.lora_request, "lora_name", None)
         expected = getattr(self._adapter, "lora_name", None)
         if used != expected:
@@ -341,8 +348,8 @@ def _jointly(own: ColocateSession) -> JointSession:
     return JointSession(own, group.rank_in_group, lambda obj: dist.all_gather_objects(obj, group.cpu_group))
 
 
-def _stamped(version: int) -> str:
-    return f"{version}-{uuid.uuid4().hex[:8]}"
+def _new_weight_version(policy_step: int) -> str:
+    return f"{policy_step}-{uuid.uuid4().hex[:8]}"
 
 
 def _chunks(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Any]]]:

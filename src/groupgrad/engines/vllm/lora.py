@@ -34,8 +34,8 @@ def write_adapter(files: AdapterFiles, dtype: torch.dtype, folder: Path) -> None
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-def lora_request(stamp: str, number: int, folder: Path) -> Any:
+def lora_request(weight_version: str, number: int, folder: Path) -> Any:
     """vLLM's request for the adapter in the folder; it wants a new number for each."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(stamp, number, str(folder))
+    return LoRARequest(weight_version, number, str(folder))

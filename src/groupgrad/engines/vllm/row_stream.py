@@ -26,7 +26,7 @@ class TokenCount:
 class RowStream:
     """The rows of one call of `generate`, sampled from now on: each by itself, by its own seed.
 
-    `body` has `stamp`, `sampling`, `prompts` (lists of ids) and `rows`: each with `row` (its name in the answer),
+    `body` has `weight_version`, `sampling`, `prompts` (lists of ids) and `rows`: each with `row` (its name in the answer),
     `prompt` (place in `prompts`), `seed` and `max_tokens`. With images it has `images`, PNG in base64, and
     `images_of`: for each prompt their places in `images`. `count` is told of each row that begins (1) and ends (-1).
     `tokens` is the server's, of all calls: a row may have to wait for another rank's.
@@ -38,7 +38,7 @@ class RowStream:
     ):
         from vllm.sampling_params import RequestOutputKind
 
-        self._engine, self._stamp, self._adapter = engine, body["stamp"], adapter
+        self._engine, self._weight_version, self._adapter = engine, body["weight_version"], adapter
         self._prompts: list[list[int]] = body["prompts"]
         self._images: list[str] = body.get("images", [])
         self._images_of: list[list[int]] = body.get("images_of") or [[] for _ in self._prompts]
@@ -70,7 +70,7 @@ class RowStream:
             task.cancel()
 
     async def _sample(self, row: dict[str, Any], params: Any) -> None:
-        line: dict[str, Any] = {"row": row["row"], "stamp": self._stamp}
+        line: dict[str, Any] = {"row": row["row"], "weight_version": self._weight_version}
         ids: list[int] = []
         logprobs: list[float] = []
         try:

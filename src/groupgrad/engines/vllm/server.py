@@ -46,7 +46,7 @@ PREFIX = "/groupgrad/"
 RETRY_S = 1
 """Seconds after which whoever is refused for a push may ask again, as it is told."""
 AS_LOADED = "as loaded"
-"""The stamp of the weights that the server read from disk when it started."""
+"""The weight_version of the weights that the server read from disk when it started."""
 
 
 class Refusal(Exception):
@@ -61,7 +61,7 @@ class Refusal(Exception):
 class Weights:
     """Which weights the server has."""
 
-    stamp: str = AS_LOADED
+    weight_version: str = AS_LOADED
     """Of the last push that was verified."""
     base: str = AS_LOADED
     """Of the last push of weights that was verified, whatever adapters came after it."""
@@ -162,7 +162,7 @@ class Routes:
             "max_lora_rank": _max_lora_rank(engine),
             "quantization": config.quantization,
             "logprobs_mode": str(config.logprobs_mode),
-            "stamp": weights.stamp,
+            "weight_version": weights.weight_version,
             "base": weights.base,
             "whole": weights.whole,
             "pushing": weights.pushing,
@@ -179,8 +179,8 @@ class Routes:
         return {}
 
     def _generate(self, engine: Any, body: dict[str, Any]) -> RowStream:
-        """No other call comes between the look at the stamp and the rows' start: a push that begins waits for them."""
-        self._expect(body["stamp"])
+        """No other call comes between the look at the weight_version and the rows' start: a push that begins waits for them."""
+        self._expect(body["weight_version"])
         try:
             return RowStream(engine, body, self._weights.adapter, self._count, self._tokens)
         except ValueError as error:
@@ -189,12 +189,12 @@ class Routes:
     def _count(self, change: int) -> None:
         self._weights.num_sampling += change
 
-    def _expect(self, stamp: str) -> None:
+    def _expect(self, weight_version: str) -> None:
         weights = self._weights
         if not weights.whole:
             raise Refusal(503, self._not_whole())
-        if weights.stamp != stamp:
-            raise Refusal(409, f"this server has the weights {weights.stamp!r}, not {stamp!r}")
+        if weights.weight_version != weight_version:
+            raise Refusal(409, f"this server has the weights {weights.weight_version!r}, not {weight_version!r}")
 
     def _not_whole(self) -> str:
         return f"the push {self._weights.pushing!r} of weights has not ended; nothing is sampled until one has"
@@ -204,7 +204,7 @@ class Routes:
         weights = self._weights
         async with weights.lock:
             await self._drained(float(body["timeout_s"]))
-            weights.whole, weights.pushing, weights.adapter = False, str(body["stamp"]), None
+            weights.whole, weights.pushing, weights.adapter = False, str(body["weight_version"]), None
             weights.tensors = len(body["tensors"])
             await engine.collective_rpc("groupgrad_begin", args=(body["tensors"],))
         return {}
@@ -213,7 +213,7 @@ class Routes:
         query = request.query_params
         data = await request.body()
         async with self._weights.lock:
-            self._expect_push(query["stamp"])
+            self._expect_push(query["weight_version"])
             places = int(query["first"]), int(query["count"])
             if "group" in query:
                 sent = query["group"], int(query["num_bytes"])
@@ -256,49 +256,50 @@ class Routes:
         body = await request.json()
         weights = self._weights
         async with weights.lock:
-            self._expect_push(body["stamp"])
+            self._expect_push(body["weight_version"])
             arguments = (weights.tensors, int(body["checksum"]))
             with _refused_as(422, REFUSED):
                 await engine.collective_rpc("groupgrad_commit", args=arguments)
-            weights.base = body["stamp"]
-            await self._become(engine, body["stamp"])
-        return {"stamp": weights.stamp}
+            weights.base = body["weight_version"]
+            await self._become(engine, body["weight_version"])
+        return {"weight_version": weights.weight_version}
 
-    def _expect_push(self, stamp: str) -> None:
-        if self._weights.whole or self._weights.pushing != stamp:
-            raise Refusal(409, f"the push {stamp!r} is not under way on this server")
+    def _expect_push(self, weight_version: str) -> None:
+        if self._weights.whole or self._weights.pushing != weight_version:
+            raise Refusal(409, f"the push {weight_version!r} is not under way on this server")
 
     async def _adapter(self, engine: Any, request: Any) -> dict[str, Any]:
         """Files come as one body: the length of the configuration, the configuration, the tensors."""
         from vllm.lora.request import LoRARequest
 
-        stamp, checksum = request.query_params["stamp"], int(request.query_params["checksum"])
+        weight_version, checksum = request.query_params["weight_version"], int(request.query_params["checksum"])
         size = int(request.query_params["config_bytes"])
         data = await request.body()
         if zlib.crc32(data) != checksum:
-            raise Refusal(422, f"the adapter {stamp!r} arrived with another checksum than it was sent with")
+            raise Refusal(422, f"the adapter {weight_version!r} arrived with another checksum than it was sent with")
         weights = self._weights
         async with weights.lock:
             await self._drained(float(request.query_params["timeout_s"]))
             if weights.base != request.query_params["base"]:
                 raise Refusal(
-                    409, f"the adapter {stamp!r} belongs to other weights than {weights.base!r}, which are here"
+                    409,
+                    f"the adapter {weight_version!r} belongs to other weights than {weights.base!r}, which are here",
                 )
             folder = Path(self._adapters.name) / str(weights.num_adapters)
             folder.mkdir()
             (folder / "adapter_config.json").write_bytes(data[:size])
             (folder / "adapter_model.safetensors").write_bytes(data[size:])
             weights.num_adapters += 1
-            adapter = LoRARequest(stamp, weights.num_adapters, str(folder))
-            before, weights.whole, weights.pushing = weights.adapter, False, stamp
+            adapter = LoRARequest(weight_version, weights.num_adapters, str(folder))
+            before, weights.whole, weights.pushing = weights.adapter, False, weight_version
             if not await engine.add_lora(adapter):
-                raise Refusal(422, f"vLLM did not load the adapter {stamp!r}")
+                raise Refusal(422, f"vLLM did not load the adapter {weight_version!r}")
             if before is not None:
                 await engine.remove_lora(before.lora_int_id)
                 shutil.rmtree(before.lora_path, ignore_errors=True)
             weights.adapter = adapter
-            await self._become(engine, stamp)
-        return {"stamp": stamp}
+            await self._become(engine, weight_version)
+        return {"weight_version": weight_version}
 
     async def _drained(self, timeout_s: float) -> None:
         """Wait until nothing is sampled; vLLM's own routes begin nothing new meanwhile."""
@@ -315,15 +316,15 @@ class Routes:
         finally:
             weights.is_awaited = False
 
-    async def _become(self, engine: Any, stamp: str) -> None:
+    async def _become(self, engine: Any, weight_version: str) -> None:
         """From here on the weights are those of the push. What was computed with others is forgotten."""
         if not await engine.reset_prefix_cache():
-            raise Refusal(500, f"vLLM did not forget what it computed with the weights before {stamp!r}")
+            raise Refusal(500, f"vLLM did not forget what it computed with the weights before {weight_version!r}")
         # What it saw in images is kept by another name.
         await engine.reset_encoder_cache()
         if hasattr(engine, "update_weight_version"):
-            await engine.update_weight_version(stamp)
-        self._weights.stamp, self._weights.whole, self._weights.pushing = stamp, True, None
+            await engine.update_weight_version(weight_version)
+        self._weights.weight_version, self._weights.whole, self._weights.pushing = weight_version, True, None
 
 
 @contextmanager

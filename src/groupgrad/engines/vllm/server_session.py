@@ -54,11 +54,11 @@ class _Event:
 class ServerSession:
     """Requests may come at any time; those that came since the last `advance` go to the server in one call.
 
-    `recover` brings the server back, with the weights of `stamp`, and raises if it cannot.
+    `recover` brings the server back, with the weights of `weight_version`, and raises if it cannot.
     """
 
     address: Address
-    stamp: str
+    weight_version: str
     fields: dict[str, Any]
     recover: Callable[[str], None]
     timeout_s: float
@@ -140,7 +140,13 @@ class ServerSession:
                 media.append(request.media)
             rows.append({"row": ticket, "prompt": place, **row_fields(request)})
         told = [list(ids) for ids, _ in prompts]
-        body = {"stamp": self.stamp, "sampling": self.fields, "prompts": told, "rows": rows, **self._told_images(media)}
+        body = {
+            "weight_version": self.weight_version,
+            "sampling": self.fields,
+            "prompts": told,
+            "rows": rows,
+            **self._told_images(media),
+        }
         call = _Call(set(tickets))
         self._calls.append(call)
         self._moved = time.monotonic()
@@ -199,8 +205,10 @@ class ServerSession:
                 return
             length = len(self._requests[ticket].prompt_ids)
             raise ValueError(f"vLLM did not sample row {ticket} (a prompt of {length} tokens): {line['error']}")
-        if line["stamp"] != self.stamp:
-            raise RuntimeError(f"row {ticket} was sampled from the weights {line['stamp']!r}, not {self.stamp!r}")
+        if line["weight_version"] != self.weight_version:
+            raise RuntimeError(
+                f"row {ticket} was sampled from the weights {line['weight_version']!r}, not {self.weight_version!r}"
+            )
         if line["reason"] not in REASONS:
             return  # as above
         call.open.discard(ticket)

@@ -31,33 +31,33 @@ class VLLMPolicy:
     def __init__(self, engine: Any, model: nn.Module, *, sends_adapter: bool = False, tells_logprobs: bool = True):
         self.engine, self._model = engine, model
         self._sends_adapter, self._tells_logprobs = sends_adapter, tells_logprobs
-        self._version: int | None = None
+        self._policy_step: int | None = None
         self._is_stopped = False
 
     @property
-    def version(self) -> int | None:
+    def policy_step(self) -> int | None:
         """The optimizer step whose weights samples come from; None before the first `refresh`."""
-        return self._version
+        return self._policy_step
 
-    def refresh(self, version: int) -> None:
+    def refresh(self, policy_step: int) -> None:
         """Collective. See to it that samples come from the policy as it is now, at this optimizer step; weights that
         are there already are not sent again. Nothing may be sampled meanwhile."""
         if self._is_stopped:
             self._is_stopped = self.engine.is_stopped = False
-        if self._version == version:
+        if self._policy_step == policy_step:
             return
-        self._version = None
-        stamp = ""
+        self._policy_step = None
+        weight_version = ""
         with dist.errors_on_all_ranks():
             push = self.engine.push_adapter if self._sends_adapter else self.engine.push
-            stamp = push(self._model, version)
+            weight_version = push(self._model, policy_step)
         if hasattr(self.engine, "expect"):
-            self.engine.expect(dist.all_gather_objects(stamp)[0])
-        self._version = version
+            self.engine.expect(dist.all_gather_objects(weight_version)[0])
+        self._policy_step = policy_step
 
     def invalidate(self) -> None:
         """The policy may have changed although its step has not: the next `refresh` sends it whatever that is."""
-        self._version = None
+        self._policy_step = None
 
     def sleep(self) -> None:
         """Let vLLM give its memory back until the next `refresh`, where it was started so."""

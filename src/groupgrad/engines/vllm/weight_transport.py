@@ -39,7 +39,7 @@ class Transport(Protocol):
         """Buckets with a running `checksum`, as `send` takes them."""
         ...
 
-    def send(self, address: Address, stamp: str, bucket: Any, *, timeout_s: float) -> None:
+    def send(self, address: Address, weight_version: str, bucket: Any, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
         ...
 
@@ -55,9 +55,9 @@ class HttpTransport:
         """Buckets in host memory."""
         return pack(notes, tensors, bucket_bytes=bucket_bytes)
 
-    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+    def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
-        query = {"stamp": stamp, "first": bucket.first, "count": bucket.count}
+        query = {"weight_version": weight_version, "first": bucket.first, "count": bucket.count}
         call(address, "bucket", bucket.data, query=query, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -67,11 +67,11 @@ class HttpTransport:
 class SharedMemoryTransport(HttpTransport):
     """Buckets in memory that the workers read themselves, where they run on the trainer's machine."""
 
-    def send(self, address: Address, stamp: str, bucket: Bucket, *, timeout_s: float) -> None:
+    def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
         name = write_shared(bucket.data)
         try:
-            query = {"stamp": stamp, "first": bucket.first, "count": bucket.count, "shared": name}
+            query = {"weight_version": weight_version, "first": bucket.first, "count": bucket.count, "shared": name}
             call(address, "bucket", b"", query=query, timeout_s=timeout_s)
         finally:
             remove_shared(name)
@@ -120,13 +120,13 @@ class GlooTransport:
         if self._group is None:
             raise GroupBroken("the group was not formed")
 
-    def send(self, address: Address, stamp: str, bucket: DeviceBucket, *, timeout_s: float) -> None:
+    def send(self, address: Address, weight_version: str, bucket: DeviceBucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
         if self._group is None:
             self.meet(address, timeout_s=timeout_s)
         group = self._group
         assert group is not None
-        query = {"stamp": stamp, "first": bucket.first, "count": bucket.count}
+        query = {"weight_version": weight_version, "first": bucket.first, "count": bucket.count}
         query |= {"group": self._name, "num_bytes": len(bucket.data)}
         there = _Side(lambda: call(address, "bucket", b"", query=query, timeout_s=timeout_s))
         try:

@@ -23,7 +23,7 @@ from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.objectives import MismatchOptions
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.trainer import base as run
-from groupgrad.trainer import vllm_setup as vllm_policy
+from groupgrad.trainer import vllm_setup
 
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
@@ -84,7 +84,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
 
     def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
         started.append(Copy(model, parts.tokenizer, in_a_thread=config.rollout_ahead > 0))
-        sends_adapter = vllm_policy._sends_adapter(config, model, None, "")
+        sends_adapter = vllm_setup._sends_adapter(config, model, None, "")
         return VLLMPolicy(started[-1], model, sends_adapter=sends_adapter)
 
     monkeypatch.setattr(run, "serve_policy", start)
