@@ -1,4 +1,4 @@
-"""`groupgrad vllm-serve`: vLLM's own server, to which a trainer can push weights."""
+"""`groupgrad vllm-serve`: vLLM's server with routes that let a trainer push weights."""
 
 from __future__ import annotations
 
@@ -26,29 +26,23 @@ weights to it.
                   --gpu-memory-utilization, --enable-lora --max-lora-rank N; `vllm serve --help=all` lists them
 """
 
-# Names that users of other servers know.
-_OTHER_NAMES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
-_OURS = ("--worker-extension-cls", "--api-server-count")
+# Aliases of vLLM's options that users of other servers know.
+_ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
+_RESERVED = ("--worker-extension-cls", "--api-server-count")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the server until it is stopped; its exit status, 2 for a command line that cannot work."""
+    """Run the server until it is stopped; returns its exit status, or 2 for an invalid command line."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if argv else 2
     try:
         arguments = vllm_arguments(argv)
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed; run `pip install 'groupgrad[vllm]'`")
+        check_port(arguments)
     except ValueError as error:
         print(f"groupgrad vllm-serve: error: {error}", file=sys.stderr)
-        return 2
-    if importlib.util.find_spec("vllm") is None:
-        print(
-            "groupgrad vllm-serve: error: vLLM is not installed; run `pip install 'groupgrad[vllm]'`", file=sys.stderr
-        )
-        return 2
-    problem = taken_port(arguments)
-    if problem is not None:
-        print(f"groupgrad vllm-serve: error: {problem}", file=sys.stderr)
         return 2
     for problem in compat.unsupported_versions(["vllm"]):
         print(f"groupgrad vllm-serve: warning: {problem}", file=sys.stderr)
@@ -60,65 +54,63 @@ def main(argv: Sequence[str]) -> int:
     return subprocess.call(command)
 
 
-def taken_port(arguments: Sequence[str]) -> str | None:
-    """Why a server cannot listen where `vllm serve` is told to; None if it can.
+def check_port(arguments: Sequence[str]) -> None:
+    """ValueError if the server cannot listen at its `--host` and `--port`.
 
-    vLLM itself finds out when the model is loaded, or not at all where another server listens on all addresses.
+    vLLM itself notices only after loading the model, or not at all if another server listens on all addresses.
     """
-    told = {"--host": "", "--port": "8000"}
-    for place, word in enumerate(arguments):
+    options = {"--host": "", "--port": "8000"}
+    for word, following in zip(arguments, [*arguments[1:], ""]):
         name, equals, value = word.partition("=")
         if name == "--uds":
-            return None
-        if name in told:
-            told[name] = value if equals else "".join(arguments[place + 1 : place + 2])
-    if not told["--port"].isdigit():
-        return None  # vLLM says what is wrong with it
-    host, port = told["--host"], int(told["--port"])
+            return
+        if name in options:
+            options[name] = value if equals else following
+    if not options["--port"].isdigit():
+        return  # vLLM reports it
+    host, port = options["--host"], int(options["--port"])
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As servers do: what an ended one has left does not count.
+            # As servers do: connections that an ended server has left do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return f"port {port} is in use by another program; end it, or give another with --port"
-        return f"a server cannot listen at {host or 'any address'}, port {port}: {error}; see --host and --port"
-    return None
+            raise ValueError(f"port {port} is in use by another program; end it, or give another with --port") from None
+        place = f"{host or 'any address'}, port {port}"
+        raise ValueError(f"a server cannot listen at {place}: {error}; see --host and --port") from None
 
 
 def vllm_arguments(argv: Sequence[str]) -> list[str]:
-    """`argv` in the words of `vllm serve`: the model first, then options.
+    """`argv` as arguments of `vllm serve`: the model first, then options.
 
-    ValueError without a model, or for an option that would break what groupgrad adds.
+    ValueError without a model, or for an option that groupgrad sets.
     """
-    given = list(argv)
     model: str | None = None
     arguments: list[str] = []
-    place = 0
-    while place < len(given):
-        word = given[place]
+    words = iter(argv)
+    for word in words:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
-            # What follows a point is a key of a JSON value, spelled as it is there.
+            # After a point comes a key of a JSON value, which keeps its spelling.
             name, point, key = name.partition(".")
             name = name.replace("_", "-") + point + key
-            if name in _OURS:
+            if name in _RESERVED:
                 raise ValueError(f"{name} is set by groupgrad and cannot be given")
-            name = _OTHER_NAMES.get(name, name)
+            name = _ALIASES.get(name, name)
         if name == "--model":
-            place += 0 if equals else 1
-            if not equals and place >= len(given):
+            model = value if equals else next(words, None)
+            if model is None:
                 raise ValueError("--model has no value")
-            model = value if equals else given[place]
-        elif place == 0 and not word.startswith("-"):
+        elif model is None and not arguments and not word.startswith("-"):
             model = word
         else:
             arguments.append(name + equals + value)
-        place += 1
     if model is None:
         raise ValueError("no model is given; add --model NAME")
-    # One process answers all requests: it is what knows whether weights are whole.
-    told = any(word.partition("=")[0] == "--logprobs-mode" for word in arguments)
-    return [model, *arguments, "--api-server-count", "1", *([] if told else ["--logprobs-mode", LOGPROBS_MODE])]
+    # All requests go through one process, which tracks whether weights are complete.
+    arguments += ["--api-server-count", "1"]
+    if not any(word.partition("=")[0] == "--logprobs-mode" for word in arguments):
+        arguments += ["--logprobs-mode", LOGPROBS_MODE]
+    return [model, *arguments]
