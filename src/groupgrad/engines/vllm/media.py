@@ -1,8 +1,8 @@
-"""Images on their way to vLLM: as PNG in a request, and the form of a prompt that vLLM itself expands.
+"""Images on their way to vLLM: PNG encoding for requests, and prompts in the form that vLLM expands itself.
 
-A prompt here has as many placeholder tokens for an image as the model has features of it. vLLM wants one, and puts the
-others in by its own processor; given the long form it would expand each of them again. So runs of placeholders are
-folded, and the ids that vLLM then says it has used must be those that the policy is trained on.
+A prompt here has as many placeholder tokens for an image as the model has features of it. vLLM takes one placeholder
+and inserts the rest by its own processor; it would expand each token of the long form again. So runs of placeholders
+are folded, and the ids that vLLM then reports are compared with those that the policy is trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def encode(image: Any) -> str:
 
 
 def decode(text: str) -> Any:
-    """The PIL image again. ValueError if it is none."""
+    """Inverse of `encode`. ValueError if the text is no image."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -35,8 +35,7 @@ def decode(text: str) -> Any:
 
 
 def vllm_prompt(ids: Sequence[int], images: Sequence[Any], engine: Any) -> dict[str, Any]:
-    """What vLLM's engine is given for a prompt of these (expanded) ids. ValueError if the ids do not have places for
-    these images."""
+    """vLLM's input for a prompt of these (expanded) ids. ValueError if the ids have no places for these images."""
     if not images:
         return {"prompt_token_ids": list(ids)}
     tokenizer = getattr(getattr(engine, "renderer", None), "tokenizer", None)
@@ -44,64 +43,76 @@ def vllm_prompt(ids: Sequence[int], images: Sequence[Any], engine: Any) -> dict[
     return {"prompt_token_ids": short, "multi_modal_data": {"image": list(images)}}
 
 
-def folded(ids: Sequence[int], num_images: int, config: Any, tokenizer: Any = None) -> list[int]:
-    """The ids with one token for each of the images, which come first of all such tokens.
+def check_prompt(ids: Sequence[int], vllm_ids: Sequence[int] | None) -> None:
+    """ValueError if the ids that vLLM reports are not those of the prompt."""
+    if vllm_ids is None or list(vllm_ids) == list(ids):
+        return
+    shorter = min(len(ids), len(vllm_ids))
+    place = next((i for i in range(shorter) if ids[i] != vllm_ids[i]), shorter)
+    raise ValueError(
+        f"vLLM made another prompt of the images than the policy is trained on: {len(vllm_ids)} tokens instead of "
+        f"{len(ids)}, different from token {place} on; it must have the same processor settings (image sizes), and "
+        "know this kind of model: save the processor beside the model that is served, or set use_vllm=False"
+    )
 
-    That token is the placeholder itself, or, for Gemma 3, the token that begins an image, in place of all that its
-    processor puts around placeholders (two line breaks on each side, which `tokenizer` may have joined with others).
-    Idefics 3 and SmolVLM cut an image into several, with tokens between them; all of it is folded. Where nothing is
-    around images a run may hold several of them if it is the only one. ValueError if there are otherwise fewer runs of
-    placeholders than images.
+
+def folded(ids: Sequence[int], num_images: int, config: Any, tokenizer: Any = None) -> list[int]:
+    """The ids with one token for each image; images come before any placeholder that the policy has sampled.
+
+    That token is the placeholder, or for Gemma 3 the token that begins an image; what its processor adds around it (two
+    line breaks on each side, which `tokenizer` may have merged with others) is removed too. The tiles of Idefics 3 and
+    SmolVLM, with the tokens between them, are folded into one token. Where nothing surrounds images, a single run of
+    placeholders may hold several of them. Otherwise ValueError if there are fewer runs than images.
     """
     placeholder = _token(config, "image_token_id", "image_token_index")
     if placeholder is None:
         kind = getattr(config, "model_type", type(config).__name__)
         raise ValueError(f"the prompt has {num_images} images, but {kind} names no token for images: vLLM cannot see")
-    whole = _without_tiles(list(ids), num_images, placeholder, tokenizer)
-    if whole is not None:
-        return whole
+    untiled = _fold_tiles(list(ids), num_images, placeholder, tokenizer)
+    if untiled is not None:
+        return untiled
     begin = _token(config, "boi_token_id", "boi_token_index")
     end = _token(config, "eoi_token_id", "eoi_token_index")
     breaks = {} if begin is None else _line_breaks(tokenizer)
-    found: list[int] = []
+    short: list[int] = []
     rest = list(reversed(ids))
     num_folded = 0
     while rest:
         if rest[-1] != placeholder or num_folded == num_images:
-            found.append(rest.pop())
+            short.append(rest.pop())
             continue
         while rest and rest[-1] == placeholder:
             rest.pop()
         num_folded += 1
-        if begin is not None and found and found[-1] == begin and rest and rest[-1] == end:
+        if begin is not None and short and short[-1] == begin and rest and rest[-1] == end:
             rest.pop()
-            found.pop()
-            if _take_two(found, breaks, rest):
-                _take_two(rest, breaks, None)
-            found.append(begin)
+            short.pop()
+            _remove_breaks(short, rest, breaks)
+            short.append(begin)
         else:
-            found.append(placeholder)
+            short.append(placeholder)
     if num_folded == 1 and begin is None:
-        # Images side by side: each of the tokens is expanded for its own image.
-        place = found.index(placeholder)
-        found[place:place] = [placeholder] * (num_images - 1)
+        # Images side by side: vLLM expands each of these tokens for its own image.
+        place = short.index(placeholder)
+        short[place:place] = [placeholder] * (num_images - 1)
     elif num_folded < num_images:
         raise ValueError(
             f"the prompt has {num_images} images, but only {num_folded} runs of their placeholder (token "
             f"{placeholder}) among its {len(ids)} tokens; two images need a token between them"
         )
-    return found
+    return short
 
 
-def _without_tiles(ids: list[int], num_images: int, placeholder: int, tokenizer: Any) -> list[int] | None:
-    """One placeholder in place of each image that was cut into tiles; None where no processor does that.
+def _fold_tiles(ids: list[int], num_images: int, placeholder: int, tokenizer: Any) -> list[int] | None:
+    """One placeholder for each image that was cut into tiles; None for processors that do not cut images.
 
-    Each tile begins with a token that ends the last one too; the whole image comes last, after a token of its own.
+    A tile begins with an edge token, which also ends the last one; the whole image comes last, after a token of its
+    own.
     """
-    edge, whole = (_known(tokenizer, text) for text in ("<fake_token_around_image>", "<global-img>"))
+    edge, whole = (_token_of(tokenizer, text) for text in ("<fake_token_around_image>", "<global-img>"))
     if edge is None or whole is None:
         return None
-    found: list[int] = []
+    short: list[int] = []
     place = 0
     for _ in range(num_images):
         try:
@@ -109,46 +120,33 @@ def _without_tiles(ids: list[int], num_images: int, placeholder: int, tokenizer:
             end = ids.index(edge, ids.index(whole, start))
         except ValueError:
             return None
-        found += [*ids[place:start], placeholder]
+        short += [*ids[place:start], placeholder]
         place = end + 1
-    return found + ids[place:]
+    return short + ids[place:]
 
 
-def _known(tokenizer: Any, text: str) -> int | None:
-    """The token of that text; None if the tokenizer has none."""
+def _token_of(tokenizer: Any, text: str) -> int | None:
+    """Id of the token with this text; None if the tokenizer has none."""
     token = None if tokenizer is None else tokenizer.convert_tokens_to_ids(text)
     return None if token == getattr(tokenizer, "unk_token_id", None) else token
 
 
 def _line_breaks(tokenizer: Any) -> dict[int, int]:
-    """Tokens that are line breaks alone, and how many."""
-    found = {count: _known(tokenizer, "\n" * count) for count in range(1, 9)}
-    return {token: count for count, token in found.items() if token is not None}
+    """Tokens that consist of line breaks, with the number of breaks."""
+    tokens = {count: _token_of(tokenizer, "\n" * count) for count in range(1, 9)}
+    return {token: count for count, token in tokens.items() if token is not None}
 
 
-def _take_two(tokens: list[int], breaks: dict[int, int], others: list[int] | None) -> bool:
-    """Take two line breaks off the last token, if it has them, and so has that of `others`."""
-    if not tokens or breaks.get(tokens[-1], 0) < 2:
-        return False
-    if others is not None and (not others or breaks.get(others[-1], 0) < 2):
-        return False
-    left = breaks[tokens.pop()] - 2
-    tokens.extend(token for token, count in breaks.items() if count == left)
-    return True
-
-
-def check_prompt(ids: Sequence[int], told: Sequence[int] | None) -> None:
-    """ValueError if the ids that vLLM says it has used are not those of the prompt."""
-    if told is None or list(told) == list(ids):
+def _remove_breaks(before: list[int], reversed_after: list[int], breaks: dict[int, int]) -> None:
+    """Remove two line breaks on each side of an image; nothing unless both sides have them."""
+    sides = before, reversed_after
+    if not all(side and breaks.get(side[-1], 0) >= 2 for side in sides):
         return
-    place = next((i for i, (ours, theirs) in enumerate(zip(ids, told)) if ours != theirs), min(len(ids), len(told)))
-    raise ValueError(
-        f"vLLM made another prompt of the images than the policy is trained on: {len(told)} tokens instead of "
-        f"{len(ids)}, different from token {place} on; it must have the same processor settings (image sizes), and "
-        "know this kind of model: save the processor beside the model that is served, or set use_vllm=False"
-    )
+    for side in sides:
+        num_left = breaks[side.pop()] - 2
+        side.extend(token for token, count in breaks.items() if count == num_left)
 
 
 def _token(config: Any, *names: str) -> int | None:
-    """The first of these that the config names."""
+    """The first of these ids that the config has."""
     return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
