@@ -15,43 +15,44 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     from vllm_server import set_environment
 
     set_environment()
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_models import LARGE_SHAPE, demo_base, random_base
 from vllm_server import free_port, vllm_server
 
+from groupgrad.engines.vllm import client
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.weight_transport import GlooTransport, HttpTransport, SharedMemoryTransport, Transport
-from groupgrad.engines.vllm.wire import TensorSpec
+from groupgrad.engines.vllm.weight_transport import GroupTransport, HttpTransport, SharedMemoryTransport
+from groupgrad.engines.vllm.wire import Bucket, pack
 from groupgrad.modeling.weights import adapter_files, served_weights
 
 RANK, MAX_CONTEXT = 16, 64
 
 
-class Timed:
-    """A transport that notes how long its parts take."""
+class Timed(HttpTransport):
+    """Times another transport, and the packing of its buckets."""
 
-    def __init__(self, inner: Transport):
-        self.inner = inner
-        self.forget()
+    def __init__(self, inner: HttpTransport):
+        self.inner, self.device = inner, inner.device
+        self.reset()
 
-    def forget(self) -> None:
-        """From here on times are counted."""
+    def reset(self) -> None:
+        """Count times from here on."""
         self.packing = self.sending = 0.0
 
-    def pack(self, notes: list[TensorSpec], tensors: Iterable[torch.Tensor], bucket_bytes: int) -> Iterator[Any]:
-        """The inner one's buckets."""
-        buckets = self.inner.pack(notes, tensors, bucket_bytes)
+    def pack(self, *args: Any, **options: Any) -> Iterator[Bucket]:
+        """In place of the client's `pack`."""
+        buckets = pack(*args, **options)
         while True:
             started = time.perf_counter()
             bucket = next(buckets, None)
@@ -60,14 +61,14 @@ class Timed:
                 return
             yield bucket
 
-    def send(self, address: Address, weight_version: str, bucket: Any, *, timeout_s: float) -> None:
-        """Send by the inner one."""
+    def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
+        """Send by the other transport."""
         started = time.perf_counter()
         self.inner.send(address, weight_version, bucket, timeout_s=timeout_s)
         self.sending += time.perf_counter() - started
 
     def close(self) -> None:
-        """Let the server go."""
+        """Leave the server."""
         self.inner.close()
 
 
@@ -130,16 +131,17 @@ def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
         address = Address.of(url)
         model = AutoModelForCausalLM.from_pretrained(folder)
         num_bytes = sizes(model)
-        ways: dict[str, Transport] = {
+        ways: dict[str, HttpTransport] = {
             "server, shared memory": SharedMemoryTransport(),
             "server, HTTP": HttpTransport(),
-            "server, process group (gloo)": GlooTransport(free_port()),
+            "server, process group (gloo)": GroupTransport(free_port()),
         }
         for name, transport in ways.items():
             timed = Timed(transport)
             engine = VLLMServerEngine(address, transport=timed)
             push: Callable[[int], Any] = functools.partial(engine.push, model)
-            seconds = repeated(push, repetitions, warmed_up=timed.forget)
+            with mock.patch.object(client, "pack", timed.pack):
+                seconds = repeated(push, repetitions, warmed_up=timed.reset)
             parts = {"packing": timed.packing / repetitions, "sending": timed.sending / repetitions}
             rows.append(row(name, num_bytes, seconds, **parts))
             engine.close()

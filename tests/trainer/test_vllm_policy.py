@@ -19,6 +19,7 @@ from peft import LoraConfig
 from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.engines.vllm.vllm_engine import VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.objectives import MismatchOptions
 from groupgrad.rollout.single_turn import SingleTurnRollouts
@@ -29,10 +30,13 @@ STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4,
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
 
 
-class Copy:
-    """What a `VLLMColocateEngine` is to a `VLLMPolicy`."""
+class Copy(VLLMEngine):
+    """In place of a `VLLMColocateEngine`."""
+
+    max_model_len = 64  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, model: Any, tokenizer: Any, *, in_a_thread: bool = False):
+        super().__init__()
         self.model = copy.deepcopy(model)
         with torch.no_grad():  # nobody may take the first weights for those of the policy
             for parameter in self.model.parameters():
@@ -41,15 +45,15 @@ class Copy:
         engine = TransformersEngine if in_a_thread else NativeEngine
         self.inner = engine(self.model, tokenizer=tokenizer)
         self.pushes: list[tuple[str, int]] = []
-        self.max_model_len, self.shift, self.sleeps = 64, 0.0, 0
+        self.shift, self.sleeps = 0.0, 0
 
-    def push(self, model: Any, version: int, kind: str = "weights") -> str:
+    def push(self, model: Any, policy_step: int, kind: str = "weights") -> str:
         self.model.load_state_dict(model.state_dict())
-        self.pushes.append((kind, version))
-        return f"{version}-x"
+        self.pushes.append((kind, policy_step))
+        return f"{policy_step}-x"
 
-    def push_adapter(self, model: Any, version: int) -> str:
-        return self.push(model, version, "adapter")
+    def push_adapter(self, model: Any, policy_step: int) -> str:
+        return self.push(model, policy_step, "adapter")
 
     def sleep(self) -> None:
         self.sleeps += 1
@@ -84,11 +88,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
 
     def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
         started.append(Copy(model, parts.tokenizer, in_a_thread=config.rollout_ahead > 0))
-        sends_adapter = vllm_setup._sends_adapter(config, model, None, "")
+        sends_adapter = vllm_setup._sends_adapter(config, model)
         return VLLMPolicy(started[-1], model, sends_adapter=sends_adapter)
 
     monkeypatch.setattr(run, "serve_policy", start)
-    monkeypatch.setattr(run, "longest_context", lambda served: 64)
     return started
 
 
@@ -212,7 +215,7 @@ def test_a_rollout_function_cannot_run_ahead(make_trainer):
 
 
 def test_prompts_must_fit_into_vllms_context(make_trainer, monkeypatch, served):
-    monkeypatch.setattr(run, "longest_context", lambda served: 2)
+    monkeypatch.setattr(Copy, "max_model_len", 2)
     with pytest.raises(ValueError, match="the model has 2 positions"):
         make_trainer(**VLLM, **STEPS)
 

@@ -33,7 +33,7 @@ def start(monkeypatch: pytest.MonkeyPatch, make_model: Any, tmp_path: Any) -> An
     def start(**fields: Any) -> ColocateOptions:
         settings = {"bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 8, **fields}
         config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **settings)
-        vllm_setup._colocate(config, make_model(), None, sampling_options(config, eos_ids=[1], pad_id=0))
+        vllm_setup._colocate_policy(config, make_model(), None, sampling_options(config, eos_ids=[1], pad_id=0))
         return found[-1]
 
     return start

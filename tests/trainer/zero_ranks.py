@@ -20,10 +20,11 @@ import torch
 
 from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.vllm.vllm_engine import VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.modeling.weights import weights_to_the_end
 from groupgrad.trainer import base as groupgrad_run
-from groupgrad.trainer import vllm_setup as vllm_policy
+from groupgrad.trainer import vllm_setup
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
@@ -49,21 +50,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class Copy:
-    """What a `VLLMColocateEngine` is to a `VLLMPolicy`: a copy of the first weights, which only a push changes."""
+class Copy(VLLMEngine):
+    """In place of a `VLLMColocateEngine`: a copy of the first weights, which only a push changes."""
+
+    max_model_len = 64  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, model: Any, tokenizer: Any, fails_at: int | None):
-        self.model, self.fails_at, self.max_model_len = model, fails_at, 64
+        super().__init__()
+        self.model, self.fails_at = model, fails_at
         self.inner = NativeEngine(model, tokenizer=tokenizer)
 
-    def push(self, model: Any, version: int) -> str:
+    def push(self, model: Any, policy_step: int) -> str:
         with torch.no_grad(), weights_to_the_end(model) as weights:
             own = dict(self.model.named_parameters())
             for number, (name, tensor) in enumerate(weights):
-                if version == self.fails_at and number == 3 and os.environ["RANK"] == "0":
+                if policy_step == self.fails_at and number == 3 and os.environ["RANK"] == "0":
                     raise ConnectionError("the server is gone")
                 own[name].copy_(tensor)
-        return f"{version}-x"
+        return f"{policy_step}-x"
 
     @contextmanager
     def session(self, options: Any) -> Iterator[Any]:
@@ -88,12 +92,11 @@ def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
     def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
         own = copy.deepcopy(ranks.FIRST)
         own.generation_config.pad_token_id = own.config.pad_token_id
-        sends_adapter = vllm_policy._sends_adapter(config, model, 0, "this engine")
+        sends_adapter = vllm_setup._sends_adapter(config, model, 0, "this engine")
         assert not sends_adapter
         return VLLMPolicy(Copy(own, parts.tokenizer, fails_at), model)
 
     groupgrad_run.serve_policy = start
-    groupgrad_run.longest_context = lambda served: 64
 
 
 def deepspeed_config(stage: int, persistent: bool) -> dict[str, Any]:

@@ -38,9 +38,9 @@ def test_each_push_of_an_adapter_is_what_is_sampled_from(server: Served, policy:
         assert mean_difference(model, rows, samples) < 1e-5
         greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))
         assert all(is_greedy(model, row, sample) for row, sample in zip(rows, greedy))
-        sizes.append(engine._info["base"])
+        sizes.append(engine._info["base_version"])
     # The weights below went there once.
-    assert sizes == [engine._base] * 3
+    assert sizes == [engine._base_version] * 3
 
 
 def test_whole_weights_and_adapters_may_follow_each_other(server: Served, policy: Any) -> None:

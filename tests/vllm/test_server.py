@@ -22,10 +22,9 @@ from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address, ServerRefused, call
 from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import (
-    GlooTransport,
+    GroupTransport,
     HttpTransport,
     SharedMemoryTransport,
-    Transport,
     choose_transport,
 )
 
@@ -123,13 +122,13 @@ def test_each_transport_brings_the_weights(transport: Any, server: Served, polic
 
 
 def test_a_process_group_brings_weights_again_and_again(server: Served, policy: Any) -> None:
-    transport = GlooTransport(free_port())
+    transport = GroupTransport(free_port())
     engine = server.engine(transport=transport)
     for version in range(2):
         engine.push(vary(policy, version), version)
         assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
     # A trainer that was started again meets the workers anew, at another port or the same.
-    again = server.engine(transport=GlooTransport(transport._port))
+    again = server.engine(transport=GroupTransport(transport._port))
     again.push(vary(policy, 5), 0)
     assert mean_difference(policy, requests(), again.sample(requests(), OPTIONS)) < 1e-5
     # What it left of the first is noticed, and met again.
@@ -143,7 +142,7 @@ def test_a_group_that_cannot_be_formed_says_why(server: Served, policy: Any) -> 
         other.bind(("", 0))
         other.listen()
         taken = other.getsockname()[1]
-        engine = server.engine(transport=GlooTransport(taken))
+        engine = server.engine(transport=GroupTransport(taken))
         with pytest.raises(GroupBroken, match=rf"(?s)the server says: .*port {taken} .*set vllm_group_port"):
             engine.push(policy, 0)
     # The server goes on.
@@ -161,9 +160,9 @@ def test_workers_on_this_machine_read_its_memory(server: Served, engine: VLLMSer
 class Flips:
     """A transport that changes a bit of the second bucket on its way."""
 
-    def __init__(self, inner: Transport):
+    def __init__(self, inner: HttpTransport):
         self._inner = inner
-        self.pack, self.close = inner.pack, inner.close
+        self.device, self.close = inner.device, inner.close
 
     def send(self, address: Address, weight_version: str, bucket: Any, *, timeout_s: float) -> None:
         if bucket.number == 1:
@@ -171,8 +170,10 @@ class Flips:
         self._inner.send(address, weight_version, bucket, timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("make", [HttpTransport, lambda: GlooTransport(free_port())], ids=["http", "group"])
-def test_weights_that_arrived_changed_are_refused(make: Callable[[], Transport], server: Served, policy: Any) -> None:
+@pytest.mark.parametrize("make", [HttpTransport, lambda: GroupTransport(free_port())], ids=["http", "group"])
+def test_weights_that_arrived_changed_are_refused(
+    make: Callable[[], HttpTransport], server: Served, policy: Any
+) -> None:
     engine = server.engine(transport=Flips(make()))
     with pytest.raises(ServerRefused, match=r"pushing version 3 .*its bytes have the checksum") as caught:
         engine.push(policy, 3)
@@ -227,7 +228,7 @@ def test_others_cannot_keep_a_push_waiting(server: Served, engine: VLLMServerEng
             early = threads.submit(_completion, server)
             until(lambda: told()["num_sampling"] == 1)
             push = threads.submit(engine.push, policy, 1)
-            until(lambda: told()["is_awaited"])
+            until(lambda: told()["push_is_waiting"])
             with pytest.raises(urllib.error.HTTPError) as refused:
                 _completion(server)
             assert refused.value.code == 503 and refused.value.headers["Retry-After"] == "1"

@@ -50,7 +50,7 @@ from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import RunState
-from groupgrad.trainer.vllm_setup import longest_context, serve_policy
+from groupgrad.trainer.vllm_setup import serve_policy
 
 
 class TrainingRun(Trainer):
@@ -143,7 +143,7 @@ class TrainingRun(Trainer):
         served = serve_policy(self.args, self.model, policy, self.rollout_components)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
-        if build.narrow_context(self.prompt_maker, longest_context(served)):
+        if build.narrow_context(self.prompt_maker, served.max_model_len):
             datasets = self.train_dataset, self.eval_dataset
             build.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
         return served

@@ -1,4 +1,4 @@
-"""vLLM in a training run: started or found, checked against the run, and what of it the configuration decides."""
+"""Connects a training run to vLLM: starts it or finds its server, checks that it fits, and wraps it as the policy."""
 
 from __future__ import annotations
 
@@ -31,41 +31,35 @@ from groupgrad.trainer.build import PolicyBundle
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 256
-"""Rows that vLLM samples at the same time at most; further ones wait."""
+MAX_NUM_SEQS = 256
+"""Most rows that colocated vLLM samples at the same time; further ones wait."""
 
 
-def serve_policy(
-    config: GRPOConfig, model: nn.Module, parts: PolicyBundle, rollout_components: RolloutComponents
-) -> VLLMPolicy:
-    """Collective. vLLM as the configuration asks for it, ready for its first weights.
+def serve_policy(config: GRPOConfig, model: nn.Module, bundle: PolicyBundle, rollout: RolloutComponents) -> VLLMPolicy:
+    """Collective. vLLM as configured, ready for its first weights.
 
-    Raises ImportError without vLLM, TimeoutError for a server that does not come up in time, and ValueError, with both
-    sides' story, for one that serves something else and for what vLLM cannot do.
+    ImportError without vLLM, TimeoutError for a server that does not come up in time, and ValueError, with both sides'
+    values, for a server that does not fit and for options that vLLM cannot satisfy.
     """
-    if rollout_components.function is not None and config.rollout_ahead:
+    if rollout.function is not None and config.rollout_ahead:
         raise ValueError(
             f"rollout_ahead={config.rollout_ahead} with a rollout_func, which uses the trainer while it trains; set "
             "rollout_ahead=0"
         )
-    sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=int(parts.tokenizer.pad_token_id))
+    sampling = sampling_options(config, eos_ids=bundle.eos_ids, pad_id=int(bundle.tokenizer.pad_token_id))
     for problem in compat.unsupported_versions(["vllm"]):
         warnings.warn(problem)
-    served: VLLMPolicy | None = None
+    policy: VLLMPolicy | None = None
     with dist.errors_on_all_ranks():
-        make = _server if config.vllm_mode == "server" else _colocate
-        served = make(config, model, parts.tokenizer, sampling)
-    assert served is not None
-    return served
+        if config.vllm_mode == "server":
+            policy = _server_policy(config, model, sampling)
+        else:
+            policy = _colocate_policy(config, model, bundle.tokenizer, sampling)
+    assert policy is not None
+    return policy
 
 
-def longest_context(served: VLLMPolicy) -> int:
-    """Tokens that vLLM has room for, prompt and completion together."""
-    engine = served.engine
-    return int(engine.info["max_model_len"] if isinstance(engine, VLLMServerEngine) else engine.max_model_len)
-
-
-def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> VLLMPolicy:
+def _server_policy(config: GRPOConfig, model: nn.Module, sampling: SamplingOptions) -> VLLMPolicy:
     address = Address.of(config.vllm_server_base_url, config.vllm_server_host, config.vllm_server_port)
     engine = VLLMServerEngine(
         address,
@@ -75,32 +69,28 @@ def _server(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Samp
         group_port=config.vllm_group_port,
     )
     engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
-    told = str(engine.info.get("logprobs_mode", PROCESSED))
-    wanted = logprobs_mode(vllm_fields(config))
-    if config.vllm_importance_sampling_correction and wanted is not None and not engine.plain_logprobs(sampling):
+    is_plain = engine.plain_logprobs(sampling)
+    best_mode = logprobs_mode(vllm_fields(config))
+    if config.vllm_importance_sampling_correction and best_mode is not None and not is_plain:
         raise ValueError(
-            f"the vLLM server {address} tells log-probs as {told}, which are not those of the distribution that is "
-            f"trained, given how tokens are drawn; start it with --logprobs-mode {wanted}, or set "
-            "vllm_importance_sampling_correction=False"
+            f"the vLLM server {address} tells log-probs as {engine.logprobs_mode}, which are not those of the "
+            f"distribution that is trained, given how tokens are drawn; start it with --logprobs-mode {best_mode}, or "
+            "set vllm_importance_sampling_correction=False"
         )
-    largest = int(engine.info.get("max_lora_rank") or 0)
-    place = f"the vLLM server {address} " + (f"takes ranks up to {largest}" if largest else "has no --enable-lora")
-    return VLLMPolicy(
-        engine,
-        model,
-        sends_adapter=_sends_adapter(config, model, largest, place),
-        tells_logprobs=engine.plain_logprobs(sampling),
-    )
+    max_rank = int(engine.info.get("max_lora_rank") or 0)
+    limit = f"the vLLM server {address} " + (f"takes ranks up to {max_rank}" if max_rank else "has no --enable-lora")
+    sends_adapter = _sends_adapter(config, model, max_rank, limit)
+    return VLLMPolicy(engine, model, sends_adapter=sends_adapter, keeps_logprobs=is_plain)
 
 
-def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> VLLMPolicy:
-    sends_adapter = _sends_adapter(config, model, None, "")
+def _colocate_policy(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: SamplingOptions) -> VLLMPolicy:
+    sends_adapter = _sends_adapter(config, model)
     rows = config.per_device_train_batch_size * config.steps_per_generation_resolved
-    chosen = ColocateOptions(
-        max_num_seqs=min(MOST_ROWS, max(rows, config.per_device_eval_batch_size)),
+    colocate_options = ColocateOptions(
+        max_num_seqs=min(MAX_NUM_SEQS, max(rows, config.per_device_eval_batch_size)),
         max_model_len=config.vllm_max_model_length,
         memory_utilization=config.vllm_gpu_memory_utilization,
-        dtype=computing_dtype(config, model),
+        dtype=compute_dtype(config, model),
         model_impl=config.vllm_model_impl,
         sleep_mode=config.vllm_enable_sleep_mode,
         tensor_parallel_size=config.vllm_tensor_parallel_size,
@@ -109,69 +99,65 @@ def _colocate(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampling: Sa
         logprobs_mode=logprobs_mode(vllm_fields(config)) or PROCESSED,
         trust_remote_code=config.trust_remote_code,
     )
-    check_memory(model, chosen, training=training_bytes(config, model))
-    engine = VLLMColocateEngine(model, tokenizer, chosen)
+    check_memory(model, colocate_options, training=training_bytes(config, model))
+    engine = VLLMColocateEngine(model, tokenizer, colocate_options)
     try:
         engine.check(sampling, num_tokens=sampling.max_new_tokens + 1)
     except ValueError:
         engine.close()
         raise
-    return VLLMPolicy(engine, model, sends_adapter=sends_adapter, tells_logprobs=engine.plain_logprobs(sampling))
+    return VLLMPolicy(engine, model, sends_adapter=sends_adapter, keeps_logprobs=engine.plain_logprobs(sampling))
 
 
 def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
-    """What training takes of the device at least, as far as it is known before the first step.
+    """Least memory that training takes on the device, as far as it is known before the first step.
 
-    Activations are those of the longest completions of one micro-batch, measured on random tokens, or what gradient
-    checkpointing leaves of them where it may be used.
+    Activations are those of one micro-batch with completions of full length, measured on random tokens, or what
+    gradient checkpointing leaves of them where it may be used.
     """
+    inner: Any = unwrap(model)
     tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
     if config.gradient_checkpointing is False:
-        pad = getattr(unwrap(model), "config", None)
-        forward = options.forward_options(config, pad_id=int(getattr(pad, "pad_token_id", 0) or 0), aux_loss=False)
+        pad_id = int(getattr(getattr(inner, "config", None), "pad_token_id", 0) or 0)
+        forward = options.forward_options(config, pad_id=pad_id, aux_loss=False)
         per_token = activation_bytes_per_token(model, forward)
     else:
-        inner: Any = unwrap(model)
         text = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
-        itemsize = getattr(torch, computing_dtype(config, model)).itemsize
+        itemsize = getattr(torch, compute_dtype(config, model)).itemsize
         per_token = itemsize * text.hidden_size * (text.num_hidden_layers + 1)
-    reference = 0
-    if config.beta != 0 and not is_adapted(unwrap(model)):
-        reference = sum(parameter.nbytes for parameter in model.parameters())
+    has_reference = config.beta != 0 and not is_adapted(inner)
     return TrainingBytes.of(
         model,
         activations=int(tokens * per_token),
-        further=reference,
-        states=_optimizer_states(config),
-        whole_gradients=_keeps_gradients(config),
+        other_weights=sum(parameter.nbytes for parameter in model.parameters()) if has_reference else 0,
+        optimizer_states=_optimizer_states(config),
+        # ZeRO shards gradients from stage 2 on; an unknown stage counts as sharded.
+        has_gradients=not uses_deepspeed(config) or zero_stage(config) in (0, 1),
     )
 
 
 def _optimizer_states(config: GRPOConfig) -> int:
-    """Numbers that the optimizer keeps beside each weight that is trained; 0 where they may be fewer, smaller, or
-    spread over ranks."""
+    """Numbers that the optimizer keeps for each trained weight; 0 where they may be fewer, smaller, or sharded."""
     optimizer = getattr(config.optim, "value", config.optim)
     return 2 if optimizer in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config) else 0
 
 
-def _keeps_gradients(config: GRPOConfig) -> bool:
-    """False where ZeRO spreads gradients over ranks, or may do so."""
-    return not uses_deepspeed(config) or zero_stage(config) in (0, 1)
-
-
-def computing_dtype(config: GRPOConfig, model: nn.Module) -> str:
-    """The type that training computes in, so that vLLM rounds as it does."""
+def compute_dtype(config: GRPOConfig, model: nn.Module) -> str:
+    """Name of the dtype that training computes in, so that vLLM rounds in the same way."""
     if config.bf16:
         return "bfloat16"
     if config.fp16:
         return "float16"
-    types = [parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point]
-    most = max(set(types), key=types.count, default=torch.float32)
-    return str(most).removeprefix("torch.")
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point]
+    most_common = max(set(dtypes), key=dtypes.count, default=torch.float32)
+    return str(most_common).removeprefix("torch.")
 
 
-def _sends_adapter(config: GRPOConfig, model: nn.Module, largest_rank: int | None, place: str) -> bool:
-    """Whether an adapter is sent alone. ValueError if it must be and cannot."""
+def _sends_adapter(config: GRPOConfig, model: nn.Module, max_rank: int | None = None, limit: str = "") -> bool:
+    """True if an adapter is sent alone; ValueError if it must be and cannot.
+
+    `max_rank` is the largest rank that vLLM takes (None: any), and `limit` describes it for the message.
+    """
     if not is_adapted(unwrap(model)):
         if config.vllm_lora_updates == "adapter":
             raise ValueError("vllm_lora_updates='adapter', but the model has no adapter; set it to 'auto'")
@@ -179,8 +165,8 @@ def _sends_adapter(config: GRPOConfig, model: nn.Module, largest_rank: int | Non
     if config.vllm_lora_updates == "merge":
         return False
     reason = adapter_obstacle(model)
-    if reason is None and largest_rank is not None and adapter_rank(model) > largest_rank:
-        reason = f"it has rank {adapter_rank(model)}, and {place}"
+    if reason is None and max_rank is not None and adapter_rank(model) > max_rank:
+        reason = f"it has rank {adapter_rank(model)}, and {limit}"
     if reason is None:
         return True
     if config.vllm_lora_updates == "adapter":

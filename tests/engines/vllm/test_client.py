@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
-from groupgrad.engines.vllm.client import Expected, VLLMServerEngine, incompatibilities
+from groupgrad.engines.vllm.client import Requirements, VLLMServerEngine, incompatibilities
 from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
 from groupgrad.engines.vllm.media import decode
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.engines.vllm.wire import model_sizes, notes_from_lists, unpack
+from groupgrad.engines.vllm.wire import model_sizes, specs_from_json, unpack
 from groupgrad.errors import WeightsLost
 from groupgrad.types import Media
 
@@ -34,12 +34,18 @@ class Scripted:
 
     def __init__(self, model: Any):
         sizes = {**model_sizes(model.config), "architecture": type(model).__name__}
-        self.info: dict[str, Any] = {"start_id": "first", "model": "m", "sizes": sizes, "vocab_size": 92, "base": "x"}
-        self.info |= {"dtype": "bfloat16", "max_model_len": 64, "max_lora_rank": 0, "whole": True}
-        self.info |= {"weight_version": "as loaded", "pushing": None}
+        self.info: dict[str, Any] = {
+            "start_id": "first",
+            "model": "m",
+            "sizes": sizes,
+            "vocab_size": 92,
+            "base_version": "x",
+        }
+        self.info |= {"dtype": "bfloat16", "max_model_len": 64, "max_lora_rank": 0, "complete": True}
+        self.info |= {"weight_version": "as loaded", "pending_version": None}
         self.script: list[list[dict[str, Any]]] = []
-        self.asked: list[dict[str, Any]] = []
-        self.notes: list[Any] = []
+        self.calls: list[dict[str, Any]] = []
+        self.specs: list[Any] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.checksum = 0
         scripted = self
@@ -80,25 +86,29 @@ class Scripted:
         return 200, {"reads": False}
 
     def begin(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
-        self.notes, self.checksum = notes_from_lists(json.loads(data)["tensors"]), 0
+        self.specs, self.checksum = specs_from_json(json.loads(data)["tensors"]), 0
         return 200, {}
 
     def bucket(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         first = int(query["first"])
-        self.weights.update(unpack(self.notes[first : first + int(query["count"])], data))
+        own, tensor = (
+            self.specs[first : first + int(query["count"])],
+            torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        )
+        self.weights.update(unpack(own, tensor))
         self.checksum = zlib.crc32(data, self.checksum)
         return 200, {}
 
     def commit(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
-        told = json.loads(data)
-        if told["checksum"] != self.checksum:
+        body = json.loads(data)
+        if body["checksum"] != self.checksum:
             return 422, {"error": "another checksum"}
-        self.info |= {"weight_version": told["weight_version"], "whole": True}
+        self.info |= {"weight_version": body["weight_version"], "complete": True}
         return 200, {}
 
     def generate(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
-        self.asked.append(json.loads(data))
-        lines = [{"weight_version": self.asked[-1]["weight_version"], **line} for line in self.script.pop(0)]
+        self.calls.append(json.loads(data))
+        lines = [{"weight_version": self.calls[-1]["weight_version"], **line} for line in self.script.pop(0)]
         return 200, lines
 
 
@@ -120,7 +130,7 @@ def test_a_regex_that_the_server_refuses_is_named_before_any_row(scripted: Scrip
 
 
 def row(number: int, ids: list[int], reason: str = "length") -> dict[str, Any]:
-    return {"row": number, "ids": ids, "logprobs": [-1.0] * len(ids), "reason": reason}
+    return {"row": number, "ids": ids, "logprobs": [-1.0] * len(ids), "finish_reason": reason}
 
 
 def test_a_push_brings_all_weights_in_the_servers_dtype(scripted: Scripted, model: Any) -> None:
@@ -134,15 +144,15 @@ def test_a_push_brings_all_weights_in_the_servers_dtype(scripted: Scripted, mode
 def test_rows_come_in_any_order_and_share_their_prompt(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     engine.push(model, 0)
-    scripted.script = [[{"tokens": 3}, row(1, [8, 1], "stop"), row(0, [9, 9, 9, 9])]]
+    scripted.script = [[{"num_tokens": 3}, row(1, [8, 1], "stop"), row(0, [9, 9, 9, 9])]]
 
     first, second = engine.sample(ROWS, OPTIONS)
 
     assert (first.ids, first.finish_reason) == ([9, 9, 9, 9], "length")
     assert (second.ids, second.finish_reason, second.logprobs) == ([8, 1], "eos", [-1.0, -1.0])
-    (asked,) = scripted.asked
-    assert asked["prompts"] == [[5, 6]] and asked["weight_version"] == engine.weight_version
-    assert asked["rows"] == [
+    (body,) = scripted.calls
+    assert body["prompts"] == [[5, 6]] and body["weight_version"] == engine.weight_version
+    assert body["rows"] == [
         {"row": 0, "prompt": 0, "seed": 3, "max_tokens": 4},
         {"row": 1, "prompt": 0, "seed": 4, "max_tokens": 4},
     ]
@@ -157,11 +167,11 @@ def test_images_travel_once_however_many_rows_and_turns_need_them(scripted: Scri
     with_images = [*(replace(item, media=two) for item in ROWS), replace(ROWS[0], media=one), ROWS[0]]
     scripted.script = [[row(number, [9]) for number in range(4)]]
     engine.sample(with_images, OPTIONS)
-    (asked,) = scripted.asked
+    (body,) = scripted.calls
     # The same ids with other images are another prompt.
-    assert asked["prompts"] == [[5, 6]] * 3 and [item["prompt"] for item in asked["rows"]] == [0, 0, 1, 2]
-    assert asked["images_of"] == [[0, 1], [2], []]
-    assert [decode(text).tobytes() for text in asked["images"]] == [image.tobytes() for image in images]
+    assert body["prompts"] == [[5, 6]] * 3 and [item["prompt"] for item in body["rows"]] == [0, 0, 1, 2]
+    assert body["prompt_images"] == [[0, 1], [2], []]
+    assert [decode(text).tobytes() for text in body["images"]] == [image.tobytes() for image in images]
 
 
 def test_rows_that_an_answer_left_out_are_asked_for_again(scripted: Scripted, model: Any) -> None:
@@ -169,7 +179,7 @@ def test_rows_that_an_answer_left_out_are_asked_for_again(scripted: Scripted, mo
     engine.push(model, 0)
     scripted.script = [[row(1, [8])], [row(0, [9])]]
     assert [sample.ids for sample in engine.sample(ROWS, OPTIONS)] == [[9], [8]]
-    assert [asked["row"] for asked in scripted.asked[1]["rows"]] == [0]
+    assert [item["row"] for item in scripted.calls[1]["rows"]] == [0]
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -239,7 +249,7 @@ def test_nobody_waits_for_the_rank_that_pushes_when_training_ends(scripted: Scri
 def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     weight_version = engine.push(model, 3)
-    scripted.info |= {"whole": False, "weight_version": "2-before", "pushing": weight_version}
+    scripted.info |= {"complete": False, "weight_version": "2-before", "pending_version": weight_version}
     scripted.script = [[], [row(0, [9]), row(1, [8])]]
     scripted.weights.clear()
     engine.sample(ROWS, OPTIONS)
@@ -249,7 +259,7 @@ def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model
 def test_a_server_that_another_trainer_pushes_to_is_left_alone(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     engine.push(model, 3)
-    scripted.info |= {"whole": False, "pushing": "9-other"}
+    scripted.info |= {"complete": False, "pending_version": "9-other"}
     scripted.script = [[]]
     with pytest.raises(RuntimeError, match=r"has the weights '9-other', .* another trainer uses the same server"):
         engine.sample(ROWS, OPTIONS)
@@ -341,7 +351,7 @@ def test_an_adapter_for_a_server_without_adapters_is_refused(scripted: Scripted,
     ],
 )
 def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str, scripted: Scripted, model: Any) -> None:
-    expected = Expected.of(model, 48)
+    expected = Requirements.of(model, 48)
     assert incompatibilities(expected, scripted.info) == []
     (problem,) = incompatibilities(expected, {**scripted.info, **changes})
     assert re.search(words, problem)

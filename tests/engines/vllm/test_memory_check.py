@@ -106,7 +106,7 @@ def test_keys_and_values_by_kind_of_layer() -> None:
 
 def test_a_policy_is_measured_by_its_parameters(model: Any) -> None:
     numel = sum(parameter.numel() for parameter in model.parameters())
-    training = TrainingBytes.of(model, activations=7, further=5)
+    training = TrainingBytes.of(model, activations=7, other_weights=5)
     held = 4 * numel + sum(buffer.nbytes for buffer in model.buffers()) + 5
     assert training == TrainingBytes(held, 4 * numel, 8 * numel, 7)
     assert training.total == held + 12 * numel + 7 and training.while_sampling == held + 8 * numel

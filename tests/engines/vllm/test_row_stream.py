@@ -1,4 +1,4 @@
-"""Rows that a server samples, from an engine with a script."""
+"""Rows that a server streams, from a scripted engine."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import pytest
 
 from groupgrad.engines.vllm import row_stream as rows_module
 from groupgrad.engines.vllm.media import encode
-from groupgrad.engines.vllm.row_stream import RowStream, TokenCount
+from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
 
 
 class Engine:
-    """Says one token a row; makes three tokens of an image's placeholder (9)."""
+    """Samples one token a row, and expands an image's placeholder (9) to three tokens."""
 
     model_config = SimpleNamespace(hf_config=SimpleNamespace(image_token_id=9))
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.prompts: list[dict[str, Any]] = []
 
     async def generate(self, prompt: Any, params: Any, name: str, *, lora_request: Any) -> AsyncIterator[Any]:
-        self.asked.append(prompt)
+        self.prompts.append(prompt)
         images = "multi_modal_data" in prompt
-        told = [token for token in prompt["prompt_token_ids"] for _ in range(3 if token == 9 and images else 1)]
+        expanded = [token for token in prompt["prompt_token_ids"] for _ in range(3 if token == 9 and images else 1)]
         part = SimpleNamespace(token_ids=[4], finish_reason="length", logprobs=[{4: SimpleNamespace(logprob=-0.5)}])
-        yield SimpleNamespace(outputs=[part], prompt_token_ids=told)
+        yield SimpleNamespace(outputs=[part], prompt_token_ids=expanded)
 
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of vLLM's records."""
+    """In place of vLLM's classes."""
     package, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
     package.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
     params.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
@@ -43,16 +43,17 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
 
 
-def told(engine: Engine, **body: Any) -> dict[int, dict[str, Any]]:
-    """The lines by row."""
-    counts: list[int] = []
+def stream_lines(engine: Engine, **body: Any) -> dict[int, dict[str, Any]]:
+    """The lines of a call, by row."""
+    load = ServerLoad()
 
     async def run() -> list[bytes]:
-        rows = RowStream(engine, {"weight_version": "0-a", "sampling": {}, **body}, None, counts.append, TokenCount())
-        return [line async for line in rows.lines()]
+        stream = RowStream(engine, {"weight_version": "0-a", "sampling": {}, **body}, None, load)
+        assert load.num_sampling == len(body["rows"])
+        return [line async for line in stream.lines()]
 
     lines = [json.loads(line) for line in asyncio.run(run())]
-    assert counts.count(1) == counts.count(-1) == len(body["rows"])
+    assert load.num_sampling == 0
     return {line["row"]: line for line in lines if "row" in line}
 
 
@@ -61,14 +62,14 @@ def row(number: int, prompt: int) -> dict[str, Any]:
 
 
 def test_a_row_ends_with_its_ids_and_log_probs() -> None:
-    lines = told(Engine(), prompts=[[5, 6]], rows=[row(3, 0)])
-    assert lines == {3: {"row": 3, "weight_version": "0-a", "reason": "length", "ids": [4], "logprobs": [-0.5]}}
+    lines = stream_lines(Engine(), prompts=[[5, 6]], rows=[row(3, 0)])
+    assert lines == {3: {"row": 3, "weight_version": "0-a", "finish_reason": "length", "ids": [4], "logprobs": [-0.5]}}
 
 
-def test_whoever_waits_is_told_of_tokens_that_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's rows may wait for all of another's; that is no server that hangs."""
+def test_heartbeats_count_the_tokens_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's rows may wait for all of another's, without the server being stuck."""
     monkeypatch.setattr(rows_module, "HEARTBEAT_S", 0.01)
-    tokens, body = TokenCount(), {"weight_version": "0-a", "sampling": {}, "prompts": [[5]], "rows": [row(0, 0)]}
+    load, body = ServerLoad(), {"weight_version": "0-a", "sampling": {}, "prompts": [[5]], "rows": [row(0, 0)]}
 
     class Busy(Engine):
         async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
@@ -77,13 +78,13 @@ def test_whoever_waits_is_told_of_tokens_that_others_are_given(monkeypatch: pyte
                 yield output
 
     async def run() -> list[int]:
-        waiting = RowStream(Busy(), body, None, lambda change: None, tokens).lines()
-        before = json.loads(await anext(waiting))["tokens"]
-        _ = [line async for line in RowStream(Engine(), body, None, lambda change: None, tokens).lines()]
-        after = json.loads(await anext(waiting))["tokens"]
+        waiting = RowStream(Busy(), body, None, load).lines()
+        before = json.loads(await anext(waiting))["num_tokens"]
+        _ = [line async for line in RowStream(Engine(), body, None, load).lines()]
+        after = json.loads(await anext(waiting))["num_tokens"]
         free.set()
         assert [line async for line in waiting]
-        return [before, after, tokens.value]
+        return [before, after, load.num_tokens]
 
     free = asyncio.Event()
     assert asyncio.run(run()) == [0, 1, 2]
@@ -94,30 +95,30 @@ def test_each_prompt_has_its_own_images() -> None:
     images = [image_module.new("RGB", (2, 2), color) for color in ("red", "blue")]
     engine = Engine()
     prompts = [[5, 9, 9, 9, 6, 9, 9, 9], [5, 9, 9, 9], [5, 6]]
-    lines = told(
+    lines = stream_lines(
         engine,
         prompts=prompts,
         images=[encode(image) for image in images],
-        images_of=[[0, 1], [1], []],
+        prompt_images=[[0, 1], [1], []],
         rows=[row(number, number) for number in range(3)],
     )
     assert [lines[number]["ids"] for number in range(3)] == [[4]] * 3
-    asked = sorted(engine.asked, key=lambda prompt: prompt["prompt_token_ids"][1:], reverse=True)
-    asked.sort(key=lambda prompt: -len(prompt["prompt_token_ids"]))
-    assert [prompt["prompt_token_ids"] for prompt in asked] == [[5, 9, 6, 9], [5, 9], [5, 6]]
-    seen = [[image.getpixel((0, 0)) for image in prompt["multi_modal_data"]["image"]] for prompt in asked[:2]]
-    assert seen == [[(255, 0, 0), (0, 0, 255)], [(0, 0, 255)]] and "multi_modal_data" not in asked[2]
+    prompted = sorted(engine.prompts, key=lambda prompt: prompt["prompt_token_ids"][1:], reverse=True)
+    prompted.sort(key=lambda prompt: -len(prompt["prompt_token_ids"]))
+    assert [prompt["prompt_token_ids"] for prompt in prompted] == [[5, 9, 6, 9], [5, 9], [5, 6]]
+    seen = [[image.getpixel((0, 0)) for image in prompt["multi_modal_data"]["image"]] for prompt in prompted[:2]]
+    assert seen == [[(255, 0, 0), (0, 0, 255)], [(0, 0, 255)]] and "multi_modal_data" not in prompted[2]
 
 
-def test_images_that_vllm_sees_otherwise_are_an_error_of_their_row_alone() -> None:
+def test_images_that_vllm_expands_otherwise_fail_their_row_alone() -> None:
     image_module = pytest.importorskip("PIL.Image")
     picture = encode(image_module.new("RGB", (2, 2)))
     prompts = [[5, 9, 9], [5, 9, 9, 9], [5, 9, 9, 9]]
-    lines = told(
+    lines = stream_lines(
         Engine(),
         prompts=prompts,
         images=[picture, "no image"],
-        images_of=[[0], [0], [1]],
+        prompt_images=[[0], [0], [1]],
         rows=[row(number, number) for number in range(3)],
     )
     assert "4 tokens instead of 3" in lines[0]["error"] and lines[1]["ids"] == [4]

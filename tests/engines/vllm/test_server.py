@@ -1,4 +1,4 @@
-"""What groupgrad adds to vLLM's server, in front of an application and an engine with a script."""
+"""Routes of groupgrad's server, in front of a scripted application and engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from groupgrad.engines.vllm.http import LEFT
+from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
 from groupgrad.engines.vllm.server import Refusal, Routes
 from groupgrad.engines.vllm.worker import OTHER_GROUP, WeightReceiver
 
 
 class Engine:
-    """Its only worker has what is asked of it done, and fails in vLLM's words."""
+    """An engine with one worker, whose errors it wraps as vLLM does."""
 
     def __init__(self, worker: Any):
         self._worker = worker
@@ -25,6 +25,9 @@ class Engine:
     async def reset_encoder_cache(self) -> None:
         pass
 
+    async def update_weight_version(self, version: str) -> None:
+        pass
+
     async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> None:
         try:
             getattr(self._worker, name)(*args)
@@ -32,14 +35,14 @@ class Engine:
             raise Exception(f"Call to {name} method failed: {error}") from None
 
 
-class Asked:
-    """A request with a body of JSON, or with words in its address."""
+class FakeRequest:
+    """A request with a JSON body, or with a query."""
 
-    def __init__(self, told: Any = None, **query: str):
-        self._told, self.query_params = told, query
+    def __init__(self, body: Any = None, **query: str):
+        self._body, self.query_params = body, query
 
     async def json(self) -> Any:
-        return self._told
+        return self._body
 
     async def body(self) -> bytes:
         return b""
@@ -47,18 +50,18 @@ class Asked:
 
 def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:
     routes = Routes(None)
-    routes._weights.whole, routes._weights.pushing = False, "3-a"
+    routes._weights.begin("3-a")
     engine = Engine(WeightReceiver())
-    bucket = Asked(weight_version="3-a", first="0", count="1", group="mine", num_bytes="64")
+    bucket = FakeRequest(weight_version="3-a", first="0", count="1", group="mine", num_bytes="64")
     with pytest.raises(Refusal, match=f"{OTHER_GROUP} None, and weights are to come over mine") as caught:
         asyncio.run(routes._bucket(engine, bucket))
-    assert caught.value.status == LEFT
+    assert caught.value.status == GROUP_LEFT_STATUS
 
 
 class Quiet:
-    """A worker that takes whatever comes."""
+    """A worker that accepts everything."""
 
-    def groupgrad_begin(self, notes: Any) -> None:
+    def groupgrad_begin(self, specs: Any) -> None:
         pass
 
     def groupgrad_commit(self, num_tensors: int, checksum: int) -> None:
@@ -66,7 +69,7 @@ class Quiet:
 
 
 class App:
-    """In place of vLLM's application: its answers end when they may."""
+    """In place of vLLM's application; its answers wait for `may_end`."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -76,58 +79,58 @@ class App:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
-async def outside(routes: Routes) -> dict[str, Any]:
-    """What somebody is told who asks a route of vLLM's own: `status`, `headers`, `error`."""
-    told: dict[str, Any] = {}
+async def call_vllm(routes: Routes) -> dict[str, Any]:
+    """The answer to a call of vLLM's own route: `status`, `headers`, `error`."""
+    answer: dict[str, Any] = {}
 
     async def send(event: Any) -> None:
         if event["type"] == "http.response.start":
-            told.update(status=event["status"], headers=dict(event["headers"]))
+            answer.update(status=event["status"], headers=dict(event["headers"]))
         else:
-            told.update(json.loads(event["body"]))
+            answer.update(json.loads(event["body"]))
 
     await routes({"type": "http", "method": "POST", "path": "/v1/completions"}, None, send)
-    return told
+    return answer
 
 
-async def begun(routes: Routes, timeout_s: float) -> asyncio.Task[Any]:
-    """A push that waits for what is sampled."""
+async def begin_push(routes: Routes, timeout_s: float) -> asyncio.Task[Any]:
+    """A push that waits for rows to end."""
     push = asyncio.create_task(
-        routes._begin(Engine(Quiet()), Asked({"weight_version": "3-a", "tensors": [], "timeout_s": timeout_s}))
+        routes._begin(Engine(Quiet()), FakeRequest({"weight_version": "3-a", "tensors": [], "timeout_s": timeout_s}))
     )
     await asyncio.sleep(0.05)
     return push
 
 
-def test_whoever_comes_while_a_push_waits_is_sent_away() -> None:
+def test_calls_are_refused_while_a_push_waits() -> None:
     async def run() -> None:
         app = App()
         routes = Routes(app)
-        early = asyncio.create_task(outside(routes))
+        early = asyncio.create_task(call_vllm(routes))
         await asyncio.sleep(0)
-        push = await begun(routes, 5.0)
-        late = await outside(routes)
+        push = await begin_push(routes, 5.0)
+        late = await call_vllm(routes)
         assert late["status"] == 503 and late["headers"][b"retry-after"] == b"1" and "waits for rows" in late["error"]
         assert not push.done() and not early.done()
         app.may_end.set()
-        assert (await early)["status"] == 200 and await push == {}
-        assert (await outside(routes))["error"].startswith("the push '3-a' of weights has not ended")
-        await routes._commit(Engine(Quiet()), Asked({"weight_version": "3-a", "checksum": 0}))
-        assert (await outside(routes))["status"] == 200
+        assert (await early)["status"] == 200 and await push is None
+        assert (await call_vllm(routes))["error"].startswith("the push '3-a' of weights has not ended")
+        await routes._commit(Engine(Quiet()), FakeRequest({"weight_version": "3-a", "checksum": 0}))
+        assert (await call_vllm(routes))["status"] == 200
 
     asyncio.run(run())
 
 
-def test_a_push_that_waited_in_vain_leaves_the_server_as_it_was() -> None:
+def test_a_push_that_times_out_leaves_the_server_as_it_was() -> None:
     async def run() -> None:
         app = App()
         routes = Routes(app)
-        early = asyncio.create_task(outside(routes))
+        early = asyncio.create_task(call_vllm(routes))
         await asyncio.sleep(0)
-        push = await begun(routes, 0.1)
+        push = await begin_push(routes, 0.1)
         with pytest.raises(Refusal, match=r"1 rows still sample after 0\.1 s"):
             await push
-        late = asyncio.create_task(outside(routes))
+        late = asyncio.create_task(call_vllm(routes))
         await asyncio.sleep(0)
         app.may_end.set()
         assert [(await early)["status"], (await late)["status"]] == [200, 200]

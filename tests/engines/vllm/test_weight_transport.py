@@ -1,4 +1,4 @@
-"""Which way weights take to a server, and what is said when a process group cannot be formed or breaks."""
+"""Choice of the transport to a server, and errors of process groups that cannot be formed or break."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from groupgrad.engines.vllm import weight_transport as transports
-from groupgrad.engines.vllm.http import LEFT, Address, ServerRefused, ServerUnreachable
-from groupgrad.engines.vllm.weight_group import DeviceBucket, GroupBroken
+from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerUnreachable
+from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import (
-    GlooTransport,
+    GroupTransport,
     HttpTransport,
-    NcclTransport,
     SharedMemoryTransport,
     can_meet,
     choose_transport,
 )
+from groupgrad.engines.vllm.wire import Bucket
 
 SERVER = Address.of(port=9)
 GPU = {"device": "GPU-a", "nccl": [2, 27]}
@@ -49,17 +49,17 @@ def test_who_can_meet_over_nccl(ours: dict[str, Any], workers: list[dict[str, An
 
 
 class Answers:
-    """A server's answers by route."""
+    """Scripted answers of a server, by route."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any):
         self.answers: dict[str, Any] = {"devices": {"workers": [worker()]}, "reads": {"reads": True}, **answers}
-        self.asked: list[str] = []
+        self.routes: list[str] = []
         monkeypatch.setattr(transports, "call", self._call)
-        monkeypatch.setattr(transports, "describe", lambda device: GPU)
+        monkeypatch.setattr(transports, "describe_device", lambda device: GPU)
 
-    def _call(self, address: Address, name: str, body: Any = None, *, query: Any = None, timeout_s: float) -> Any:
-        self.asked.append(name)
-        answer = self.answers.get(name, {})
+    def _call(self, address: Address, route: str, body: Any = None, *, query: Any = None, timeout_s: float) -> Any:
+        self.routes.append(route)
+        answer = self.answers.get(route, {})
         if isinstance(answer, Exception):
             raise answer
         return answer() if callable(answer) else answer
@@ -71,8 +71,9 @@ CUDA = torch.device("cuda", 0)
 def test_a_policy_on_a_gpu_meets_a_server_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     Answers(monkeypatch)
     met: list[Address] = []
-    monkeypatch.setattr(NcclTransport, "meet", lambda self, address, *, timeout_s: met.append(address))
-    assert isinstance(choose_transport(SERVER, timeout_s=1.0, device=CUDA), NcclTransport) and met == [SERVER]
+    monkeypatch.setattr(GroupTransport, "meet", lambda self, address, *, timeout_s: met.append(address))
+    transport = choose_transport(SERVER, timeout_s=1.0, device=CUDA)
+    assert isinstance(transport, GroupTransport) and transport._backend == "nccl" and met == [SERVER]
 
 
 def test_a_group_that_cannot_be_formed_is_a_warning_and_another_way(
@@ -80,8 +81,8 @@ def test_a_group_that_cannot_be_formed_is_a_warning_and_another_way(
 ) -> None:
     Answers(monkeypatch, open=ServerRefused(500, "port 51216 is taken"))
     with caplog.at_level(logging.WARNING):
-        found = choose_transport(SERVER, timeout_s=1.0, device=CUDA)
-    assert type(found) is SharedMemoryTransport
+        transport = choose_transport(SERVER, timeout_s=1.0, device=CUDA)
+    assert type(transport) is SharedMemoryTransport
     assert "without NCCL, which is slower: the server says: port 51216 is taken" in caplog.text
 
 
@@ -89,7 +90,7 @@ def test_a_group_that_cannot_be_formed_is_a_warning_and_another_way(
 def test_a_policy_on_a_cpu_never_asks_for_devices(reads: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers(monkeypatch, reads={"reads": reads})
     assert type(choose_transport(SERVER, timeout_s=1.0, device=torch.device("cpu"))) is kind
-    assert answers.asked == ["reads"]
+    assert answers.routes == ["reads"]
 
 
 def test_a_worker_that_cannot_join_is_no_reason_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,22 +98,22 @@ def test_a_worker_that_cannot_join_is_no_reason_to_wait_for_it(monkeypatch: pyte
     monkeypatch.setattr(transports, "open_store", lambda *where, **options: time.sleep(5.0))
     started = time.monotonic()
     with pytest.raises(GroupBroken, match="here: still waiting; the server: rank 1 of 2 met nobody"):
-        GlooTransport().meet(SERVER, timeout_s=30.0)
+        GroupTransport().meet(SERVER, timeout_s=30.0)
     assert time.monotonic() - started < 3.0
 
 
 class Group:
-    """In place of a process group: sends when it may."""
+    """In place of a process group; fails with `error`, or else waits for the problem that is reported."""
 
-    def __init__(self, story: str | None = None):
-        self._story, self.closed = story, False
+    def __init__(self, error: str | None = None):
+        self._error, self.closed = error, False
 
     def send(self, data: torch.Tensor, problem: Any) -> None:
         deadline = time.monotonic() + 2.0
-        while problem() is None and time.monotonic() < deadline and self._story is None:
+        while problem() is None and time.monotonic() < deadline and self._error is None:
             time.sleep(0.01)
-        if self._story is not None:
-            raise GroupBroken(self._story)
+        if self._error is not None:
+            raise GroupBroken(self._error)
         if problem() is not None:
             raise problem()
 
@@ -120,11 +121,11 @@ class Group:
         self.closed = True
 
 
-BUCKET = DeviceBucket(0, 0, 1, torch.zeros(64, dtype=torch.uint8), 0)
+BUCKET = Bucket(0, 0, 1, torch.zeros(64, dtype=torch.uint8), 0)
 
 
-def joined(group: Group) -> GlooTransport:
-    transport = GlooTransport()
+def joined(group: Group) -> GroupTransport:
+    transport = GroupTransport()
     transport._group, transport._address = group, SERVER  # type: ignore[assignment]
     return transport
 
@@ -139,16 +140,16 @@ def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(
     group = Group()
     with pytest.raises(type(error), match=str(error)):
         joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
-    assert group.closed and answers.asked[-1] == "leave"
+    assert group.closed and answers.routes[-1] == "leave"
 
 
 def test_workers_that_another_trainer_has_met_since_are_a_broken_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their answer may come before the group notices that it is gone."""
-    answers = Answers(monkeypatch, bucket=ServerRefused(LEFT, "this worker is in the process group None"))
+    """Their answer may come before the group notices that it is broken."""
+    answers = Answers(monkeypatch, bucket=ServerRefused(GROUP_LEFT_STATUS, "this worker is in the process group None"))
     group = Group()
     with pytest.raises(GroupBroken, match=r"64 bytes .* the server says: this worker is in the process group None"):
         joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
-    assert group.closed and answers.asked[-1] == "leave"
+    assert group.closed and answers.routes[-1] == "leave"
 
 
 def test_a_group_that_breaks_tells_both_stories(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How weights travel."""
+"""Wire format of weights: buckets, checksums, shared memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupgrad.engines.vllm import wire
 from groupgrad.engines.vllm.wire import (
     SHARED_MEMORY,
     TensorSpec,
-    notes_as_lists,
-    notes_from_lists,
+    digest,
     pack,
     read_shared,
     remove_shared,
     remove_stale,
+    running_checksum,
+    specs_from_json,
+    specs_to_json,
     unpack,
     write_shared,
 )
 
-NOTES = [
+SPECS = [
     TensorSpec("a", "float32", (2, 3)),
     TensorSpec("b", "bfloat16", (5,)),
     TensorSpec("c", "int64", ()),
@@ -35,64 +38,67 @@ TENSORS = [torch.arange(6.0).view(2, 3), torch.linspace(-1, 1, 5), torch.tensor(
 @settings(deadline=None)
 @given(st.integers(1, 400))
 def test_what_is_unpacked_is_what_was_packed_in_the_dtype_announced(bucket_bytes: int) -> None:
-    buckets = list(pack(NOTES, TENSORS, bucket_bytes=bucket_bytes))
+    buckets = list(pack(SPECS, TENSORS, bucket_bytes=bucket_bytes))
 
-    found = []
+    unpacked, checksum = [], 0
     for bucket in buckets:
-        found += unpack(NOTES[bucket.first : bucket.first + bucket.count], bytes(bucket.data))
+        assert len(bucket.data) % 64 == 0 and len(bucket.data) > 0
+        unpacked += unpack(SPECS[bucket.first : bucket.first + bucket.count], bucket.data)
+        checksum = running_checksum(bucket.data, checksum)
+        assert bucket.checksum == checksum
 
-    assert [name for name, _ in found] == ["a", "b", "c", "d"]
-    for (_, tensor), note, sent in zip(found, NOTES, TENSORS):
-        assert str(tensor.dtype) == f"torch.{note.dtype}"
+    assert [name for name, _ in unpacked] == ["a", "b", "c", "d"]
+    for (_, tensor), spec, sent in zip(unpacked, SPECS, TENSORS):
+        assert str(tensor.dtype) == f"torch.{spec.dtype}"
         assert torch.equal(tensor, sent.to(tensor.dtype))
-    assert buckets[-1].checksum == zlib.crc32(b"".join(bytes(bucket.data) for bucket in buckets))
+    assert buckets[-1].checksum == zlib.crc32(b"".join(bytes(bucket.data.numpy()) for bucket in buckets))
     assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
 
 
 def test_tensors_begin_at_multiples_of_64_bytes() -> None:
-    (bucket,) = pack(NOTES[:2], TENSORS[:2])
-    assert len(bucket.data) == 64 + 5 * 2
+    (bucket,) = pack(SPECS[:2], TENSORS[:2])
+    assert len(bucket.data) == 64 + 64
+    assert torch.equal(bucket.data[64:74].view(torch.bfloat16), TENSORS[1].bfloat16())
 
 
 def test_a_tensor_longer_than_a_bucket_has_one_of_its_own() -> None:
-    assert [(b.first, b.count) for b in pack(NOTES[:3], TENSORS[:3], bucket_bytes=10)] == [(0, 1), (1, 1), (2, 1)]
+    assert [(b.first, b.count) for b in pack(SPECS[:3], TENSORS[:3], bucket_bytes=10)] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_tensors_that_were_not_announced_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"tensor 0 has the shape \(3, 2\), but a of shape \(2, 3\) was announced"):
-        list(pack(NOTES[:1], [torch.zeros(3, 2)]))
+        list(pack(SPECS[:1], [torch.zeros(3, 2)]))
     with pytest.raises(RuntimeError, match="but no more tensors was announced"):
-        list(pack(NOTES[:1], TENSORS[:2]))
+        list(pack(SPECS[:1], TENSORS[:2]))
     with pytest.raises(RuntimeError, match="2 tensors were announced, but only 1 came"):
-        list(pack(NOTES[:2], TENSORS[:1]))
+        list(pack(SPECS[:2], TENSORS[:1]))
 
 
 def test_a_bucket_of_another_length_is_an_error() -> None:
-    (bucket,) = pack(NOTES[:2], TENSORS[:2])
+    (bucket,) = pack(SPECS[:2], TENSORS[:2])
     with pytest.raises(ValueError, match="ends inside the tensor b"):
-        unpack(NOTES[:2], bytes(bucket.data[:-1]))
-    with pytest.raises(ValueError, match="a bucket has 74 bytes, but its tensors have 24"):
-        unpack(NOTES[:1], bytes(bucket.data))
+        unpack(SPECS[:2], bucket.data[:64])
+    with pytest.raises(ValueError, match="a bucket has 128 bytes, but its tensors have 64"):
+        unpack(SPECS[:1], bucket.data)
 
 
-def test_notes_survive_json() -> None:
-    assert notes_from_lists(notes_as_lists(NOTES)) == NOTES
+def test_specs_survive_json() -> None:
+    assert specs_from_json(specs_to_json(SPECS)) == SPECS
 
 
-def test_a_dtype_that_is_none_is_refused() -> None:
+def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="'nonsense' is not the name of a torch dtype"):
         TensorSpec("a", "nonsense", (1,)).num_bytes  # noqa: B018
 
 
-def test_shared_memory_is_read_where_it_lies_and_gone_when_removed() -> None:
-    (bucket,) = pack(NOTES[:2], TENSORS[:2])
-    name = write_shared(bucket.data)
+def test_shared_memory_is_read_in_place_and_gone_when_removed() -> None:
+    (bucket,) = pack(SPECS[:2], TENSORS[:2])
+    name = write_shared(bucket.data.numpy().data)
     try:
-        seen = read_shared(name)
+        mapped = torch.frombuffer(read_shared(name), dtype=torch.uint8)
     finally:
         remove_shared(name)
-    found = dict(unpack(NOTES[:2], seen))
-    assert torch.equal(found["a"], TENSORS[0])
+    assert torch.equal(dict(unpack(SPECS[:2], mapped))["a"], TENSORS[0])
     with pytest.raises(OSError, match=name):
         read_shared(name)
 
@@ -102,7 +108,7 @@ def test_only_names_of_buckets_are_read() -> None:
         read_shared("../../etc/passwd")
 
 
-def test_what_a_killed_trainer_left_is_removed_in_time() -> None:
+def test_files_of_a_killed_trainer_are_removed_later() -> None:
     old, new = write_shared(b"old"), write_shared(b"new")
     try:
         os.utime(SHARED_MEMORY / old, (0, 0))
@@ -111,3 +117,28 @@ def test_what_a_killed_trainer_left_is_removed_in_time() -> None:
     finally:
         remove_shared(old)
         remove_shared(new)
+
+
+def test_a_digest_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = torch.tensor([3, -5], dtype=torch.int64).view(torch.uint8)
+    factor = 0x5851F42D4C957F2D
+    # Weights are 0 | 1 and factor | 1, which is odd already.
+    assert digest(words) == (3 - 5 * factor) % 2**64
+    assert digest(words, 9) == (9 * factor + 3 - 5 * factor) % 2**64
+    assert digest(words[:0], 2**64 - 1) == 2**64 - 1
+    monkeypatch.setattr(wire, "_WORDS_AT_A_TIME", 1)
+    assert digest(words) == (3 * factor - 5) % 2**64
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2047), st.integers(0, 7))
+def test_any_changed_bit_changes_the_digest(place: int, bit: int) -> None:
+    data = torch.arange(2048, dtype=torch.int64).to(torch.uint8)
+    before = digest(data)
+    data[place] ^= 1 << bit
+    assert digest(data) != before
+
+
+def test_parts_in_another_order_change_the_digest() -> None:
+    data = torch.randint(0, 255, (1024,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert digest(torch.cat([data[512:], data[:512]])) != digest(data)

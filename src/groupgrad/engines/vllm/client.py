@@ -1,21 +1,20 @@
-"""Sampling from a vLLM server that `groupgrad vllm-serve` started, and pushing weights to it."""
+"""Client engine: samples from a vLLM server that `groupgrad vllm-serve` started, and pushes weights to it."""
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import time
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
+from groupgrad import dist
+from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.http import (
     GIVEN_UP,
     POLL_S,
@@ -26,11 +25,13 @@ from groupgrad.engines.vllm.http import (
     call,
     wait_until_up,
 )
+from groupgrad.engines.vllm.lora import adapter_bytes
 from groupgrad.engines.vllm.server_session import ServerSession
-from groupgrad.engines.vllm.vllm_params import PROCESSED, is_plain, refusal, sampling_fields
+from groupgrad.engines.vllm.vllm_engine import PushKind, VLLMEngine, new_weight_version
+from groupgrad.engines.vllm.vllm_params import refusal, sampling_fields
 from groupgrad.engines.vllm.weight_group import GroupBroken
-from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GlooTransport, Transport, choose_transport
-from groupgrad.engines.vllm.wire import BUCKET_BYTES, TensorSpec, dtype_name, model_sizes, notes_as_lists, torch_dtype
+from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GroupTransport, HttpTransport, choose_transport
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, model_sizes, pack, specs_of, specs_to_json, torch_dtype
 from groupgrad.errors import WeightsLost
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, is_sharded, served_weights, weights_to_the_end
@@ -38,25 +39,25 @@ from groupgrad.modeling.weights import adapter_files, is_sharded, served_weights
 logger = logging.getLogger(__name__)
 
 PUSH_ATTEMPTS = 3
-"""Times that a push is tried when the server goes away in the middle of it."""
+"""Attempts at a push during which the server goes away."""
 
 GRACE_S = 30.0
-"""Longest that a rank waits for another one to begin a push to a server that was started again."""
+"""Longest that a rank waits for another rank to begin a push to a restarted server."""
 
 
 @dataclass(slots=True, frozen=True)
-class Expected:
-    """What the trainer needs of a server."""
+class Requirements:
+    """Properties that a server must have to serve the policy."""
 
     vocab_size: int
     num_tokens: int
     """Longest prompt and completion together; 0 if no length is known."""
     sizes: dict[str, Any]
-    """Of `wire.model_sizes`."""
+    """From `wire.model_sizes`."""
 
     @classmethod
-    def of(cls, model: nn.Module, num_tokens: int) -> Expected:
-        """Of the policy."""
+    def of(cls, model: nn.Module, num_tokens: int) -> Requirements:
+        """Requirements of this policy."""
         inner: Any = unwrap(model)
         base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         config = base.config
@@ -65,24 +66,24 @@ class Expected:
 
 
 @dataclass(slots=True)
-class _Pushed:
-    """What was pushed last, so that a server that was started again can be given it."""
+class _Push:
+    """The last push, kept for a server that is restarted."""
 
     model: nn.Module
-    kind: Literal["weights", "adapter"]
+    kind: PushKind
     weight_version: str
     policy_step: int
 
 
-class VLLMServerEngine:
-    """Samples from a vLLM server; `sampling.py` says of which distribution its log-probs are.
+class VLLMServerEngine(VLLMEngine):
+    """Samples from a vLLM server; `vllm_params` says of which distribution its log-probs are.
 
-    Call `connect` before anything else, and `push` or `push_adapter` whenever the policy has changed. With several
-    ranks each has an engine; those with `pushes=False` are told by `expect` which weights the server has.
+    Call `connect` first, and `push` or `push_adapter` whenever the policy has changed. With several ranks each has an
+    engine; only the one with `pushes=True` sends weights, the others learn their version by `expect`.
 
-    `timeout_s` bounds every wait: for the server to come up, for a push, for a token. A server that was started again
-    while rows were sampled is found, given the weights, and asked for the rows that are missing. The policy must not
-    change while rows are sampled, since it is what is pushed then.
+    `timeout_s` bounds every wait: for the server to come up, for a push, for a token. If the server is restarted during
+    sampling, the engine reconnects, pushes the weights again and requests the missing rows. So the policy must not
+    change during sampling unless `is_frozen` is set.
     """
 
     def __init__(
@@ -93,51 +94,44 @@ class VLLMServerEngine:
         regex: str | None = None,
         pushes: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
-        transport: Transport | None = None,
+        transport: HttpTransport | None = None,
         group_port: int = GROUP_PORT,
     ):
+        super().__init__(regex)
         self.address, self.timeout_s = address, timeout_s
-        self._regex, self._pushes, self._bucket_bytes = regex, pushes, bucket_bytes
+        self._pushes, self._bucket_bytes = pushes, bucket_bytes
         self._transport, self._group_port = transport, group_port
-        self._kept: tuple[str, Transport] | None = None
-        """The transport of the last push, and which start of the server it was chosen for."""
-        self._expected: Expected | None = None
+        self._chosen: tuple[str, HttpTransport] | None = None
+        """The transport of the last push, and the server's start id that it was chosen for."""
+        self._requirements: Requirements | None = None
         self._info: dict[str, Any] = {}
-        self._pushed: _Pushed | None = None
-        self._weight_version: str | None = None
-        self._base = f"base-{uuid.uuid4().hex[:8]}"
-        """Stamp of the weights below an adapter, which do not change in training."""
+        self._last_push: _Push | None = None
+        self._base_version = f"base-{uuid.uuid4().hex[:8]}"
+        """Weight version of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
-        self.is_frozen = False
-        """The policy changes while rows are sampled, so that it must not be sent meanwhile."""
-        self.is_stopped = False
-        """Nobody waits for what is sampled any more: waiting for the server fails."""
-
-    @property
-    def weight_version(self) -> str:
-        """Of the weights that samples come from: the policy_step, and a word that no other push has. ValueError if
-        nothing was pushed."""
-        if self._weight_version is None:
-            raise ValueError("no weights were pushed to the vLLM server yet; call push before sampling")
-        return self._weight_version
-
-    @property
-    def policy_step(self) -> int:
-        """The version of the weights that samples come from. ValueError if nothing was pushed."""
-        return int(self.weight_version.rpartition("-")[0])
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the server said of itself when it was last asked: model, `vocab_size`, `dtype`, `max_model_len`, ..."""
+        """The server's last answer about itself: model, `vocab_size`, `dtype`, `max_model_len`, ..."""
         return dict(self._info)
 
-    def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
-        """Wait for the server and see that it serves this model, in contexts of `num_tokens`, with these options.
+    @property
+    def max_model_len(self) -> int:
+        """Limit on the tokens of a prompt and its completion together."""
+        return int(self._info["max_model_len"])
 
-        TimeoutError if none comes up in time; ValueError, with both sides' story, for one that does not fit.
+    @property
+    def logprobs_mode(self) -> str:
+        """vLLM's setting of this name, see `vllm_params`."""
+        return str(self._info.get("logprobs_mode", super().logprobs_mode))
+
+    def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
+        """Wait for the server, and check that it serves this model, contexts of `num_tokens` and these options.
+
+        TimeoutError if it does not come up in time; ValueError, with both sides' values, if it does not fit.
         """
-        self._expected = Expected.of(model, num_tokens)
-        self._find()
+        self._requirements = Requirements.of(model, num_tokens)
+        self._reconnect()
         if options is not None:
             self.check(options)
 
@@ -152,37 +146,33 @@ class VLLMServerEngine:
             raise refusal(refused, fields, self._regex) from None
         self._checked.append(fields)
 
-    def plain_logprobs(self, options: SamplingOptions) -> bool:
-        """True if the log-probs of samples are those of the temperature softmax, as training scores tokens; False if
-        they are renormalised over what cuts, penalties or a regex left."""
-        return is_plain(sampling_fields(options, regex=self._regex), self._info.get("logprobs_mode", PROCESSED))
-
     def push(self, model: nn.Module, policy_step: int) -> str:
-        """Send all weights, adapters merged, as that version; gives their weight_version. Collective if they are sharded.
+        """Send all weights, adapters merged; returns their weight version. Collective if they are sharded.
 
-        The server has the version when all of it has arrived and was verified; until then it does not sample.
+        The server does not sample until all weights have arrived and were verified.
         """
         return self._push_new(model, "weights", policy_step)
 
     def push_adapter(self, model: nn.Module, policy_step: int) -> str:
-        """Send the active LoRA adapter as that version; gives its weight_version. ValueError if the model is sharded.
+        """Send the active LoRA adapter; returns its weight version. ValueError if the model is sharded.
 
-        The weights below it are sent once to each start of the server, in the server's own dtype.
+        The weights below it are sent once to each start of the server, in the server's dtype.
         """
+        if is_sharded(model):
+            raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
         return self._push_new(model, "adapter", policy_step)
 
     def expect(self, weight_version: str) -> None:
-        """Sample from the weights of this weight_version, which another rank has pushed."""
+        """Sample from this weight version, which another rank has pushed."""
         self._weight_version = weight_version
 
-    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
-        """One sample a request, in order."""
-        with self.session(options) as session:
-            return sample_all(session, requests)
+    def share_weight_version(self) -> None:
+        """Collective. All ranks expect the weight version that rank 0 has pushed."""
+        self.expect(dist.all_gather_objects(self._weight_version or "")[0])
 
     @contextmanager
     def session(self, options: SamplingOptions) -> Iterator[ServerSession]:
-        """A session over the server. What has not ended when it is closed is given up."""
+        """A session over the server; requests that have not ended when it is closed are aborted."""
         fields = sampling_fields(options, regex=self._regex)
         weight_version = self.weight_version
         self.check(options)
@@ -193,211 +183,205 @@ class VLLMServerEngine:
             session.close()
 
     def close(self) -> None:
-        """Let the server go; what it has stays, and another trainer may push to it."""
-        for transport in (self._transport, self._kept[1] if self._kept else None):
+        """Leave the server; it keeps its weights, and another trainer may push to it."""
+        for transport in (self._transport, self._chosen[1] if self._chosen else None):
             if transport is not None:
                 transport.close()
-        self._kept = None
+        self._chosen = None
 
     def recover(self, reason: str) -> None:
-        """See to it that the server is there with the current weights; `reason` is why that is in doubt.
+        """Return once the server has the current weights; `reason` is why that is in doubt.
 
         RuntimeError if another trainer has pushed to it; TimeoutError if it does not come back in time; WeightsLost if
-        it was started again and this rank cannot give it the weights: while `is_frozen`, alone where the model is spread
-        over ranks, or where another rank pushes and does not, having nothing to sample.
+        it was restarted and this rank cannot push: while `is_frozen`, alone on a sharded model, or where another rank
+        pushes and does not notice, having nothing to sample.
         """
-        known = self._info.get("start_id")
+        known_start = self._info.get("start_id")
         logger.warning("vLLM server %s: %s; looking for it", self.address, reason)
-        found: float | None = None
+        reconnected: float | None = None
         while True:
-            self._find(reason)
-            found = found or time.monotonic()
-            if self._info["whole"] and self._info["weight_version"] == self._weight_version:
+            self._reconnect(reason)
+            reconnected = reconnected or time.monotonic()
+            info = self._info
+            if info["complete"] and info["weight_version"] == self._weight_version:
                 return
-            unfinished = not self._info["whole"] and self._info["pushing"] == self._weight_version
-            if self._info["start_id"] == known and not unfinished:
-                other = self._info["weight_version"] if self._info["whole"] else self._info["pushing"]
+            is_unfinished = not info["complete"] and info["pending_version"] == self._weight_version
+            if info["start_id"] == known_start and not is_unfinished:
+                other = info["weight_version"] if info["complete"] else info["pending_version"]
                 raise RuntimeError(
                     f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
                     f"{self._weight_version!r}: another trainer uses the same server; give each a server of its own"
                 )
-            lost = f"the vLLM server {self.address} was started again and has lost the weights {self._weight_version!r}"
-            if self.is_frozen:
-                raise WeightsLost(f"{lost}, which the policy has left behind")
-            if self._pushes and self._pushed is not None:
-                if is_sharded(self._pushed.model):
-                    raise WeightsLost(f"{lost}, and a model that is spread over ranks can only be sent between rounds")
-                logger.warning(
-                    "vLLM server %s has no weights of this training; pushing %s", self.address, self._weight_version
-                )
-                self._push()
+            if self._push_again():
                 return
-            waits_s = self.timeout_s if unfinished else min(self.timeout_s, GRACE_S)
-            if time.monotonic() - found > waits_s:
-                raise WeightsLost(f"{lost}, and the rank that pushes has not given it them within {waits_s:g} s")
+            patience_s = self.timeout_s if is_unfinished else min(self.timeout_s, GRACE_S)
+            if time.monotonic() - reconnected > patience_s:
+                raise self._lost(f", and the rank that pushes has not given it them within {patience_s:g} s")
             if self.is_stopped:
                 raise RuntimeError(GIVEN_UP)
             time.sleep(POLL_S)
 
-    def _find(self, reason: str | None = None) -> None:
+    def _push_again(self) -> bool:
+        """Repeat the last push to a restarted server; False if another rank has to. WeightsLost if it is impossible."""
+        if self.is_frozen:
+            raise self._lost(", which the policy has left behind")
+        if not self._pushes or self._last_push is None:
+            return False
+        if is_sharded(self._last_push.model):
+            raise self._lost(", and a model that is spread over ranks can only be sent between generation batches")
+        version = self._weight_version
+        logger.warning("vLLM server %s has no weights of this training; pushing %s", self.address, version)
+        self._push(self._last_push)
+        return True
+
+    def _lost(self, why: str) -> WeightsLost:
+        return WeightsLost(
+            f"the vLLM server {self.address} was started again and has lost the weights {self._weight_version!r}{why}"
+        )
+
+    def _reconnect(self, reason: str | None = None) -> None:
+        """Wait for the server, refresh `info`, and check that it fits."""
         try:
             self._info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=lambda: self.is_stopped)
         except TimeoutError as error:
             raise TimeoutError(f"{error}" + (f"; it is looked for because {reason}" if reason else "")) from None
-        if self._expected is not None:
-            problems = incompatibilities(self._expected, self._info)
-            if problems:
-                raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
+        problems = incompatibilities(self._requirements, self._info) if self._requirements is not None else []
+        if problems:
+            raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
-    def _push_new(self, model: nn.Module, kind: Literal["weights", "adapter"], policy_step: int) -> str:
-        if self._expected is None:
+    def _push_new(self, model: nn.Module, kind: PushKind, policy_step: int) -> str:
+        if self._requirements is None:
             self.connect(model)
-        if kind == "adapter" and is_sharded(model):
-            raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
         if not self._pushes:
-            # Where parameters are sharded, making whole ones needs every rank.
+            # Gathering sharded parameters takes all ranks.
             for _ in served_weights(model) if is_sharded(model) else ():
                 pass
             return self._weight_version or ""
-        self._weight_version = f"{policy_step}-{uuid.uuid4().hex[:8]}"
-        self._pushed = _Pushed(model, kind, self._weight_version, policy_step)
-        self._push()
+        self._weight_version = new_weight_version(policy_step)
+        self._last_push = _Push(model, kind, self._weight_version, policy_step)
+        self._push(self._last_push)
         return self._weight_version
 
-    def _push(self) -> None:
-        """Push what is current, again if the server goes away meanwhile and comes back."""
-        assert self._pushed is not None
-        pushed = self._pushed
+    def _push(self, push: _Push) -> None:
+        """Push, again if the server goes away meanwhile and comes back."""
         started = time.monotonic()
         for attempt in range(1, PUSH_ATTEMPTS + 1):
             try:
-                if pushed.kind == "weights":
-                    self._push_weights(pushed.model, pushed.weight_version, merge=True)
+                if push.kind == "weights":
+                    self._push_weights(push.model, push.weight_version, merge=True)
                 else:
-                    self._push_adapter(pushed)
+                    self._push_adapter(push)
                 break
             except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
-                story = f"pushing version {pushed.policy_step} to {self.address} failed: {error}{_remedy(error)}"
-                gone_again = (
-                    isinstance(error, (ServerUnreachable, GroupBroken))
-                    or self._info.get("start_id") != self._start_id_now()
-                )
-                if not gone_again or attempt == PUSH_ATTEMPTS or is_sharded(pushed.model):
-                    raise type(error)(*_arguments(error, f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})")) from error
+                story = f"pushing version {push.policy_step} to {self.address} failed: {error}{_remedy(error)}"
+                went_away = isinstance(error, (ServerUnreachable, GroupBroken)) or self._is_restarted()
+                if not went_away or attempt == PUSH_ATTEMPTS or is_sharded(push.model):
+                    story += f" (attempt {attempt} of {PUSH_ATTEMPTS})"
+                    if isinstance(error, ServerRefused):
+                        raise ServerRefused(error.status, story) from error
+                    raise type(error)(story) from error
                 logger.warning("%s; trying again", story)
-                self._find(f"it went away in the middle of a push ({error})")
-        logger.debug("pushed %s in %.2f s", pushed.weight_version, time.monotonic() - started)
+                self._reconnect(f"it went away in the middle of a push ({error})")
+        logger.debug("pushed %s in %.2f s", push.weight_version, time.monotonic() - started)
 
-    def _start_id_now(self) -> str | None:
+    def _is_restarted(self) -> bool:
+        """True if the server is another start of it than the last known, or does not answer."""
         try:
-            return call(self.address, "info", timeout_s=5.0)["start_id"]
+            return call(self.address, "info", timeout_s=5.0)["start_id"] != self._info.get("start_id")
         except (ConnectionError, ServerRefused):
-            return None
+            return True
 
     def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool) -> None:
-        timeout_s = self.timeout_s
-        checksum = 0
         with weights_to_the_end(model, merge=merge) as weights:
-            self._find()  # it may have been started again since it was last looked at
-            served = torch_dtype(self._info["dtype"])
-            notes = [
-                TensorSpec(name, dtype_name(served if empty.is_floating_point() else empty.dtype), tuple(empty.shape))
-                for name, empty in served_weights(model, merge=merge, shapes_only=True)
-            ]
-            announcement = {"weight_version": weight_version, "tensors": notes_as_lists(notes), "timeout_s": timeout_s}
-            # The server waits that long for rows to end; its answer needs a moment more.
-            call(self.address, "begin", announcement, timeout_s=timeout_s + 5.0)
+            self._reconnect()  # the server may have been restarted, in another dtype
+            shapes = served_weights(model, merge=merge, shapes_only=True)
+            specs = specs_of(shapes, torch_dtype(self._info["dtype"]))
+            body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
+            # The server waits that long for rows to end; its answer takes a moment more.
+            call(self.address, "begin", body, timeout_s=self.timeout_s + 5.0)
+            transport = self._current_transport(model)
+            checksum = 0
             tensors = (tensor for _, tensor in weights)
-            transport = self._way(model)
-            for bucket in transport.pack(notes, tensors, self._bucket_bytes):
-                transport.send(self.address, weight_version, bucket, timeout_s=timeout_s)
+            for bucket in pack(specs, tensors, device=transport.device, bucket_bytes=self._bucket_bytes):
+                transport.send(self.address, weight_version, bucket, timeout_s=self.timeout_s)
                 checksum = bucket.checksum
-        call(self.address, "commit", {"weight_version": weight_version, "checksum": checksum}, timeout_s=timeout_s)
+        body = {"weight_version": weight_version, "checksum": checksum}
+        call(self.address, "commit", body, timeout_s=self.timeout_s)
 
-    def _way(self, model: nn.Module) -> Transport:
-        """A process group is kept as long as the server lives, and is tried to be formed once. All else is chosen anew
-        for each push: the server may have been started again on another machine."""
+    def _current_transport(self, model: nn.Module) -> HttpTransport:
+        """The transport for this push.
+
+        A process group is attempted once for each start of the server, and kept as long as that lives. Other transports
+        are chosen for each push: the server may have been restarted on another machine.
+        """
         if self._transport is not None:
             return self._transport
-        start, device = self._info["start_id"], next(model.parameters()).device
-        if self._kept is not None and self._kept[0] == start:
-            if isinstance(self._kept[1], GlooTransport):
-                return self._kept[1]
+        start_id, device = self._info["start_id"], next(model.parameters()).device
+        if self._chosen is not None and self._chosen[0] == start_id:
+            if isinstance(self._chosen[1], GroupTransport):
+                return self._chosen[1]
             device = None
-        elif self._kept is not None:
-            self._kept[1].close()
-        found = choose_transport(self.address, timeout_s=self.timeout_s, device=device, group_port=self._group_port)
-        self._kept = start, found
-        return found
+        elif self._chosen is not None:
+            self._chosen[1].close()
+        transport = choose_transport(self.address, timeout_s=self.timeout_s, device=device, group_port=self._group_port)
+        self._chosen = start_id, transport
+        return transport
 
-    def _push_adapter(self, pushed: _Pushed) -> None:
-        from safetensors.torch import save
-
-        self._find()  # it may have been started again since it was last looked at
-        files = adapter_files(pushed.model)
-        rank, largest = int(files.config["r"]), int(self._info["max_lora_rank"])
-        if rank > largest:
-            has = f"takes adapters up to rank {largest}" if largest else "was started without --enable-lora"
+    def _push_adapter(self, push: _Push) -> None:
+        self._reconnect()  # the server may have been restarted, in another dtype
+        files = adapter_files(push.model)
+        rank, max_rank = int(files.config["r"]), int(self._info["max_lora_rank"])
+        if rank > max_rank:
+            has = f"takes adapters up to rank {max_rank}" if max_rank else "was started without --enable-lora"
             raise ValueError(
                 f"the adapter has rank {rank}, but the vLLM server {self.address} {has}; start it with --enable-lora "
                 f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
             )
-        if self._info["base"] != self._base:
-            self._push_weights(pushed.model, self._base, merge=False)
-            self._info["base"] = self._base
-        served = torch_dtype(self._info["dtype"])
-        tensors = {name: tensor.detach().to("cpu", served).contiguous() for name, tensor in files.tensors.items()}
-        config = json.dumps(files.config, default=str).encode()
-        body = io.BytesIO()
-        body.write(config)
-        body.write(save(tensors))
-        data = body.getvalue()
+        if self._info["base_version"] != self._base_version:
+            self._push_weights(push.model, self._base_version, merge=False)
+            self._info["base_version"] = self._base_version
+        config, tensors = adapter_bytes(files, torch_dtype(self._info["dtype"]))
         query = {
-            "weight_version": pushed.weight_version,
-            "base": self._base,
-            "checksum": zlib.crc32(data),
+            "weight_version": push.weight_version,
+            "base_version": self._base_version,
+            "checksum": zlib.crc32(tensors, zlib.crc32(config)),
             "config_bytes": len(config),
             "timeout_s": self.timeout_s,
         }
-        call(self.address, "adapter", data, query=query, timeout_s=self.timeout_s + 5.0)
+        call(self.address, "adapter", config + tensors, query=query, timeout_s=self.timeout_s + 5.0)
 
 
-def incompatibilities(expected: Expected, info: dict[str, Any]) -> list[str]:
-    """Why a server that says `info` of itself cannot serve this training; empty if it can."""
+def incompatibilities(required: Requirements, info: dict[str, Any]) -> list[str]:
+    """Reasons why a server with this `info` cannot serve the policy; empty if it can."""
     problems = []
-    sizes = {name: value for name, value in info["sizes"].items() if value is not None}
     wrong = [
-        f"{name} {value!r} (the policy has {expected.sizes[name]!r})"
-        for name, value in sizes.items()
-        if name in expected.sizes and expected.sizes[name] is not None and expected.sizes[name] != value
+        f"{name} {value!r} (the policy has {required.sizes[name]!r})"
+        for name, value in info["sizes"].items()
+        if value is not None and required.sizes.get(name) not in (None, value)
     ]
     if wrong:
         problems.append(
             f"it serves {info['model']}, another model: {', '.join(wrong)}; start it with the policy's model"
         )
-    if info["vocab_size"] != expected.vocab_size:
+    if info["vocab_size"] != required.vocab_size:
         problems.append(
-            f"its vocabulary has {info['vocab_size']} tokens, the policy's {expected.vocab_size}; save the policy with "
+            f"its vocabulary has {info['vocab_size']} tokens, the policy's {required.vocab_size}; save the policy with "
             "its resized embeddings and serve that"
         )
-    if expected.num_tokens > info["max_model_len"]:
+    if required.num_tokens > info["max_model_len"]:
         problems.append(
             f"its context holds {info['max_model_len']} tokens, but prompt and completion may have "
-            f"{expected.num_tokens}; start it with --max-model-len {expected.num_tokens} or more, or lower "
+            f"{required.num_tokens}; start it with --max-model-len {required.num_tokens} or more, or lower "
             "max_completion_length"
         )
     return problems
 
 
 def _remedy(error: Exception) -> str:
-    """What to set if the server has said that it ran out of memory."""
+    """The settings to change if the server reports that it ran out of memory."""
     if "out of memory" not in str(error).lower():
         return ""
     return (
         "; the server ran out of memory: start it with a lower --gpu-memory-utilization or --max-model-len, or a "
         "higher --tensor-parallel-size"
     )
-
-
-def _arguments(error: Exception, story: str) -> tuple[Any, ...]:
-    return (error.status, story) if isinstance(error, ServerRefused) else (story,)

@@ -1,4 +1,4 @@
-"""Calls of a server's routes: JSON or bytes out, JSON back, a deadline on every wait."""
+"""HTTP client for groupgrad's routes on a vLLM server: JSON or bytes out, JSON back, a deadline on every wait."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 POLL_S = 0.25
-"""Seconds between two looks for a server that is not up yet."""
+"""Seconds between two attempts to reach a server that is not up yet."""
 
-LEFT = 410
+GROUP_LEFT_STATUS = 410
 """Status of a refusal of weights over a process group that the workers have left."""
 
 GIVEN_UP = "sampling was given up, since training ends"
@@ -30,7 +32,7 @@ class ServerTimeout(ConnectionError):
 
 
 class ServerRefused(RuntimeError):
-    """The server answered that it will not; the message is the server's own."""
+    """The server answered with an error; the message is the server's own."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -39,7 +41,7 @@ class ServerRefused(RuntimeError):
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """Where a server is."""
+    """Address of a server."""
 
     host: str
     port: int
@@ -48,20 +50,20 @@ class Address:
 
     @classmethod
     def of(cls, base_url: str | None = None, host: str = "0.0.0.0", port: int = 8000) -> Address:
-        """From a URL, or from host and port. ValueError for a URL that is none."""
+        """Parse a URL, or combine host and port. ValueError for an invalid URL."""
         if base_url is None:
             return cls("127.0.0.1" if host == "0.0.0.0" else host, port)
-        parts = urllib.parse.urlsplit(base_url)
+        url = urllib.parse.urlsplit(base_url)
         try:
-            name, told = parts.hostname, parts.port
-        except ValueError:  # a port that is none
-            name = told = None
-        if parts.scheme not in ("http", "https") or not name:
+            url_host, url_port = url.hostname, url.port
+        except ValueError:  # an invalid port
+            url_host = url_port = None
+        if url.scheme not in ("http", "https") or not url_host:
             raise ValueError(
                 f"vllm_server_base_url is {base_url!r}, which is no address; write it like 'http://localhost:8000'"
             )
-        secure = parts.scheme == "https"
-        return cls(name, told or (443 if secure else 80), secure, parts.path.rstrip("/"))
+        secure = url.scheme == "https"
+        return cls(url_host, url_port or (443 if secure else 80), secure, url.path.rstrip("/"))
 
     def __str__(self) -> str:
         return f"http{'s' if self.secure else ''}://{self.host}:{self.port}{self.path}"
@@ -69,36 +71,36 @@ class Address:
 
 def call(
     address: Address,
-    name: str,
-    body: bytes | bytearray | Mapping[str, Any] | None = None,
+    route: str,
+    body: bytes | memoryview | Mapping[str, Any] | None = None,
     *,
     query: Mapping[str, Any] | None = None,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """The answer of the route `/groupgrad/<name>`, called with POST if there is a body.
+    """The answer of `/groupgrad/<route>`, called with POST if there is a body.
 
     Raises `ServerUnreachable`, `ServerTimeout` or `ServerRefused`.
     """
-    connection, response = _send(address, name, body, query, timeout_s)
+    connection, response = _send(address, route, body, query, timeout_s)
     try:
-        return json.loads(_told(address, name, timeout_s, response.read) or b"{}")
+        return json.loads(_guarded(address, route, timeout_s, response.read) or b"{}")
     except ValueError:
-        raise ServerRefused(502, f"the answer of {address}/groupgrad/{name} is no JSON") from None
+        raise ServerRefused(502, f"the answer of {address}/groupgrad/{route} is no JSON") from None
     finally:
         connection.close()
 
 
 class Stream:
-    """An answer that comes line by line."""
+    """An answer that is read line by line."""
 
-    def __init__(self, address: Address, name: str, body: Mapping[str, Any], *, timeout_s: float):
-        self._address, self._name, self._timeout_s = address, name, timeout_s
-        self._connection, self._response = _send(address, name, body, None, timeout_s)
+    def __init__(self, address: Address, route: str, body: Mapping[str, Any], *, timeout_s: float):
+        self._address, self._route, self._timeout_s = address, route, timeout_s
+        self._connection, self._response = _send(address, route, body, None, timeout_s)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Lines of JSON until the answer ends. Raises `ServerUnreachable` or `ServerTimeout`."""
         try:
-            while line := _told(self._address, self._name, self._timeout_s, self._response.readline):
+            while line := _guarded(self._address, self._route, self._timeout_s, self._response.readline):
                 yield json.loads(line)
         except ValueError as error:
             raise ServerUnreachable(f"{self._address} ended in the middle of a line: {error}") from None
@@ -106,7 +108,7 @@ class Stream:
             self._connection.close()
 
     def close(self) -> None:
-        """Stop listening, from any thread: the server gives up what it was doing."""
+        """Close the connection, from any thread; the server then stops its work for this call."""
         if self._connection.sock is not None:
             with contextlib.suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
@@ -115,16 +117,15 @@ class Stream:
 def wait_until_up(
     address: Address, *, timeout_s: float, is_given_up: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """What `/groupgrad/info` says, as soon as it says something.
+    """The answer of `/groupgrad/info`, as soon as there is one.
 
-    TimeoutError after `timeout_s`, with what was seen last; ServerRefused for a server of another kind; RuntimeError
-    once it `is_given_up`.
+    TimeoutError, with the last failure, after `timeout_s`; ServerRefused for a server that is not groupgrad's;
+    RuntimeError once `is_given_up` returns True.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        left = deadline - time.monotonic()
         try:
-            return call(address, "info", timeout_s=max(0.1, min(left, 10.0)))
+            return call(address, "info", timeout_s=max(0.1, min(deadline - time.monotonic(), 10.0)))
         except ServerRefused as refused:
             if refused.status in (404, 405):
                 raise ServerRefused(
@@ -132,13 +133,14 @@ def wait_until_up(
                     f"a server answers at {address}, but it has no /groupgrad/info: it was not started by "
                     "`groupgrad vllm-serve`, or something else uses that port",
                 ) from None
-            seen: Exception = refused
+            failure: Exception = refused
         except ConnectionError as error:
-            seen = error
+            failure = error
         if time.monotonic() >= deadline:
             raise TimeoutError(
-                f"no vLLM server came up at {address} within {timeout_s:g} s (last: {seen}); start one with `groupgrad "
-                "vllm-serve --model NAME`, look into its output, or set vllm_server_base_url or vllm_server_timeout"
+                f"no vLLM server came up at {address} within {timeout_s:g} s (last: {failure}); start one with "
+                "`groupgrad vllm-serve --model NAME`, look into its output, or set vllm_server_base_url or "
+                "vllm_server_timeout"
             )
         if is_given_up():
             raise RuntimeError(GIVEN_UP)
@@ -146,33 +148,33 @@ def wait_until_up(
 
 
 def _send(
-    address: Address, name: str, body: Any, query: Mapping[str, Any] | None, timeout_s: float
+    address: Address, route: str, body: Any, query: Mapping[str, Any] | None, timeout_s: float
 ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
-    connection = kind(address.host, address.port, timeout=timeout_s)
-    path = f"{address.path}/groupgrad/{name}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+    connection_type = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
+    connection = connection_type(address.host, address.port, timeout=timeout_s)
+    path = f"{address.path}/groupgrad/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
     data = json.dumps(body).encode() if isinstance(body, Mapping) else body
+
+    def exchange() -> http.client.HTTPResponse:
+        connection.request("GET" if data is None else "POST", path, body=data)
+        return connection.getresponse()
+
     try:
-
-        def exchange() -> http.client.HTTPResponse:
-            connection.request("GET" if data is None else "POST", path, body=data)
-            return connection.getresponse()
-
-        response = _told(address, name, timeout_s, exchange)
+        response = _guarded(address, route, timeout_s, exchange)
         if response.status != 200:
-            raise ServerRefused(response.status, _reason(_told(address, name, timeout_s, response.read)))
+            raise ServerRefused(response.status, _reason(_guarded(address, route, timeout_s, response.read)))
     except BaseException:
         connection.close()
         raise
     return connection, response
 
 
-def _told(address: Address, name: str, timeout_s: float, action: Any) -> Any:
-    """What `action` gives, its failures as `ServerUnreachable` or `ServerTimeout`."""
+def _guarded(address: Address, route: str, timeout_s: float, action: Callable[[], T]) -> T:
+    """Run `action`, turning its failures into `ServerUnreachable` or `ServerTimeout`."""
     try:
         return action()
     except TimeoutError:
-        raise ServerTimeout(f"{address} did not answer /groupgrad/{name} within {timeout_s:g} s") from None
+        raise ServerTimeout(f"{address} did not answer /groupgrad/{route} within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise ServerUnreachable(f"{address} is not there: {type(error).__name__}: {error}") from None
     except (AttributeError, ValueError) as error:  # another thread closed the connection meanwhile

@@ -1,21 +1,22 @@
-"""LoRA adapters as vLLM loads them: from a folder, into room that was made when it started."""
+"""LoRA adapters as vLLM loads them: from a folder, up to a rank that is fixed when vLLM starts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from groupgrad.modeling.weights import AdapterFiles
+if TYPE_CHECKING:  # a server does not load the modeling code
+    from groupgrad.modeling.weights import AdapterFiles
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of the room that vLLM has for adapters."""
+"""Values of vLLM's `max_lora_rank`."""
 
 
 def lora_rank(rank: int) -> int:
-    """The smallest of vLLM's sizes that an adapter of this rank fits into. ValueError if there is none."""
+    """The smallest `max_lora_rank` of vLLM for an adapter of this rank. ValueError if there is none."""
     for size in LORA_RANKS:
         if rank <= size:
             return size
@@ -24,18 +25,19 @@ def lora_rank(rank: int) -> int:
     )
 
 
-def write_adapter(files: AdapterFiles, dtype: torch.dtype, folder: Path) -> None:
-    """Make the folder, with the adapter in it as PEFT would save it, in vLLM's dtype."""
-    from safetensors.torch import save_file
+def adapter_bytes(files: AdapterFiles, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """Contents of `adapter_config.json` and `adapter_model.safetensors`, with tensors in vLLM's dtype."""
+    from safetensors.torch import save
 
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps(files.config, default=str))
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in files.tensors.items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
+    return json.dumps(files.config, default=str).encode(), save(tensors)
 
 
-def lora_request(weight_version: str, number: int, folder: Path) -> Any:
-    """vLLM's request for the adapter in the folder; it wants a new number for each."""
+def lora_request(weight_version: str, number: int, folder: Path, config: bytes, tensors: bytes) -> Any:
+    """Write an adapter into a new folder; returns vLLM's request for it, which needs a `number` of its own."""
     from vllm.lora.request import LoRARequest
 
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes(config)
+    (folder / "adapter_model.safetensors").write_bytes(tensors)
     return LoRARequest(weight_version, number, str(folder))

@@ -1,7 +1,7 @@
-"""Whether vLLM and training fit on one device, from arithmetic alone, before either takes anything.
+"""Checks by arithmetic, before either starts, that colocated vLLM and training fit on one device.
 
-vLLM takes the share of the device that it is told to, whatever it needs: its weights, room for what it computes, and
-the rest for keys and values. On a CPU the cache may be set by itself (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
+vLLM takes its configured share of the device whatever it needs: its weights, a workspace, and the rest for keys and
+values. On a CPU the size of the cache may be set by itself (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from groupgrad.modeling.weights import served_weights
 
 GIB = 2**30
 WORKSPACE = 0.1
-"""What vLLM computes in, as a share of its weights."""
+"""vLLM's workspace, as a share of its weights."""
 CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(slots=True, frozen=True)
 class TrainingBytes:
-    """What training takes on this device."""
+    """Memory that training takes on this device."""
 
     weights: int
     """Of the policy, a reference model and whatever else stays."""
@@ -44,61 +44,63 @@ class TrainingBytes:
         model: nn.Module,
         *,
         activations: int = 0,
-        further: int = 0,
-        states: int = 2,
-        whole_gradients: bool = True,
+        other_weights: int = 0,
+        optimizer_states: int = 2,
+        has_gradients: bool = True,
     ) -> TrainingBytes:
-        """Of the parameters that lie here, with `states` numbers of the optimizer for each that is trained (two for
-        Adam), and `further` bytes of other models. Gradients are not counted unless they are whole here."""
+        """From this rank's parameters, with `optimizer_states` numbers for each trained weight (two for Adam).
+
+        `other_weights` are the bytes of other models; `has_gradients` is False where ranks hold shards of gradients.
+        """
         parameters = list(model.parameters())
         trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers()))
-        return cls(held + further, trained if whole_gradients else 0, states * trained, activations)
+        weights = sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + other_weights
+        return cls(weights, trained if has_gradients else 0, optimizer_states * trained, activations)
 
     @property
     def while_sampling(self) -> int:
-        """Of it what stays when rows are sampled."""
+        """Memory that stays allocated during sampling."""
         return self.weights + self.optimizer
 
     @property
     def total(self) -> int:
-        """At its most."""
+        """Peak memory."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(slots=True, frozen=True)
 class Memory:
-    """Of the device, for this process."""
+    """Memory of the device, from this process's view."""
 
     total: int
     """Of the whole device."""
     available: int
-    """Free, or held by this process now."""
+    """Free, or held by this process."""
     held: int = 0
-    """Held by this process now, outside of vLLM."""
+    """Held by this process, outside of vLLM."""
     cache: int | None = None
-    """What the cache is told to take, on a CPU; None: by the share."""
+    """Size set for the cache on a CPU; None: it follows from the share."""
     is_cpu: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Memory:
-        """As it is now."""
+        """The present state of the device."""
         if device.type == "cuda":
             held = torch.cuda.memory_allocated(device)
             return cls(torch.cuda.mem_get_info(device)[1], free_bytes(device) + held, held)
-        own = psutil.Process().memory_info().rss
-        told = os.environ.get(CACHE_VARIABLE, "")
-        cache = int(told) * GIB if told.isdigit() and int(told) else None
-        return cls(psutil.virtual_memory().total, free_bytes(device) + own, own, cache, True)
+        held = psutil.Process().memory_info().rss
+        setting = os.environ.get(CACHE_VARIABLE, "")
+        cache = int(setting) * GIB if setting.isdigit() and int(setting) else None
+        return cls(psutil.virtual_memory().total, free_bytes(device) + held, held, cache, True)
 
 
 @dataclass(slots=True, frozen=True)
 class ServedBytes:
-    """What vLLM cannot do without, on each device."""
+    """Memory that vLLM needs at least, on each device."""
 
     weights: int
     one_row: int
-    """Keys and values of a row as long as the context."""
+    """Keys and values of a row that fills the context."""
     context: int
     """Tokens of that row."""
 
@@ -114,31 +116,31 @@ class ServedBytes:
         config = inner.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         context = options.max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
-        row = cache_bytes(text, context, dtype.itemsize, options.tensor_parallel_size)
-        return cls(weights // options.tensor_parallel_size, row, context)
+        one_row = cache_bytes(text, context, dtype.itemsize, options.tensor_parallel_size)
+        return cls(weights // options.tensor_parallel_size, one_row, context)
 
     @property
     def total(self) -> int:
-        """With room to compute in."""
+        """Weights, workspace and one row."""
         return self.weights + math.ceil(WORKSPACE * self.weights) + self.one_row
 
 
 def cache_bytes(config: Any, num_tokens: int, itemsize: int, tensor_parallel_size: int = 1) -> int:
-    """Bytes of the keys and values of so many tokens; layers that keep none, or a window, are told by `layer_types`."""
+    """Bytes of the keys and values of so many tokens; `layer_types` has layers with a window, or without a cache."""
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     if not heads:
         return 0
     if getattr(config, "kv_lora_rank", None):
-        # Keys and values are made of one vector for all heads, which every rank keeps.
+        # Multi-head latent attention: one vector for all heads, replicated on every rank.
         per_token = (int(config.kv_lora_rank) + int(getattr(config, "qk_rope_head_dim", 0))) * itemsize
     else:
         kv_heads = max(1, int(getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
-        size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        per_token = 2 * kv_heads * size * itemsize
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        per_token = 2 * kv_heads * head_dim * itemsize
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
     window = int(getattr(config, "sliding_window", None) or num_tokens)
     lengths = {"full_attention": num_tokens, "sliding_attention": min(window, num_tokens)}
-    return per_token * sum(lengths.get(kind, 0) for kind in kinds)
+    return per_token * sum(lengths.get(layer_type, 0) for layer_type in layer_types)
 
 
 def check_memory(model: nn.Module, options: ColocateOptions, *, training: TrainingBytes) -> None:
@@ -153,59 +155,51 @@ def check_memory(model: nn.Module, options: ColocateOptions, *, training: Traini
 
 
 def misfit(served: ServedBytes, training: TrainingBytes, memory: Memory, options: ColocateOptions) -> str | None:
-    """Why they do not fit, in words; None if they do."""
+    """Error message if vLLM and training do not both fit; None if they do."""
     taken = taken_by_vllm(served, memory, options)
     beside = training.while_sampling if options.sleep_mode else training.total
     room = memory.available - beside
-    advice = _set_share(served, room, memory)
     story = (
         f"vLLM needs at least {_gib(served.total)} (weights {_gib(served.weights)}, one row of {served.context} tokens "
         f"{_gib(served.one_row)}), takes {_gib(taken)}, and training takes {_gib(beside)} beside it, of "
         f"{_gib(memory.available)} that this process may have"
     )
     if training.total > memory.available:
-        return f"{story}; training alone needs {_gib(training.total)}: {_LESS_TRAINING}"
+        return (
+            f"{story}; training alone needs {_gib(training.total)}: set gradient_checkpointing=True, lower "
+            "per_device_train_batch_size or max_completion_length, or train an adapter (peft_config)"
+        )
     if served.total > room:
-        return f"{story}: both do not fit, whatever share vLLM is given; {_less_vllm(options, memory)}"
+        sleep = "" if options.sleep_mode or memory.is_cpu else "set vllm_enable_sleep_mode=True, "
+        return (
+            f"{story}: both do not fit, whatever share vLLM is given; {sleep}lower vllm_max_model_length, train an "
+            'adapter (peft_config), raise vllm_tensor_parallel_size, or use vllm_mode="server" on another device'
+        )
     if taken < served.total:
-        return f"{story}: too little for vLLM; {advice} or lower vllm_max_model_length"
+        return f"{story}: too little for vLLM; {_shares_that_fit(served, room, memory)} or lower vllm_max_model_length"
     if taken > room:
-        return f"{story}: too much for both; {advice}"
+        return f"{story}: too much for both; {_shares_that_fit(served, room, memory)}"
     return None
 
 
 def taken_by_vllm(served: ServedBytes, memory: Memory, options: ColocateOptions) -> int:
-    """Bytes that vLLM takes for itself with these options."""
+    """Bytes that vLLM allocates with these options."""
     share = int(options.memory_utilization * memory.total)
     if not memory.is_cpu:
         return share
     if memory.cache is not None:
         return served.total - served.one_row + memory.cache
-    # There vLLM counts what the whole process holds into its share.
+    # On a CPU vLLM counts all memory of the process into its share.
     return max(0, share - memory.held)
 
 
-_LESS_TRAINING = (
-    "set gradient_checkpointing=True, lower per_device_train_batch_size or max_completion_length, or train an adapter "
-    "(peft_config)"
-)
-
-
-def _less_vllm(options: ColocateOptions, memory: Memory) -> str:
-    ways = ["lower vllm_max_model_length", "train an adapter (peft_config)"]
-    if not options.sleep_mode and not memory.is_cpu:
-        ways.insert(0, "set vllm_enable_sleep_mode=True")
-    return f'{", ".join(ways)}, raise vllm_tensor_parallel_size, or use vllm_mode="server" on another device'
-
-
-def _set_share(served: ServedBytes, room: int, memory: Memory) -> str:
-    """What vLLM can be given: no less than it needs, no more than there is room for."""
+def _shares_that_fit(served: ServedBytes, room: int, memory: Memory) -> str:
+    """The setting of vLLM's share, from what it needs to what there is room for."""
     if memory.cache is not None:
         low, high = math.ceil(served.one_row / GIB), (room - served.total + served.one_row) // GIB
         if high < low:
             return f"unset {CACHE_VARIABLE} and set vllm_gpu_memory_utilization"
         return f"set {CACHE_VARIABLE} (GiB) between {low} and {high}"
-    # On a CPU what this process holds counts into the share.
     counted = memory.held if memory.is_cpu else 0
     low = math.ceil(1000 * (served.total + counted) / memory.total) / 1000
     high = math.floor(1000 * (room + counted) / memory.total) / 1000

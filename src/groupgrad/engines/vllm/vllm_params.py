@@ -1,11 +1,11 @@
-"""What a request means in vLLM's words.
+"""Translates sampling options and requests into vLLM's `SamplingParams`, and its log-probs back.
 
-vLLM tells log-probs in one of two ways, for a whole engine. `processed_logprobs` are those of the distribution that the
+vLLM returns log-probs in one of two modes, for a whole engine. `processed_logprobs` are of the distribution that the
 token was drawn from: after temperature, penalties, a regex or other structure, and cuts, renormalised over the tokens
 that were left. Without cuts, penalties and structure that is the temperature softmax over the whole vocabulary, as
-training scores it. `raw_logprobs` are those of the softmax before all of that but structure, temperature included, so
-that at temperature 1 they are training's whatever cuts and penalties shape the draw. Structure comes before both: vLLM
-takes tokens out before it looks at logits at all. `logprobs_mode` says which of the two are comparable.
+training scores it. `raw_logprobs` are of the softmax before all of these except structure, so also before temperature:
+at temperature 1 they are training's, whatever cuts and penalties shape the draw. Structure comes before both: vLLM
+masks tokens before it computes either. `logprobs_mode` picks the mode that is comparable with training.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from groupgrad.engines.base import Request, SamplingOptions
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LOGPROBS_MODE = PROCESSED
-"""What a server tells unless it is started otherwise."""
+"""Default mode of `groupgrad vllm-serve`."""
 
-REASONS: dict[str | None, Literal["eos", "length"]] = {"stop": "eos", "length": "length"}
-"""Why a row ended, in our words; any other reason is not an end but that vLLM gave it up."""
+FINISH_REASONS: dict[str | None, Literal["eos", "length"]] = {"stop": "eos", "length": "length"}
+"""Finish reasons by vLLM's names; with any other reason vLLM aborted the row."""
 
-# A row's prompt, seed, budget and what is told of it are groupgrad's to say.
+# Fields that groupgrad sets for each row.
 _RESERVED = frozenset(
     {"n", "seed", "max_tokens", "logprobs", "prompt_logprobs", "output_kind", "detokenize", "flat_logprobs"}
 )
 
 STRUCTURE = "structured_outputs"
-"""The field for a regex, a grammar or a choice."""
+"""Field for a regex, a grammar or a choice."""
 THINKING = "thinking_token_budget"
-"""The field for a number of tokens, 0 among them, after which others are put in that end thinking."""
+"""Field for the number of tokens, possibly 0, after which vLLM inserts tokens that end thinking."""
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _SHAPING = (
     "presence_penalty",
@@ -47,7 +47,7 @@ _SHAPING = (
 def sampling_fields(options: SamplingOptions, *, regex: str | None = None) -> dict[str, Any]:
     """The fields of vLLM's `SamplingParams` that all rows share, as plain values.
 
-    ValueError for an entry of `options.extra` that would change what a row is.
+    ValueError for an entry of `options.extra` that groupgrad sets for each row.
     """
     reserved = sorted(_RESERVED & options.extra.keys())
     if reserved:
@@ -62,7 +62,7 @@ def sampling_fields(options: SamplingOptions, *, regex: str | None = None) -> di
         "min_p": options.min_p or 0.0,
         "repetition_penalty": options.repetition_penalty,
         "stop_token_ids": list(options.eos_ids),
-        # Only the ids above end a completion, not those of the checkpoint's own generation config.
+        # Ids of the checkpoint's own generation config do not end a completion.
         "ignore_eos": True,
         **options.extra,
     }
@@ -72,17 +72,17 @@ def sampling_fields(options: SamplingOptions, *, regex: str | None = None) -> di
 
 
 def row_fields(request: Request) -> dict[str, int]:
-    """The fields of vLLM's `SamplingParams` that are this row's own."""
+    """The fields of vLLM's `SamplingParams` that differ between rows."""
     return {"seed": request.seed % 2**63, "max_tokens": request.max_new_tokens}
 
 
 def shaping(fields: Mapping[str, Any]) -> list[str]:
-    """The fields that make the tokens' distribution another one than the temperature softmax."""
-    found = [name for name, neutral in _NEUTRAL.items() if fields[name] != neutral and not _is_off(name, fields[name])]
-    found += [name for name in _SHAPING if fields.get(name)]
+    """Names of the fields that change the tokens' distribution from the temperature softmax."""
+    names = [name for name, neutral in _NEUTRAL.items() if fields[name] != neutral and not _is_off(name, fields[name])]
+    names += [name for name in _SHAPING if fields.get(name)]
     if fields.get(THINKING) is not None:
-        found.append(THINKING)
-    return found
+        names.append(THINKING)
+    return names
 
 
 def _is_off(name: str, value: Any) -> bool:
@@ -90,46 +90,47 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def logprobs_mode(fields: Mapping[str, Any]) -> str | None:
-    """The way of telling log-probs in which they are those of the temperature softmax, as training scores tokens;
-    PROCESSED where both are, None if neither is."""
+    """The mode whose log-probs are of the temperature softmax, as training scores tokens.
+
+    PROCESSED where both modes are, None if neither is.
+    """
     return next((mode for mode in (PROCESSED, RAW) if is_plain(fields, mode)), None)
 
 
 def is_plain(fields: Mapping[str, Any], mode: str = PROCESSED) -> bool:
-    """True if log-probs told in this mode are those of the temperature softmax over the whole vocabulary."""
+    """True if log-probs in this mode are of the temperature softmax over the whole vocabulary."""
     if mode == RAW:
         return fields["temperature"] == 1.0 and not fields.get(STRUCTURE)
     return mode == PROCESSED and not shaping(fields)
 
 
-def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **told: Any) -> Any:
-    """vLLM's `SamplingParams` of a row; `told` are fields about how the answer is told.
+def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **output_fields: Any) -> Any:
+    """vLLM's `SamplingParams` of a row; `output_fields` are those about the form of the answer.
 
-    ValueError, in vLLM's words, for fields that it does not know or that cannot work.
+    ValueError, with vLLM's message, for unknown or invalid fields.
     """
     from vllm.sampling_params import StructuredOutputsParams
 
     from vllm import SamplingParams
 
-    chosen = dict(fields)
-    with in_plain_errors():
-        if isinstance(chosen.get(STRUCTURE), Mapping):
-            chosen[STRUCTURE] = StructuredOutputsParams(**chosen[STRUCTURE])
+    shared = dict(fields)
+    with plain_errors():
+        if isinstance(shared.get(STRUCTURE), Mapping):
+            shared[STRUCTURE] = StructuredOutputsParams(**shared[STRUCTURE])
         # Text is only needed where strings end a completion.
-        return SamplingParams(**chosen, **row, logprobs=0, detokenize=bool(chosen.get("stop")), **told)
+        return SamplingParams(**shared, **row, logprobs=0, detokenize=bool(shared.get("stop")), **output_fields)
 
 
 def verify(params: Any, engine: Any) -> None:
-    """What vLLM does with each row that is submitted: ValueError, in its words, for params that this engine cannot
-    sample by, such as those with an invalid regex."""
-    known = engine.input_processor
-    with in_plain_errors():
-        params.verify(known.model_config, known.speculative_config, known.structured_outputs_config, known.tokenizer)
+    """Run vLLM's check of each submitted row. ValueError, with vLLM's message, for instance for an invalid regex."""
+    own = engine.input_processor
+    with plain_errors():
+        params.verify(own.model_config, own.speculative_config, own.structured_outputs_config, own.tokenizer)
 
 
 @contextmanager
-def in_plain_errors() -> Iterator[None]:
-    """What vLLM refuses inside is a ValueError: its own kinds of errors are none."""
+def plain_errors() -> Iterator[None]:
+    """Turn errors into ValueError: vLLM's own exception types are not."""
     try:
         yield
     except Exception as error:
@@ -137,16 +138,13 @@ def in_plain_errors() -> Iterator[None]:
 
 
 def refusal(reason: object, fields: Mapping[str, Any], regex: str | None) -> ValueError:
-    """The error for options that vLLM refuses, with the settings that they come from."""
+    """The error for sampling options that vLLM refuses, naming the settings that they come from."""
     settings = "generation_kwargs" + ("" if regex is None else f" and vllm_structured_outputs_regex={regex!r}")
     return ValueError(f"{reason}; the fields are {dict(fields)}: see {settings}")
 
 
 def sampled_logprobs(ids: Iterable[int], entries: Any) -> list[float]:
-    """The log-prob of each sampled token out of vLLM's table of one token a place.
-
-    RuntimeError if vLLM left one out.
-    """
+    """The log-prob of each sampled token, from vLLM's list of one dict a position. RuntimeError if one is missing."""
     ids = list(ids)
     if entries is None or len(entries) != len(ids):
         raise RuntimeError(f"vLLM gave {len(ids)} tokens and {0 if entries is None else len(entries)} log-probs")

@@ -1,74 +1,73 @@
-"""The policy as vLLM serves it in a training run: refreshed before a round, and known to be what it should be."""
+"""The policy as vLLM serves it in a training run: refreshed before each generation batch, with a known policy step."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 
 from groupgrad import dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
 from groupgrad.engines.vllm.http import GIVEN_UP
-
-logger = logging.getLogger(__name__)
+from groupgrad.engines.vllm.vllm_engine import VLLMEngine
 
 
 class VLLMPolicy:
     """An engine over vLLM whose weights are `model`'s at the last `refresh`.
 
-    `engine` is a `VLLMServerEngine` or a `VLLMColocateEngine`. With `sends_adapter` a LoRA adapter is sent alone,
-    otherwise all weights. With `tells_logprobs=False` samples have no log-probs, for those that are of another
-    distribution than training's.
+    With `sends_adapter` a LoRA adapter is sent alone, otherwise all weights. With `keeps_logprobs=False` samples carry
+    no log-probs: for sampling options under which vLLM's are of another distribution than training's.
     """
 
     exact = False
-    """vLLM computes in its own way, and from a copy."""
+    """vLLM computes with kernels of its own, from a copy of the weights."""
 
-    def __init__(self, engine: Any, model: nn.Module, *, sends_adapter: bool = False, tells_logprobs: bool = True):
+    def __init__(
+        self, engine: VLLMEngine, model: nn.Module, *, sends_adapter: bool = False, keeps_logprobs: bool = True
+    ):
         self.engine, self._model = engine, model
-        self._sends_adapter, self._tells_logprobs = sends_adapter, tells_logprobs
+        self._sends_adapter, self._keeps_logprobs = sends_adapter, keeps_logprobs
         self._policy_step: int | None = None
-        self._is_stopped = False
 
     @property
     def policy_step(self) -> int | None:
-        """The optimizer step whose weights samples come from; None before the first `refresh`."""
+        """Optimizer step of the weights that samples come from; None before the first `refresh`."""
         return self._policy_step
 
+    @property
+    def max_model_len(self) -> int:
+        """Limit on the tokens of a prompt and its completion together."""
+        return self.engine.max_model_len
+
     def refresh(self, policy_step: int) -> None:
-        """Collective. See to it that samples come from the policy as it is now, at this optimizer step; weights that
-        are there already are not sent again. Nothing may be sampled meanwhile."""
-        if self._is_stopped:
-            self._is_stopped = self.engine.is_stopped = False
+        """Collective. Push the policy's weights of this optimizer step, unless vLLM has them already.
+
+        Nothing may be sampled meanwhile.
+        """
+        self.engine.is_stopped = False
         if self._policy_step == policy_step:
             return
         self._policy_step = None
-        weight_version = ""
         with dist.errors_on_all_ranks():
             push = self.engine.push_adapter if self._sends_adapter else self.engine.push
-            weight_version = push(self._model, policy_step)
-        if hasattr(self.engine, "expect"):
-            self.engine.expect(dist.all_gather_objects(weight_version)[0])
+            push(self._model, policy_step)
+        self.engine.share_weight_version()
         self._policy_step = policy_step
 
     def invalidate(self) -> None:
-        """The policy may have changed although its step has not: the next `refresh` sends it whatever that is."""
+        """Have the next `refresh` push the weights even if the step is the same: the policy may have changed."""
         self._policy_step = None
 
     def sleep(self) -> None:
-        """Let vLLM give its memory back until the next `refresh`, where it was started so."""
-        sleep = getattr(self.engine, "sleep", None)
-        if sleep is not None:
-            sleep()
+        """Free vLLM's memory until the next `refresh`, where it was started for that."""
+        self.engine.sleep()
 
     @contextmanager
     def freeze_weights(self) -> Iterator[None]:
-        """Inside, the policy may change while rows are sampled: a server that has lost its weights is not given it, and
-        what is sampled fails with WeightsLost."""
+        """Inside, the policy may change during sampling, so it is not pushed to a server that has lost its weights:
+        sampling fails with WeightsLost."""
         self.engine.is_frozen = True
         try:
             yield
@@ -76,8 +75,8 @@ class VLLMPolicy:
             self.engine.is_frozen = False
 
     def stop(self) -> None:
-        """Have what is sampled now, in another thread, fail soon."""
-        self._is_stopped = self.engine.is_stopped = True
+        """Make sampling in another thread fail soon."""
+        self.engine.is_stopped = True
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
@@ -88,38 +87,30 @@ class VLLMPolicy:
     def session(self, options: SamplingOptions) -> Iterator[Session]:
         """A session over vLLM."""
         with self.engine.session(options) as session:
-            yield _ServedSession(session, self)
+            yield _PolicySession(session, self.engine, self._keeps_logprobs)
 
     def close(self) -> None:
         """End what this process started of vLLM."""
-        close = getattr(self.engine, "close", None)
-        if close is not None:
-            close()
+        self.engine.close()
 
 
-@dataclass(slots=True)
-class _ServedSession:
-    inner: Session
-    policy: VLLMPolicy
+class _PolicySession:
+    """An engine's session that ends when the policy is stopped, and may drop log-probs."""
 
-    def submit(self, request: Request) -> int:
-        """The ticket of a request that is sampled from now on."""
-        return self.inner.submit(request)
+    def __init__(self, inner: Session, engine: VLLMEngine, keeps_logprobs: bool):
+        self._inner, self._engine, self._keeps_logprobs = inner, engine, keeps_logprobs
+        self.submit, self.release = inner.submit, inner.release
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Sample a little; those that ended by it. RuntimeError if the policy was told to stop."""
-        if self.policy._is_stopped:
+        """Sample a little; returns the rows that ended. RuntimeError once the policy is stopped."""
+        if self._engine.is_stopped:
             raise RuntimeError(GIVEN_UP)
-        ended = self.inner.advance()
-        if self.policy._tells_logprobs:
+        ended = self._inner.advance()
+        if self._keeps_logprobs:
             return ended
         return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
 
     @property
     def num_open(self) -> int:
-        """Requests submitted that have not ended."""
-        return self.inner.num_open
-
-    def release(self, ticket: int) -> None:
-        """Forget what was kept of an ended request."""
-        self.inner.release(ticket)
+        """Number of requests submitted that have not ended."""
+        return self._inner.num_open

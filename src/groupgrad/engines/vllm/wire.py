@@ -1,8 +1,9 @@
-"""How weights travel: what is announced, how tensors lie in a bucket, and the checksum that both sides compute."""
+"""Wire format of weights: tensor specs, buckets with a running checksum, and shared-memory files that carry them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import re
@@ -17,45 +18,13 @@ from typing import Any
 import torch
 
 ALIGNMENT = 64
-"""Every tensor begins at a multiple of this many bytes, so that it can be read where it lies."""
+"""Every tensor starts at a multiple of this many bytes, so that it can be read in place."""
 
 BUCKET_BYTES = 256 * 2**20
-"""A bucket is sent when the next tensor would make it longer than this; a longer tensor has a bucket of its own."""
+"""A bucket holds tensors up to this size; a longer tensor has a bucket of its own."""
 
-
-@dataclass(slots=True, frozen=True)
-class TensorSpec:
-    """What is announced of a tensor before its bytes are sent."""
-
-    name: str
-    """As in a checkpoint of the model."""
-    dtype: str
-    """A torch dtype's name, such as `bfloat16`."""
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the tensor's data."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * torch_dtype(self.dtype).itemsize
-
-
-@dataclass(slots=True, frozen=True)
-class Bucket:
-    """Tensors end to end, in the order in which they were announced."""
-
-    number: int
-    """0, 1, 2, ... within a push."""
-    first: int
-    """Place in the announcement of the first tensor."""
-    count: int
-    """Number of tensors."""
-    data: bytearray
-    checksum: int
-    """CRC-32 of this bucket's bytes and those of all before it."""
-
+SHARED_MEMORY = Path("/dev/shm")
+"""Directory in memory that all processes of a machine (and of a container) share."""
 
 _SIZES = (
     "hidden_size",
@@ -66,72 +35,168 @@ _SIZES = (
     "num_experts",
     "tie_word_embeddings",
 )
+_WORDS_AT_A_TIME = 1 << 21
+_FACTOR = 0x5851F42D4C957F2D
+
+
+@dataclass(slots=True, frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor, announced before its bytes are sent."""
+
+    name: str
+    """As in a checkpoint of the model."""
+    dtype: str
+    """A torch dtype's name, such as `bfloat16`."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the tensor's data."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(slots=True, frozen=True)
+class Bucket:
+    """Consecutive tensors in the order of their announcement, each padded with zeros to `ALIGNMENT` bytes."""
+
+    number: int
+    """0, 1, 2, ... within a push."""
+    first: int
+    """Index of the first tensor in the announcement."""
+    count: int
+    """Number of tensors."""
+    data: torch.Tensor
+    """(bytes,) uint8, on the device that sends it."""
+    checksum: int
+    """`running_checksum` of this bucket's bytes and of all buckets before it."""
 
 
 def model_sizes(config: Any) -> dict[str, Any]:
-    """What tells a model from another by its transformers config: `architecture`, and those sizes that it names."""
+    """The `architecture` and the sizes in a transformers config, which together identify a model."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = {name: getattr(text, name) for name in _SIZES if isinstance(getattr(text, name, None), int)}
+    sizes = {name: getattr(text, name) for name in _SIZES if isinstance(getattr(text, name, None), int)}
     architectures = getattr(config, "architectures", None) or [None]
-    return {"architecture": architectures[0], **found}
+    return {"architecture": architectures[0], **sizes}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name. ValueError for any other word."""
+    """The torch dtype with this name. ValueError for any other word."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not the name of a torch dtype, such as 'bfloat16'")
     return dtype
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` gives `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
+def specs_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> list[TensorSpec]:
+    """Specs of named tensors (meta tensors suffice), with floating-point ones announced in `dtype`."""
+    return [
+        TensorSpec(
+            name, str(dtype if tensor.is_floating_point() else tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        )
+        for name, tensor in tensors
+    ]
 
 
-def notes_as_lists(notes: Iterable[TensorSpec]) -> list[list[Any]]:
-    """Notes as plain lists, for JSON."""
-    return [[note.name, note.dtype, list(note.shape)] for note in notes]
+def specs_to_json(specs: Iterable[TensorSpec]) -> list[list[Any]]:
+    """Specs as plain lists."""
+    return [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
 
 
-def notes_from_lists(lists: Iterable[list[Any]]) -> list[TensorSpec]:
-    """Notes out of plain lists."""
+def specs_from_json(lists: Iterable[list[Any]]) -> list[TensorSpec]:
+    """Inverse of `specs_to_json`."""
     return [TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in lists]
 
 
 def pack(
-    notes: list[TensorSpec], tensors: Iterable[torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES
+    specs: list[TensorSpec],
+    tensors: Iterable[torch.Tensor],
+    *,
+    device: torch.device | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Bucket]:
-    """Buckets of the tensors, cast to the dtypes announced; tensors are taken one by one, as buckets are asked for.
+    """Buckets of the tensors on `device` (None: the CPU), cast to the announced dtypes.
 
-    RuntimeError if the tensors are not those of the notes.
+    Tensors are taken one by one as buckets are consumed. RuntimeError if they differ from the specs.
     """
-    data, first, number, checksum = bytearray(), 0, 0, 0
-    place = -1
-    for place, tensor in enumerate(tensors):
-        note = notes[place] if place < len(notes) else None
-        if note is None or tuple(tensor.shape) != note.shape:
-            expected = "no more tensors" if note is None else f"{note.name} of shape {note.shape}"
-            raise RuntimeError(f"tensor {place} has the shape {tuple(tensor.shape)}, but {expected} was announced")
-        if data and len(data) + note.num_bytes > bucket_bytes:
-            checksum = zlib.crc32(data, checksum)
-            yield Bucket(number, first, place - first, data, checksum)
-            data, first, number = bytearray(), place, number + 1
-        data += bytes(-len(data) % ALIGNMENT)
-        data += _bytes_of(tensor.detach().to("cpu", torch_dtype(note.dtype)))
-    if place + 1 != len(notes):
-        raise RuntimeError(f"{len(notes)} tensors were announced, but only {place + 1} came")
-    if place >= first:
-        yield Bucket(number, first, place + 1 - first, data, zlib.crc32(data, checksum))
+    remaining = iter(tensors)
+    checksum = 0
+    for number, (first, end) in enumerate(_bucket_ranges(specs, bucket_bytes)):
+        own = specs[first:end]
+        data = torch.zeros(sum(map(_padded_bytes, own)), dtype=torch.uint8, device=device)
+        for index, (name, place) in enumerate(unpack(own, data), first):
+            tensor = next(remaining, None)
+            if tensor is None:
+                raise RuntimeError(f"{len(specs)} tensors were announced, but only {index} came")
+            if tensor.shape != place.shape:
+                raise _unannounced(index, tensor, f"{name} of shape {tuple(place.shape)}")
+            place.copy_(tensor.detach())
+        checksum = running_checksum(data, checksum)
+        yield Bucket(number, first, end - first, data, checksum)
+    for tensor in remaining:
+        raise _unannounced(len(specs), tensor, "no more tensors")
 
 
-SHARED_MEMORY = Path("/dev/shm")
-"""Where files lie in memory that all processes of a machine (and of a container) see."""
+def _bucket_ranges(specs: list[TensorSpec], bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """First and last+1 index of the tensors in each bucket."""
+    first = num_bytes = 0
+    for index, spec in enumerate(specs):
+        # An empty tensor starts no bucket: it would be one without data.
+        if index > first and spec.num_bytes and num_bytes + spec.num_bytes > bucket_bytes:
+            yield first, index
+            first, num_bytes = index, 0
+        num_bytes += _padded_bytes(spec)
+    if specs:
+        yield first, len(specs)
 
 
-def write_shared(data: bytes | bytearray) -> str:
-    """Put bytes where other processes of this user on this machine can read them; gives the name. OSError if it cannot
-    be done; whoever wrote them removes them."""
+def _padded_bytes(spec: TensorSpec) -> int:
+    return spec.num_bytes + -spec.num_bytes % ALIGNMENT
+
+
+def _unannounced(index: int, tensor: torch.Tensor, expected: str) -> RuntimeError:
+    return RuntimeError(f"tensor {index} has the shape {tuple(tensor.shape)}, but {expected} was announced")
+
+
+def unpack(specs: Iterable[TensorSpec], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The bucket's tensors by name, as views of `data`. ValueError if the specs need fewer or more bytes."""
+    tensors, offset = [], 0
+    for spec in specs:
+        end = offset + spec.num_bytes
+        if end > len(data):
+            raise ValueError(f"a bucket of {len(data)} bytes ends inside the tensor {spec.name}")
+        tensors.append((spec.name, data[offset:end].view(torch_dtype(spec.dtype)).view(spec.shape)))
+        offset += _padded_bytes(spec)
+    if offset != len(data):
+        raise ValueError(f"a bucket has {len(data)} bytes, but its tensors have {offset}")
+    return tensors
+
+
+def running_checksum(data: torch.Tensor, before: int = 0) -> int:
+    """Checksum of (bytes,) uint8 data and of all data `before` it: CRC-32 on the CPU, `digest` on other devices."""
+    return zlib.crc32(data.numpy().data, before) if data.device.type == "cpu" else digest(data, before)
+
+
+def digest(data: torch.Tensor, before: int = 0) -> int:
+    """A 64-bit checksum computed on the data's device, which any changed bit changes.
+
+    `data` is (bytes,) uint8, a multiple of 8 long. Words are weighted by odd numbers modulo 2^64, so that no single
+    change is lost, and an exchange of parts only by rare chance.
+    """
+    words = data.view(torch.int64)
+    total = torch.tensor(before - 2**64 if before >= 2**63 else before, dtype=torch.int64, device=data.device)
+    weights = torch.arange(min(len(words), _WORDS_AT_A_TIME), dtype=torch.int64, device=data.device)
+    weights = (weights * _FACTOR) | 1
+    for start in range(0, len(words), _WORDS_AT_A_TIME):
+        part = words[start : start + _WORDS_AT_A_TIME]
+        total = total * _FACTOR + (part * weights[: len(part)]).sum()
+    return int(total) % 2**64
+
+
+def write_shared(data: bytes | memoryview) -> str:
+    """Write bytes to shared memory, readable by this user's processes; returns the file's name.
+
+    OSError if that fails. The caller removes the file.
+    """
     name = f"groupgrad-{uuid.uuid4().hex}"
     with open(SHARED_MEMORY / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(data)
@@ -139,49 +204,21 @@ def write_shared(data: bytes | bytearray) -> str:
 
 
 def read_shared(name: str) -> mmap.mmap:
-    """Those bytes, without copying them; writing changes this process's view alone. OSError if they are not there."""
+    """Map the bytes of `write_shared` without a copy; writes stay private to this process. OSError if they are gone."""
     if not re.fullmatch(r"groupgrad-[0-9a-f]{32}", name):
         raise OSError(f"{name!r} is not the name of a bucket of weights")
     with open(SHARED_MEMORY / name, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
+def remove_shared(name: str) -> None:
+    """Remove the file; existing mappings stay valid."""
+    (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
 def remove_stale(older_than_s: float = 3600.0) -> None:
-    """Forget what this user's trainers left behind when they were killed in the middle of a push."""
+    """Remove files of this user's trainers that were killed during a push."""
     for path in SHARED_MEMORY.glob("groupgrad-*"):
         with contextlib.suppress(OSError):
             if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > older_than_s:
                 path.unlink()
-
-
-def remove_shared(name: str) -> None:
-    """Forget them; who reads them still can go on."""
-    (SHARED_MEMORY / name).unlink(missing_ok=True)
-
-
-def unpack(notes: Iterable[TensorSpec], data: Any) -> list[tuple[str, torch.Tensor]]:
-    """The bucket's tensors by name. ValueError if the bytes are fewer or more than the notes say.
-
-    The tensors lie in `data` if that can be written to, otherwise in a copy.
-    """
-    writable = bytearray(data) if isinstance(data, bytes) else data
-    found, offset = [], 0
-    for note in notes:
-        offset += -offset % ALIGNMENT
-        end = offset + note.num_bytes
-        if end > len(writable):
-            raise ValueError(f"a bucket of {len(writable)} bytes ends inside the tensor {note.name}")
-        dtype = torch_dtype(note.dtype)
-        if note.num_bytes:
-            flat = torch.frombuffer(writable, dtype=dtype, offset=offset, count=note.num_bytes // dtype.itemsize)
-        else:
-            flat = torch.empty(0, dtype=dtype)
-        found.append((note.name, flat.view(note.shape)))
-        offset = end
-    if offset != len(writable):
-        raise ValueError(f"a bucket has {len(writable)} bytes, but its tensors have {offset}")
-    return found
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Request, Sample, sample_all
-from groupgrad.engines.vllm.ranks import JointSession, check_tensor_parallel, launcher_environment
+from groupgrad.engines.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel, launcher_environment
 
 CONFIG = SimpleNamespace(num_attention_heads=12, num_key_value_heads=4)
 
@@ -74,9 +74,9 @@ class Engine:
                 ended.append((ticket, Sample([request.seed] * request.max_new_tokens, "length")))
         return ended
 
-    def give_up(self, tickets: list[int]) -> None:
+    def abort(self, tickets: list[int]) -> None:
         if tickets:
-            self.log.append(("give up", tickets))
+            self.log.append(("abort", tickets))
         for ticket in tickets:
             self._open.pop(ticket, None)
 
@@ -102,7 +102,7 @@ class Ranks:
                 self._barrier.wait()
                 return told
 
-            session = JointSession(self.engines[rank], rank, gather)
+            session = TensorParallelSession(self.engines[rank], rank, gather)
             try:
                 self.results[rank] = work(rank, session)
             except ValueError as error:
@@ -140,7 +140,7 @@ def test_a_rank_with_nothing_to_sample_goes_on_for_the_others() -> None:
 
 
 def test_what_one_rank_gives_up_no_engine_samples_on() -> None:
-    def work(rank: int, session: JointSession) -> Any:
+    def work(rank: int, session: TensorParallelSession) -> Any:
         if rank == 0:
             session.submit(rows(1, tokens=100)[0])
             session.advance()
@@ -150,7 +150,7 @@ def test_what_one_rank_gives_up_no_engine_samples_on() -> None:
     ranks = Ranks(2)
     ranks.run(work)
     assert ranks.results == [None, [2, 2, 2, 2]]
-    assert ("give up", [0]) in ranks.engines[1].log and ranks.engines[0].log == ranks.engines[1].log
+    assert ("abort", [0]) in ranks.engines[1].log and ranks.engines[0].log == ranks.engines[1].log
 
 
 def test_a_row_that_is_refused_is_an_error_on_all_ranks() -> None:

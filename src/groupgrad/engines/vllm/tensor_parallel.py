@@ -1,0 +1,151 @@
+"""vLLM in the training processes of several ranks: launcher variables, tensor-parallel groups, and their session.
+
+With a tensor parallel size of t, t consecutive ranks hold one model together, a shard each. vLLM's "external launcher"
+runs the same engine in each of them: all must be given the same rows in the same order, and step together.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from groupgrad import dist
+from groupgrad.engines.base import Request, Sample
+
+
+def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
+    """ValueError if groups of `size` of the `ranks` cannot share a model with this transformers config."""
+    if size == 1:
+        return
+    if size > ranks or ranks % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, but {ranks} training {'rank' if ranks == 1 else 'ranks'} cannot be "
+            f"shared out in groups of {size}: set it to a number that divides {ranks}, start more ranks, or use "
+            'vllm_mode="server" and give it to `groupgrad vllm-serve`'
+        )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = int(getattr(text, "num_attention_heads", None) or size)
+    if heads % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, but the model's {heads} attention heads cannot be shared out in "
+            f"{size} equal parts: set it to a number that divides {heads}"
+        )
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, which neither divides the model's {kv_heads} key-value heads nor is "
+            f"a multiple of them: set it to one that does"
+        )
+
+
+@contextmanager
+def launcher_environment() -> Iterator[None]:
+    """Collective. Set the launcher's environment variables that vLLM reads, where torchrun or the user has not.
+
+    Added variables, a free port among them, are removed afterwards.
+    """
+    port = dist.all_gather_objects(_free_port())[0]
+    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.rank()
+    defaults = {
+        "RANK": str(dist.rank()),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(dist.world_size()),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+class _LocalSession(Protocol):
+    def submit(self, request: Request) -> int: ...
+
+    def advance(self) -> list[tuple[int, Sample]]: ...
+
+    def abort(self, tickets: list[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorParallelSession:
+    """A session of the ranks that hold one model together: the rows of every rank are sampled by all of them.
+
+    `advance` and `close` are collectives of these ranks, in any combination: a rank without rows goes on sampling for
+    the others in `close`, until all have called it. `gather` returns each rank's object, in the same order everywhere.
+    """
+
+    def __init__(self, local: _LocalSession, rank: int, gather: Callable[[Any], list[Any]]):
+        self._local, self._rank, self._gather = local, rank, gather
+        self._unsent: list[tuple[int, Request]] = []
+        self._open: set[int] = set()
+        self._owners: dict[int, tuple[int, int]] = {}
+        """Rank, and ticket of that rank, by the local session's ticket."""
+        self._num_submitted = 0
+
+    def submit(self, request: Request) -> int:
+        """Ticket of a request that the next `advance` shares with all ranks."""
+        ticket = self._num_submitted
+        self._num_submitted += 1
+        self._unsent.append((ticket, request))
+        self._open.add(ticket)
+        return ticket
+
+    @property
+    def num_open(self) -> int:
+        """Number of this rank's requests that have not ended."""
+        return len(self._open)
+
+    def release(self, ticket: int) -> None:
+        """Do nothing: vLLM's prefix cache is all that is kept of a request."""
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """Collective. Sample about a token for the requests of all ranks; returns this rank's rows that ended."""
+        return self._step(closing=False) or []
+
+    def close(self) -> None:
+        """Collective. Abort this rank's open rows, and sample on until the other ranks are done."""
+        self._unsent.clear()
+        self._open.clear()
+        try:
+            while self._step(closing=True) is not None:
+                pass
+        finally:
+            self._local.close()
+
+    def _step(self, *, closing: bool) -> list[tuple[int, Sample]] | None:
+        """This rank's rows that ended, in ticket order; None once all ranks are closing."""
+        gathered = self._gather((closing, self._unsent))
+        self._unsent = []
+        if all(is_closing for is_closing, _ in gathered):
+            return None
+        closed = {rank for rank, (is_closing, _) in enumerate(gathered) if is_closing}
+        aborted = [ticket for ticket, (owner, _) in self._owners.items() if owner in closed]
+        for ticket in aborted:
+            del self._owners[ticket]
+        self._local.abort(aborted)
+        for owner, (_, requests) in enumerate(gathered):
+            for ticket, request in requests:
+                self._owners[self._local.submit(request)] = (owner, ticket)
+        ended: list[tuple[int, Sample]] = []
+        for local_ticket, sample in self._local.advance():
+            owner, ticket = self._owners.pop(local_ticket)
+            if owner == self._rank:
+                self._open.discard(ticket)
+                ended.append((ticket, sample))
+        return sorted(ended, key=lambda pair: pair[0])

@@ -1,0 +1,96 @@
+"""Base of the two engines over vLLM: the weights that it has, and the log-probs that it returns."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from torch import nn
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
+from groupgrad.engines.vllm.vllm_params import PROCESSED, is_plain, sampling_fields
+
+PushKind = Literal["weights", "adapter"]
+
+
+class VLLMEngine:
+    """An engine whose weights are those of the last push. Subclasses push and sample.
+
+    `regex` is an expression that every completion must match.
+    """
+
+    def __init__(self, regex: str | None = None):
+        self._regex = regex
+        self._weight_version: str | None = None
+        self.is_frozen = False
+        """True while the policy may change during sampling, so that it must not be pushed."""
+        self.is_stopped = False
+        """True once training ends: waiting for vLLM fails."""
+
+    @property
+    def weight_version(self) -> str:
+        """Token of the push that samples come from: its policy step and a unique suffix.
+
+        ValueError before the first push and after one that failed.
+        """
+        if self._weight_version is None:
+            raise ValueError(
+                "vLLM has no whole weights: no weights were pushed yet, or the last push failed; call push before "
+                "sampling"
+            )
+        return self._weight_version
+
+    @property
+    def policy_step(self) -> int:
+        """Optimizer step of the weights that samples come from. ValueError as for `weight_version`."""
+        return int(self.weight_version.rpartition("-")[0])
+
+    @property
+    def max_model_len(self) -> int:
+        """Limit on the tokens of a prompt and its completion together."""
+        raise NotImplementedError
+
+    @property
+    def logprobs_mode(self) -> str:
+        """vLLM's setting of this name, see `vllm_params`."""
+        return PROCESSED
+
+    def plain_logprobs(self, options: SamplingOptions) -> bool:
+        """True if log-probs of samples are those of the temperature softmax, as training scores tokens.
+
+        Otherwise they are renormalised over the tokens that cuts, penalties or a regex left.
+        """
+        return is_plain(sampling_fields(options, regex=self._regex), self.logprobs_mode)
+
+    def push(self, model: nn.Module, policy_step: int) -> str:
+        """Send all weights, adapters merged; returns their weight version. Collective if they are sharded."""
+        raise NotImplementedError
+
+    def push_adapter(self, model: nn.Module, policy_step: int) -> str:
+        """Send the active LoRA adapter alone; returns its weight version. The weights below it are sent once."""
+        raise NotImplementedError
+
+    def share_weight_version(self) -> None:
+        """Collective after a push on all ranks; does nothing where each rank has an engine with its own weights."""
+
+    def session(self, options: SamplingOptions) -> AbstractContextManager[Session]:
+        """A session over the engine; requests that have not ended when it is closed are aborted."""
+        raise NotImplementedError
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        """One sample a request, in order."""
+        with self.session(options) as session:
+            return sample_all(session, requests)
+
+    def sleep(self) -> None:
+        """Free vLLM's memory until the next push or sample, where it was started for that."""
+
+    def close(self) -> None:
+        """End what this process started of vLLM."""
+
+
+def new_weight_version(policy_step: int) -> str:
+    """A token for a push of this step's weights that no other push has."""
+    return f"{policy_step}-{uuid.uuid4().hex[:8]}"
