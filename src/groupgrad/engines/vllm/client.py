@@ -117,12 +117,10 @@ class VLLMServerEngine(VLLMEngine):
 
     @property
     def max_model_len(self) -> int:
-        """Limit on the tokens of a prompt and its completion together."""
         return int(self._info["max_model_len"])
 
     @property
     def logprobs_mode(self) -> str:
-        """vLLM's setting of this name, see `vllm_params`."""
         return str(self._info.get("logprobs_mode", super().logprobs_mode))
 
     def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from groupgrad.engines.vllm.colocate_start import ColocateOptions, classes_resto
 from groupgrad.engines.vllm.lora import adapter_bytes, lora_rank, lora_request
 from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
 from groupgrad.engines.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel
-from groupgrad.engines.vllm.vllm_engine import PushKind, VLLMEngine, new_weight_version
+from groupgrad.engines.vllm.vllm_engine import PushKind, VLLMEngine, VLLMSession, new_weight_version
 from groupgrad.engines.vllm.vllm_params import (
     FINISH_REASONS,
     plain_errors,
@@ -84,12 +84,10 @@ class VLLMColocateEngine(VLLMEngine):
 
     @property
     def max_model_len(self) -> int:
-        """Limit on the tokens of a prompt and its completion together."""
         return int(self._engine.model_config.max_model_len)
 
     @property
     def logprobs_mode(self) -> str:
-        """vLLM's setting of this name, see `vllm_params`."""
         return self._options.logprobs_mode
 
     def push(self, model: nn.Module, policy_step: int) -> str:
@@ -222,7 +220,7 @@ class VLLMColocateEngine(VLLMEngine):
         return self._llm.llm_engine
 
 
-class ColocateSession:
+class ColocateSession(VLLMSession):
     """A session over vLLM's engine; each `advance` is one of its steps.
 
     Every sample is checked: its weights are still those of `weight_version`, by `current_version` and by its adapter,
@@ -237,26 +235,24 @@ class ColocateSession:
         weight_version: str,
         adapter: Any = None,
     ):
+        super().__init__()
         self._engine, self._fields = engine, fields
         self._current_version, self._weight_version, self._adapter = current_version, weight_version, adapter
-        self._open: dict[str, tuple[int, Request]] = {}
-        """Ticket and request by vLLM's request id."""
-        self._num_submitted = 0
+        self._tickets: dict[str, int] = {}
+        """By vLLM's request id."""
 
     def submit(self, request: Request) -> int:
         """Ticket of a request that is sampled from now on. ValueError, with vLLM's reason, if it does not fit."""
         from vllm.sampling_params import RequestOutputKind
 
-        ticket = self._num_submitted
-        self._num_submitted += 1
         request_id = f"groupgrad-{uuid.uuid4().hex}"
         params = sampling_params(self._fields, row_fields(request), output_kind=RequestOutputKind.FINAL_ONLY)
         images = () if request.media is None else request.media.images
         prompt = vllm_prompt(request.prompt_ids, images, self._engine)
         with plain_errors():
             self._engine.add_request(request_id, prompt, params, lora_request=self._adapter)
-        self._open[request_id] = ticket, request
-        return ticket
+        self._tickets[request_id] = self._register(request)
+        return self._tickets[request_id]
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Sample about a token for each open request; returns the rows that ended, in ticket order.
@@ -273,8 +269,8 @@ class ColocateSession:
         ended = []
         for output in outputs:
             if output.finished:
-                ticket, request = self._open.pop(output.request_id)
-                ended.append((ticket, self._sample(ticket, request, output)))
+                ticket = self._tickets.pop(output.request_id)
+                ended.append((ticket, self._sample(ticket, self._open.pop(ticket), output)))
         return sorted(ended, key=lambda pair: pair[0])
 
     def _sample(self, ticket: int, request: Request, output: Any) -> Sample:
@@ -297,25 +293,18 @@ class ColocateSession:
             )
         return Sample(ids, FINISH_REASONS[part.finish_reason], sampled_logprobs(ids, part.logprobs))
 
-    @property
-    def num_open(self) -> int:
-        """Number of requests submitted that have not ended."""
-        return len(self._open)
-
-    def release(self, ticket: int) -> None:
-        """Do nothing: vLLM's prefix cache is all that is kept of a request."""
-
-    def abort(self, tickets: Sequence[int]) -> None:
+    def abort(self, tickets: Iterable[int]) -> None:
         """Stop sampling these rows."""
-        request_ids = [request_id for request_id, (ticket, _) in self._open.items() if ticket in tickets]
+        aborted = set(tickets)
+        request_ids = [request_id for request_id, ticket in self._tickets.items() if ticket in aborted]
         if request_ids:
             self._engine.abort_request(request_ids)
         for request_id in request_ids:
-            del self._open[request_id]
+            del self._open[self._tickets.pop(request_id)]
 
     def close(self) -> None:
         """Abort rows that have not ended."""
-        self.abort([ticket for ticket, _ in self._open.values()])
+        self.abort(self._open)
 
 
 def _tensor_parallel(local: ColocateSession) -> TensorParallelSession:

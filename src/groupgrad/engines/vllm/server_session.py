@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.engines.base import Request, Sample
+from groupgrad.engines.base import Sample
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
 from groupgrad.engines.vllm.media import encode
+from groupgrad.engines.vllm.vllm_engine import VLLMSession
 from groupgrad.engines.vllm.vllm_params import FINISH_REASONS, row_fields
 from groupgrad.types import Media
 
@@ -40,7 +41,7 @@ class _Call:
     is_closed: bool = False
 
 
-class ServerSession:
+class ServerSession(VLLMSession):
     """A session whose requests may come at any time; each `advance` sends the new ones in one call.
 
     `recover(reason)` brings the server back with the weights of `weight_version`, and raises if it cannot.
@@ -54,45 +55,25 @@ class ServerSession:
         recover: Callable[[str], None],
         timeout_s: float,
     ):
+        super().__init__()
         self._address, self._weight_version, self._fields = address, weight_version, fields
         self._recover, self._timeout_s = recover, timeout_s
-        self._requests: dict[int, Request] = {}
-        """All that have not ended, by ticket."""
-        self._unsent: list[int] = []
-        """Tickets that no call is under way for."""
         self._calls: list[_Call] = []
         self._events: queue.SimpleQueue[tuple[_Call, dict[str, Any] | Exception | None]] = queue.SimpleQueue()
         """From the reading threads: a line of the answer, the exception that the call failed with, or None at its
         end."""
         self._encoded: dict[str, list[str]] = {}
         """Images as they are sent, by the key of their media."""
-        self._num_submitted = 0
         self._failures = 0
         self._last_progress = time.monotonic()
         """When a token was last sampled."""
-
-    def submit(self, request: Request) -> int:
-        """Ticket of a request that the next `advance` sends."""
-        ticket = self._num_submitted
-        self._num_submitted += 1
-        self._requests[ticket] = request
-        self._unsent.append(ticket)
-        return ticket
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests submitted that have not ended."""
-        return len(self._requests)
-
-    def release(self, ticket: int) -> None:
-        """Do nothing: vLLM's prefix cache is all that is kept of a request."""
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Send new requests and wait a moment; returns the rows that ended, in ticket order.
 
         TimeoutError naming the rows if no token comes for `timeout_s`; ValueError for a row that vLLM refuses.
         """
-        if not self._requests:
+        if not self._open:
             return []
         if self._unsent:
             self._send()
@@ -107,7 +88,7 @@ class ServerSession:
                 failure = failure or str(event or "its answer ended before all rows had")
                 self._close_call(call)
         for ticket in ended:
-            del self._requests[ticket]
+            del self._open[ticket]
         if ended:
             self._failures = 0
         if failure is not None:
@@ -123,7 +104,7 @@ class ServerSession:
         """Abort rows that have not ended; the server stops sampling them."""
         for call in list(self._calls):
             self._close_call(call)
-        self._requests.clear()
+        self._open.clear()
         self._unsent.clear()
 
     def _send(self) -> None:
@@ -132,7 +113,7 @@ class ServerSession:
         media: list[Media | None] = []
         rows = []
         for ticket in tickets:
-            request = self._requests[ticket]
+            request = self._open[ticket]
             key = tuple(request.prompt_ids), "" if request.media is None else request.media.key
             prompt = prompts.setdefault(key, len(prompts))
             if prompt == len(media):
@@ -194,7 +175,7 @@ class ServerSession:
             if any(word in line["error"] for word in _ENGINE_DIED):
                 # The row stays open, and is sampled again after the end of this answer, which follows.
                 return
-            length = len(self._requests[ticket].prompt_ids)
+            length = len(self._open[ticket].prompt_ids)
             raise ValueError(f"vLLM did not sample row {ticket} (a prompt of {length} tokens): {line['error']}")
         if line["weight_version"] != self._weight_version:
             raise RuntimeError(
@@ -217,7 +198,7 @@ class ServerSession:
     def _restore(self, failure: str) -> None:
         """Bring the server back. ConnectionError if it fails again and again."""
         self._failures += 1
-        num_rows = len(self._requests)
+        num_rows = len(self._open)
         if self._failures > FRUITLESS_ATTEMPTS:
             raise ConnectionError(
                 f"the vLLM server {self._address} failed {self._failures} times with {num_rows} rows to sample and "
@@ -228,5 +209,5 @@ class ServerSession:
 
     def _open_rows(self) -> str:
         """Names the rows that have not ended, for error messages."""
-        rows = [f"{ticket} (prompt of {len(r.prompt_ids)} tokens)" for ticket, r in sorted(self._requests.items())]
+        rows = [f"{ticket} (prompt of {len(r.prompt_ids)} tokens)" for ticket, r in sorted(self._open.items())]
         return f"rows that have not ended: {', '.join(rows[:8])}" + (f" and {len(rows) - 8} more" if rows[8:] else "")

@@ -10,12 +10,13 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from groupgrad import dist
-from groupgrad.engines.base import Request, Sample
+from groupgrad.engines.base import Sample
+from groupgrad.engines.vllm.vllm_engine import VLLMSession
 
 
 def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
@@ -73,46 +74,19 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class _LocalSession(Protocol):
-    def submit(self, request: Request) -> int: ...
-
-    def advance(self) -> list[tuple[int, Sample]]: ...
-
-    def abort(self, tickets: list[int]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorParallelSession:
+class TensorParallelSession(VLLMSession):
     """A session of the ranks that hold one model together: the rows of every rank are sampled by all of them.
 
     `advance` and `close` are collectives of these ranks, in any combination: a rank without rows goes on sampling for
-    the others in `close`, until all have called it. `gather` returns each rank's object, in the same order everywhere.
+    the others in `close`, until all have called it. `local` is this rank's
+    `ColocateSession`; `gather` returns each rank's object, in the same order everywhere.
     """
 
-    def __init__(self, local: _LocalSession, rank: int, gather: Callable[[Any], list[Any]]):
+    def __init__(self, local: Any, rank: int, gather: Callable[[Any], list[Any]]):
+        super().__init__()
         self._local, self._rank, self._gather = local, rank, gather
-        self._unsent: list[tuple[int, Request]] = []
-        self._open: set[int] = set()
         self._owners: dict[int, tuple[int, int]] = {}
         """Rank, and ticket of that rank, by the local session's ticket."""
-        self._num_submitted = 0
-
-    def submit(self, request: Request) -> int:
-        """Ticket of a request that the next `advance` shares with all ranks."""
-        ticket = self._num_submitted
-        self._num_submitted += 1
-        self._unsent.append((ticket, request))
-        self._open.add(ticket)
-        return ticket
-
-    @property
-    def num_open(self) -> int:
-        """Number of this rank's requests that have not ended."""
-        return len(self._open)
-
-    def release(self, ticket: int) -> None:
-        """Do nothing: vLLM's prefix cache is all that is kept of a request."""
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Collective. Sample about a token for the requests of all ranks; returns this rank's rows that ended."""
@@ -130,7 +104,7 @@ class TensorParallelSession:
 
     def _step(self, *, closing: bool) -> list[tuple[int, Sample]] | None:
         """This rank's rows that ended, in ticket order; None once all ranks are closing."""
-        gathered = self._gather((closing, self._unsent))
+        gathered = self._gather((closing, [(ticket, self._open[ticket]) for ticket in self._unsent]))
         self._unsent = []
         if all(is_closing for is_closing, _ in gathered):
             return None
@@ -146,6 +120,6 @@ class TensorParallelSession:
         for local_ticket, sample in self._local.advance():
             owner, ticket = self._owners.pop(local_ticket)
             if owner == self._rank:
-                self._open.discard(ticket)
+                self._open.pop(ticket, None)
                 ended.append((ticket, sample))
         return sorted(ended, key=lambda pair: pair[0])

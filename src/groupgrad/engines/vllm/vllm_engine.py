@@ -1,4 +1,4 @@
-"""Base of the two engines over vLLM: the weights that it has, and the log-probs that it returns."""
+"""Base classes of the two engines over vLLM and of their sessions."""
 
 from __future__ import annotations
 
@@ -89,6 +89,45 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End what this process started of vLLM."""
+
+
+class VLLMSession:
+    """Base of sessions over vLLM: numbers requests, and collects new ones until subclasses send them."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Request] = {}
+        """Requests that have not ended, by ticket."""
+        self._unsent: list[int] = []
+        """Tickets of requests that `advance` has to send."""
+        self._num_submitted = 0
+
+    def submit(self, request: Request) -> int:
+        """Ticket of a request that the next `advance` sends."""
+        self._unsent.append(self._register(request))
+        return self._unsent[-1]
+
+    def _register(self, request: Request) -> int:
+        """A new ticket for this request."""
+        ticket = self._num_submitted
+        self._num_submitted += 1
+        self._open[ticket] = request
+        return ticket
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """Send new requests and sample a little; returns the rows that ended, in ticket order."""
+        raise NotImplementedError
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests submitted that have not ended."""
+        return len(self._open)
+
+    def release(self, ticket: int) -> None:
+        """Do nothing: vLLM's prefix cache is all that is kept of a request."""
+
+    def close(self) -> None:
+        """Abort requests that have not ended."""
+        raise NotImplementedError
 
 
 def new_weight_version(policy_step: int) -> str:
