@@ -1,10 +1,10 @@
-"""How much of sampling `rollout_ahead` hides behind training, with a server that is slow on purpose.
+"""Measures how much sampling `rollout_ahead` hides behind training, with a server that is slowed down on purpose.
 
     python bench/vllm_ahead.py --output FILE [--rounds 14]
 
-In front of a vLLM server stands one that lets each round wait, without computing anything, so long that sampling takes
-about as long as the rest of a round, which is trained on four times. One setting waits equally long for each round, the
-other between nothing and twice that. The same delays meet every `rollout_ahead`.
+A proxy in front of a vLLM server delays each round (generation batch) without computing anything, so that sampling
+takes about as long as the rest of the round, which trains on it four times. One setting delays all rounds equally, the
+other by between nothing and twice that. The same delays are used for every `rollout_ahead`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from groupgrad import GRPOConfig, GRPOTrainer
 
 PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS, NUM_ITERATIONS = 16, 8, 8, 64, 4
 WARM_UP = 3
-"""Rounds that are not counted: until rounds ahead have been sampled, and everything has run once."""
+"""First rounds, which are not counted: until rounds ahead were sampled and all code has run once."""
 AHEAD = (0, 1, 2)
 LEAST_DELAY_S = 0.3
 SERVER_OPTIONS = ("--max-model-len", "128", "--max-num-seqs", str(NUM_ROWS), "--enforce-eager")
@@ -45,26 +45,26 @@ SERVER_OPTIONS = ("--max-model-len", "128", "--max-num-seqs", str(NUM_ROWS), "--
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """What the counted rounds of one setting took."""
+    """Times of the counted rounds of one setting."""
 
     ahead: int
     delays: str
     """`even` or `uneven`."""
     seconds: float
-    """A round, by the clock on the wall."""
+    """Wall time of a round."""
     waiting: float
-    """Of it for rollouts."""
+    """Part of a round spent waiting for rollouts."""
     training: float
     weights: float
     ideal: float
-    """A round whose sampling and training take nothing from each other, by `seconds_a_round`."""
+    """A round whose sampling and training do not slow each other down, by `seconds_a_round`."""
 
 
 def seconds_a_round(sampling: Sequence[float], rest: float, ahead: int, *, skip: int = 0) -> float:
-    """Mean seconds of a round if round i is sampled in `sampling[i]` and the rest of each takes `rest`.
+    """Mean seconds of a round if round i is sampled in `sampling[i]` seconds and the rest of each takes `rest`.
 
-    Rounds are begun as the trainer does: one after the other, up to `ahead` of them when none is being sampled. The
-    first `skip` are not counted.
+    Rounds are started as in the trainer: in order, up to `ahead` of them when none is being sampled. The first `skip`
+    are not counted.
     """
     now = sampler_is_free = counted_from = 0.0
     done: dict[int, float] = {}
@@ -81,7 +81,7 @@ def seconds_a_round(sampling: Sequence[float], rest: float, ahead: int, *, skip:
 
 
 def delays(kind: str, mean: float) -> Iterator[float]:
-    """Seconds that one round after the other waits, endlessly; of that mean."""
+    """Endless delays in seconds of consecutive rounds, with this mean."""
     if kind == "even":
         return itertools.repeat(mean)
     rng = random.Random(0)
@@ -89,12 +89,12 @@ def delays(kind: str, mean: float) -> Iterator[float]:
 
 
 def scattered(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that looks random, so that every group has something to learn from."""
+    """A pseudo-random reward, so that no group has equal rewards."""
     return [scattered_reward(ids) for ids in completion_ids]
 
 
 class Clock(TrainerCallback):
-    """When each step ended."""
+    """Records when each step ended."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -104,7 +104,7 @@ class Clock(TrainerCallback):
 
 
 def train(folder: Path, url: str, *, ahead: int, rounds: int) -> tuple[float, list[dict[str, float]]]:
-    """Seconds of a counted round, and what was logged of each of them: means over its steps."""
+    """Seconds of a counted round, and the log events of all counted rounds (means over their steps)."""
     rng = random.Random(1)
     words = [f"w{i}" for i in range(2, OVERLAP_SHAPE.vocab_size)]
     rows = [{"prompt": " ".join(rng.choices(words, k=PROMPT_TOKENS))} for _ in range(256)]
@@ -149,7 +149,7 @@ def of_a_round(events: Sequence[dict[str, float]], key: str) -> float:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """All settings, one after the other on one server."""
+    """Runs of all settings, in sequence on one server."""
     folder = random_base("overlap", OVERLAP_SHAPE)
     runs: list[Run] = []
     with vllm_server(folder, "vllm-ahead", *SERVER_OPTIONS) as url:
@@ -158,8 +158,10 @@ def measure(rounds: int) -> dict[str, Any]:
             seconds, events = train(folder, front.url, ahead=0, rounds=WARM_UP + 4)
             own, rest = of_a_round(events, "time/sampling"), seconds - of_a_round(events, "time/sampling")
             delay = max(LEAST_DELAY_S, rest - own)
-            told = f"sampling takes {own:.2f} s, the rest of a round {rest:.2f} s; each round waits {delay:.2f} s more"
-            print(told, flush=True)
+            summary = (
+                f"sampling takes {own:.2f} s, the rest of a round {rest:.2f} s; each round waits {delay:.2f} s more"
+            )
+            print(summary, flush=True)
             for kind in ("even", "uneven"):
                 base: Run | None = None
                 for ahead in AHEAD:
@@ -168,7 +170,7 @@ def measure(rounds: int) -> dict[str, Any]:
                     front.delay = lambda waits=waits: next(waits)
                     seconds, events = train(folder, front.url, ahead=ahead, rounds=rounds)
                     waited = of_a_round(events, "time/sampling")
-                    # What sampling and training take by themselves is what they take in turn.
+                    # Without rounds ahead neither sampling nor training slows the other down.
                     alone = base.waiting - statistics.fmean(front.delays[WARM_UP:rounds]) if base else 0.0
                     training_alone = base.seconds - base.waiting if base else 0.0
                     planned = [alone + wait for wait in itertools.islice(delays(kind, delay), rounds)]
@@ -180,7 +182,7 @@ def measure(rounds: int) -> dict[str, Any]:
         finally:
             front.close()
     work = f"{OVERLAP_SHAPE.describe()}; {NUM_ROWS} completions of {COMPLETION_TOKENS} tokens a round"
-    found = {
+    measured = {
         "work": work,
         "delay": delay,
         "own": own,
@@ -188,11 +190,11 @@ def measure(rounds: int) -> dict[str, Any]:
         "rounds": rounds - WARM_UP,
         "iterations": NUM_ITERATIONS,
     }
-    return {**found, "runs": [asdict(run) for run in runs]}
+    return {**measured, "runs": [asdict(run) for run in runs]}
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file for the numbers, JSON")
     parser.add_argument("--rounds", type=int, default=14, help=f"of each setting; {WARM_UP} of them are not counted")

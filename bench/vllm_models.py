@@ -1,4 +1,4 @@
-"""The models of the vLLM benchmarks, made once and kept in `.models`."""
+"""Models of the vLLM benchmarks, built once and cached in `.models`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ LARGE_SHAPE = replace(BASE, vocab_size=32_000, num_layers=11, tied=True)
 
 
 def demo_base(seed: int, *, warm_up_steps: int = 800) -> Path:
-    """The demo's base model, but for its attention heads: 2 of 32 channels in place of 4 of 16, which is the smallest
-    head that vLLM's attention knows on a CPU. Its size is the same."""
+    """The demo's base model with 2 attention heads of 32 channels in place of 4 of 16, and the same size.
+
+    32 channels are the least for vLLM's attention on a CPU.
+    """
 
     def make(task: Any) -> tuple[Any, Any]:
         tokenizer = task.make_tokenizer()
@@ -33,11 +35,11 @@ def demo_base(seed: int, *, warm_up_steps: int = 800) -> Path:
         task.warm_up(model, tokenizer, task.make_splits(seed).warm_up, num_steps=warm_up_steps, seed=seed)
         return model, tokenizer
 
-    return _kept(f"vllm-demo-{seed}-{warm_up_steps}", lambda: make(import_demo_task()))
+    return _cached(f"vllm-demo-{seed}-{warm_up_steps}", lambda: make(import_demo_task()))
 
 
 def random_base(name: str, shape: ModelShape) -> Path:
-    """A model of random weights; one whose head is no embedding never ends a completion."""
+    """A model with random weights; one with an untied head never ends a completion."""
 
     def make() -> tuple[Any, Any]:
         tokenizer = make_words(shape.vocab_size)
@@ -46,10 +48,10 @@ def random_base(name: str, shape: ModelShape) -> Path:
             set_ending(model, int(tokenizer.eos_token_id), NEVER)  # pyright: ignore[reportArgumentType]
         return model, tokenizer
 
-    return _kept(f"vllm-{name}-{shape.num_parameters}", make)
+    return _cached(f"vllm-{name}-{shape.num_parameters}", make)
 
 
-def _kept(name: str, make: Callable[[], tuple[Any, Any]]) -> Path:
+def _cached(name: str, make: Callable[[], tuple[Any, Any]]) -> Path:
     folder = ROOT / name
     if not (folder / "config.json").exists():
         print(f"making {name} ...", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""How long it takes until vLLM has new weights, by the way that they take.
+"""Times pushes of new weights to vLLM, by transport.
 
     python bench/vllm_pushes.py --output FILE [--repetitions 5] [--only server|colocate --folder FOLDER]
 
 Full weights and a LoRA adapter (rank 16, all linear layers), of a small and of a larger model, in float32: to a server
-on this machine, and to vLLM in this process. A process holds one vLLM, so each case has one of its own (`--only`).
+on this machine, and to vLLM in this process. A process holds one vLLM, so each case runs in its own (`--only`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Timed(HttpTransport):
 def repeated(
     push: Callable[[int], Any], repetitions: int, *, warmed_up: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Seconds of each push, after one that is not counted; `warmed_up` is called after that one."""
+    """Seconds of each push after a warm-up push; `warmed_up` is called in between."""
     seconds = []
     for version in range(repetitions + 1):
         started = time.perf_counter()
@@ -87,10 +87,10 @@ def repeated(
 
 
 def row(name: str, num_bytes: int, seconds: list[float], **parts: float) -> dict[str, Any]:
-    """A row of the table."""
-    found = {"way": name, "bytes": num_bytes, "seconds": statistics.median(seconds), "parts": parts}
-    print(found, file=sys.stderr, flush=True)
-    return found | {"least": min(seconds), "most": max(seconds)}
+    """One row of the table."""
+    result = {"way": name, "bytes": num_bytes, "seconds": statistics.median(seconds), "parts": parts}
+    print(result, file=sys.stderr, flush=True)
+    return result | {"least": min(seconds), "most": max(seconds)}
 
 
 def with_adapter(model: Any) -> Any:
@@ -101,7 +101,7 @@ def with_adapter(model: Any) -> Any:
 
 
 def sizes(model: Any) -> int:
-    """Bytes of all weights that are sent."""
+    """Bytes of all weights in a push."""
     return sum(tensor.nbytes for _, tensor in served_weights(model))
 
 
@@ -111,7 +111,7 @@ def adapter_bytes(model: Any) -> int:
 
 
 def of_adapter(place: str, engine: Any, model: Any, repetitions: int, *, way: str = "") -> list[dict[str, Any]]:
-    """Rows of an adapter on the model: sent alone, and merged, by that `way`."""
+    """Rows for an adapter on the model: sent alone, and merged over the transport `way`."""
     num_bytes, adapted = sizes(model), with_adapter(model)
     alone = repeated(functools.partial(engine.push_adapter, adapted), repetitions)
     merged = repeated(functools.partial(engine.push, adapted), repetitions)
@@ -122,7 +122,7 @@ def of_adapter(place: str, engine: Any, model: Any, repetitions: int, *, way: st
 
 
 def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
-    """Rows of a server on this machine."""
+    """Rows for a server on this machine."""
     options = ("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", "8")
     rows = []
     with vllm_server(
@@ -152,7 +152,7 @@ def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
 
 
 def in_process(folder: Path, repetitions: int) -> list[dict[str, Any]]:
-    """Rows of vLLM in this process."""
+    """Rows for vLLM in this process."""
     from groupgrad.engines.vllm.colocate import VLLMColocateEngine
     from groupgrad.engines.vllm.colocate_start import ColocateOptions
 
@@ -167,9 +167,9 @@ def in_process(folder: Path, repetitions: int) -> list[dict[str, Any]]:
 
 
 def measure(repetitions: int) -> dict[str, Any]:
-    """All cases, each in a process of its own."""
+    """Results of all cases, each from a process of its own."""
     folders = {"small": demo_base(0), "large": random_base("large", LARGE_SHAPE)}
-    found: dict[str, Any] = {"repetitions": repetitions, "models": {}}
+    results: dict[str, Any] = {"repetitions": repetitions, "models": {}}
     for name, folder in folders.items():
         count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
         rows: list[dict[str, Any]] = []
@@ -178,12 +178,12 @@ def measure(repetitions: int) -> dict[str, Any]:
             command = [sys.executable, __file__, "--only", place, "--folder", str(folder), "--output", str(output)]
             subprocess.run([*command, "--repetitions", str(repetitions)], check=True)
             rows += json.loads(output.read_text())
-        found["models"][name] = {"parameters": count, "rows": rows}
-    return found
+        results["models"][name] = {"parameters": count, "rows": rows}
+    return results
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file for the numbers, JSON")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -192,11 +192,11 @@ def main() -> None:
     options = parser.parse_args()
     options.output.parent.mkdir(exist_ok=True)
     if options.only is None:
-        found: Any = measure(options.repetitions)
+        results: Any = measure(options.repetitions)
     else:
         take = to_server if options.only == "server" else in_process
-        found = take(options.folder, options.repetitions)
-    options.output.write_text(json.dumps(found))
+        results = take(options.folder, options.repetitions)
+    options.output.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

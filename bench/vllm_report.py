@@ -1,4 +1,4 @@
-"""Turns what the vLLM benchmarks measured into `RESULTS-vllm.md` and a picture. Pure, but for drawing."""
+"""Renders the vLLM benchmarks' results as `RESULTS-vllm.md` and a figure. Pure, except for drawing."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ ENGINES = {
 COLORS = {"native": "#2563a8", "colocate": "#b4552d", "server": "#2e7d32"}
 PHASES = ("sampling", "weights", "scoring", "training")
 WITHIN = 0.05
-"""How far apart held-out accuracies may lie."""
+"""Largest accepted difference between held-out accuracies."""
 ACCURACY = "rewards/correctness_reward/mean"
 
 Measured = dict[str, Any]
 
 
 def step_events(log_history: Sequence[Mapping[str, Any]], *, skip: int = 2) -> list[Mapping[str, Any]]:
-    """What was logged of steps, without the first events, in which everything runs for the first time."""
+    """Log events of steps, without the first ones, in which all code runs for the first time."""
     return [event for event in log_history if "step_time" in event][skip:]
 
 
 def medians(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Median seconds of a step (`step`) and of its phases; a phase that is not logged took none."""
+    """Median seconds of a step (`step`) and of its phases; a phase that is not logged counts as 0."""
     events = step_events(log_history)
-    found = {phase: statistics.median(event.get(f"time/{phase}", 0.0) for event in events) for phase in PHASES}
-    return {"step": statistics.median(event["step_time"] for event in events), **found}
+    phases = {phase: statistics.median(event.get(f"time/{phase}", 0.0) for event in events) for phase in PHASES}
+    return {"step": statistics.median(event["step_time"] for event in events), **phases}
 
 
 def spread(results: Mapping[str, Mapping[str, Any]]) -> float:
-    """Largest distance between two engines' held-out accuracies."""
+    """Largest difference between two engines' held-out accuracies."""
     accuracies = [result["accuracy"] for result in results.values()]
     return max(accuracies) - min(accuracies)
 
 
 def render(parts: Mapping[str, Measured], command: str) -> str:
-    """The report as markdown; `parts` may lack some."""
+    """The report as markdown, of the given parts."""
     text = [
         "# vLLM",
         f"Written by `{command}`. The machine is shared with other work, whose load changes: compare within a table, "
@@ -127,7 +127,7 @@ def _ahead(part: Measured) -> list[str]:
 
 
 def first(runs: Sequence[Measured], delays: str) -> Measured:
-    """The run without rounds ahead among those with these delays."""
+    """The run with these delays and `rollout_ahead=0`."""
     return next(run for run in runs if run["delays"] == delays and run["ahead"] == 0)
 
 
@@ -163,7 +163,7 @@ def _size(num_bytes: int) -> str:
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """The share of right answers among sampled completions over steps, a curve for each engine, as a PNG."""
+    """Draw the share of right answers among sampled completions over steps, one curve for each engine, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -175,7 +175,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for name, result in results.items():
         curve = series(result["log_history"], ACCURACY)
         label = f"{ENGINES[name]}: {result['accuracy']:.1%} of held-out prompts at the end"
-        # Both of vLLM's curves begin alike, so one of them is broken.
+        # Both of vLLM's curves start alike, so one of them is dashed.
         style = (0, (3, 2)) if name == "server" else "-"
         axes.plot(curve.index, curve, color=COLORS[name], linewidth=1.6, linestyle=style, label=label)
     axes.set_title("The demo's task with each engine", loc="left", fontsize=10, fontweight="bold")

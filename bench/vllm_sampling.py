@@ -1,8 +1,8 @@
-"""Samples the uniform workload's batch again and again, with groupgrad's engine or with vLLM, when told to.
+"""Samples the uniform workload's batch on request, with groupgrad's engine or with vLLM.
 
     python bench/vllm_sampling.py --engine groupgrad|vllm --folder FOLDER
 
-Each line `sample` in gives a line out, `{"tokens": ..., "seconds": ...}`. vLLM runs in an environment of its own.
+Each input line `sample` gives one output line `{"tokens": ..., "seconds": ...}`. vLLM has its own environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workloads import WORKLOADS
 UNIFORM = WORKLOADS["uniform"]
 Prompts = list[list[int]]
 Sample = Callable[[Prompts], int]
-"""Samples a group of each prompt; gives the number of tokens."""
+"""Samples a group for each prompt; returns the number of tokens."""
 
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; the batch needs 0.04
@@ -42,7 +42,7 @@ def make_prompts(seed: int) -> Prompts:
 
 
 def groupgrad_sampler(folder: Path) -> Sample:
-    """The engine that the trainer chooses for this model."""
+    """The engine that the trainer selects for this model."""
     from datasets import Dataset
     from materials import read_rows
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,7 +75,7 @@ def groupgrad_sampler(folder: Path) -> Sample:
 
 
 def vllm_sampler(folder: Path) -> Sample:
-    """vLLM in this process, float32, with nothing asked for but token ids."""
+    """vLLM in this process, in float32, returning token ids alone."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -99,7 +99,7 @@ def vllm_sampler(folder: Path) -> Sample:
 
 
 def compare_with_vllm(python: Path, models: Path, *, repetitions: int) -> Any:
-    """Both engines in turn, after a warm-up each; `report.EngineSpeeds`."""
+    """Speeds of both engines, which take turns after a warm-up each, as `report.EngineSpeeds`."""
     from materials import prepare
     from report import EngineSpeeds
 

@@ -1,4 +1,4 @@
-"""A vLLM server for benchmarks: started, waited for and ended; and one that is slow on purpose."""
+"""A vLLM server for benchmarks, and a proxy that slows it down on purpose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGS = BENCH / ".logs"
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "2",
-    # Threads that spin while they wait would take the cores from whoever works.
+    # Waiting threads that spin would take cores from working ones.
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -31,19 +31,19 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
-"""For all processes of these benchmarks, unless it is set otherwise."""
+"""Defaults for all processes of these benchmarks."""
 
 STARTS_IN_S = 300.0
 
 
 def set_environment() -> None:
-    """To be called before torch is imported."""
+    """Apply `ENVIRONMENT`; call it before torch is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def free_port() -> int:
-    """One that nobody listens at now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -51,9 +51,9 @@ def free_port() -> int:
 
 @contextmanager
 def vllm_server(model: Path, name: str, *further: str) -> Iterator[str]:
-    """The URL of a server of the model in that folder, in float32, ended on leaving; `further` are its options.
+    """URL of a server of the model in this folder, in float32 and with `further` options, while the context is open.
 
-    RuntimeError, with the end of its output, if it ends before it is up. It writes to `.logs/<name>.log`.
+    Its output is in `.logs/<name>.log`. RuntimeError, with the end of that, if it exits before it is up.
     """
     from groupgrad.engines.vllm.http import Address, wait_until_up
 
@@ -84,9 +84,9 @@ def vllm_server(model: Path, name: str, *further: str) -> Iterator[str]:
 
 
 class SlowFront:
-    """Stands in front of a server and passes everything on, but calls of `generate` later: after `delay()` seconds.
+    """A proxy that forwards all calls to a server, those of `generate` after `delay()` seconds.
 
-    Nothing is computed meanwhile, as if the server were another, slower machine. `delays` has what calls have waited.
+    It computes nothing, as if the server were another, slower machine. `delays` are the seconds that calls waited.
     """
 
     def __init__(self, port: int):
@@ -96,7 +96,7 @@ class SlowFront:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                front._pass_on(self)
+                front._forward(self)
 
             do_POST = do_GET
 
@@ -109,21 +109,21 @@ class SlowFront:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Stop accepting calls."""
         self._server.shutdown()
         self._server.server_close()
 
-    def _pass_on(self, handler: BaseHTTPRequestHandler) -> None:
+    def _forward(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         if handler.path.endswith("/generate"):
             seconds = self.delay()
             self.delays.append(seconds)
             time.sleep(seconds)
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
-        with contextlib.closing(connection), contextlib.suppress(OSError):  # whoever asked may be gone
+        with contextlib.closing(connection), contextlib.suppress(OSError):  # the caller may have disconnected
             connection.request(handler.command, handler.path, body=body if handler.command == "POST" else None)
             response = connection.getresponse()
-            # No length is told: the end of the connection is the end of the answer, lines come as they are made.
+            # Without a content length the answer ends with the connection, and lines arrive as they are written.
             handler.send_response(response.status)
             handler.end_headers()
             while part := response.read1(65536):

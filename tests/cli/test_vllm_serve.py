@@ -1,4 +1,4 @@
-"""`groupgrad vllm-serve` in the words of `vllm serve`."""
+"""Arguments of `groupgrad vllm-serve`, and the command that it runs."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_values_are_left_alone() -> None:
 
 def test_keys_behind_a_point_are_values() -> None:
     argv = ["--model", "m", "--hf-overrides.rope_theta", "1e6", "--hf_overrides.rope_scaling.rope_type=yarn"]
-    told = ["--hf-overrides.rope_theta", "1e6", "--hf-overrides.rope_scaling.rope_type=yarn"]
-    assert vllm_arguments(argv) == ["m", *told, *ADDED]
+    expected = ["--hf-overrides.rope_theta", "1e6", "--hf-overrides.rope_scaling.rope_type=yarn"]
+    assert vllm_arguments(argv) == ["m", *expected, *ADDED]
 
 
 def test_the_way_of_telling_log_probs_may_be_chosen() -> None:
-    told = ["--logprobs-mode", "raw_logprobs"]
-    assert vllm_arguments(["--model", "m", *told]) == ["m", *told, "--api-server-count", "1"]
+    expected = ["--logprobs-mode", "raw_logprobs"]
+    assert vllm_arguments(["--model", "m", *expected]) == ["m", *expected, "--api-server-count", "1"]
 
 
 @pytest.mark.parametrize(

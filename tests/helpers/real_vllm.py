@@ -1,4 +1,4 @@
-"""A real vLLM server and what the tests ask of it; a module of its own, as tests cannot import a conftest."""
+"""A real vLLM server, requests for it, and checks of its samples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Served:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Served:
-        """Begin to start, after the end of the one before; it takes a while until it answers."""
+        """Start the process, after ending a previous one; it takes a while until it answers."""
         self.kill()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -70,12 +70,12 @@ class Served:
         return VLLMServerEngine(self.address, **{"timeout_s": START_S, "bucket_bytes": 40_000, **options})
 
     def workers(self) -> list[psutil.Process]:
-        """The processes below the server's own."""
+        """Child processes of the server."""
         assert self.process is not None
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self) -> None:
-        """End it at once, with all below it."""
+        """Kill the process and its children."""
         if self.process is not None:
             family = self.workers() if self.process.poll() is None else []
             with contextlib.suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ class Served:
 
 
 def vary(model: Any, seed: int, only: str = "") -> Any:
-    """The model with other weights, large enough to tell tokens apart; of parameters whose name has `only` in it."""
+    """Add large noise to the parameters whose name contains `only`, so that tokens become distinguishable."""
     stream = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -104,13 +104,13 @@ def requests(num_rows: int = 6, *, tokens: int = 12) -> list[Request]:
 
 @torch.no_grad()
 def true_logprobs(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """(tokens, V), by a plain forward pass in float32."""
+    """(tokens, V) log-probs of a plain forward pass in float32."""
     logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1)
 
 
 def mean_difference(model: Any, rows: list[Request], samples: list[Sample], temperature: float = 1.0) -> float:
-    """Between the log-probs that came with samples and the model's own, in nats, over all tokens."""
+    """Mean absolute difference in nats between the samples' log-probs and the model's own, over all tokens."""
     differences = []
     for row, sample in zip(rows, samples):
         table = true_logprobs(model, row.prompt_ids, sample.ids, temperature)
@@ -121,12 +121,12 @@ def mean_difference(model: Any, rows: list[Request], samples: list[Sample], temp
 
 
 def is_greedy(model: Any, row: Request, sample: Sample) -> bool:
-    """True if each token is the one that the model holds most likely."""
+    """True if each token is the model's most likely one."""
     return true_logprobs(model, row.prompt_ids, sample.ids).argmax(-1).tolist() == sample.ids
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait for it."""
+    """Wait until the condition is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

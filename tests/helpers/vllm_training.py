@@ -1,4 +1,4 @@
-"""Training runs on a real vLLM, and a reward that looks at what vLLM samples from while a run goes on."""
+"""Training runs with a real vLLM, and a reward that checks vLLM's weights during the run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ PROMPTS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "
 
 
 class Watch:
-    """A reward of the tokens alone which, before it answers, has vLLM continue fixed prompts greedily.
+    """A reward of the tokens alone that first lets vLLM continue fixed prompts greedily.
 
-    It is asked when a round has been sampled and nothing was trained on it: what vLLM says must be what the trainer's
-    own weights say. `gap` is by how many nats a token was ever less likely than the likeliest.
+    It runs after a generation batch was sampled and before any training on it, so vLLM's continuations must be those of
+    the trainer's weights. `gap` is the largest difference in nats between the model's most likely token and vLLM's.
     """
 
     __name__ = "watch"
@@ -49,7 +49,7 @@ class Watch:
         self.policy_steps: list[int] = []
         self.texts: list[list[int]] = []
         self.before: Callable[[int], None] = lambda number: None
-        """Called with the number of rounds seen so far."""
+        """Called with the number of batches rewarded so far."""
 
     def __call__(self, completion_ids: Sequence[list[int]], **columns: Any) -> list[float]:
         self.before(len(self.policy_steps))
@@ -72,7 +72,7 @@ class Watch:
 def make_trainer(
     model: Any, tokenizer: Any, folder: Path, *, arguments: dict[str, Any] | None = None, **settings: Any
 ) -> GRPOTrainer:
-    """A trainer of a few quick steps whose reward, if none is given, is a `Watch`: `trainer.watch`."""
+    """A trainer of a few quick steps; its default reward is a `Watch`, in `trainer.watch`."""
     watch = Watch()
     trainer = GRPOTrainer(
         model,
@@ -95,7 +95,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,6 @@
-"""Training with an engine that samples from a copy of the weights: what is sent when, and what is made of its numbers.
+"""Training with an engine that samples from a copy of the weights: its pushes, and the correction of its log-probs.
 
-The engine is a stand-in for vLLM in this process: another copy of the model, which only a push changes.
+The engine simulates colocated vLLM: another copy of the model, which only a push changes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Copy(VLLMEngine):
     def __init__(self, model: Any, tokenizer: Any, *, in_a_thread: bool = False):
         super().__init__()
         self.model = copy.deepcopy(model)
-        with torch.no_grad():  # nobody may take the first weights for those of the policy
+        with torch.no_grad():  # the first weights must differ from the policy's
             for parameter in self.model.parameters():
                 parameter.zero_()
-        # Two models cannot be in the native engine's hands at once in one process; a server is another process.
+        # The native engine takes one model at a time in a process; a real server is another process.
         engine = TransformersEngine if in_a_thread else NativeEngine
         self.inner = engine(self.model, tokenizer=tokenizer)
         self.pushes: list[tuple[str, int]] = []
@@ -73,7 +73,7 @@ class _Shifted:
         return getattr(self._inner, name)
 
     def advance(self) -> list[Any]:
-        """vLLM gives no entropies, and log-probs of its own rounding."""
+        """vLLM returns no entropies, and rounds log-probs in its own way."""
         shift = self._owner.shift
         return [
             (ticket, replace(sample, entropies=None, logprobs=[x + shift for x in sample.logprobs]))
@@ -83,7 +83,7 @@ class _Shifted:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
-    """vLLM is a `Copy`; those that were started."""
+    """Replaces vLLM by `Copy`; returns the copies that were started."""
     started: list[Copy] = []
 
     def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
@@ -112,7 +112,7 @@ def test_each_round_is_sampled_from_the_weights_of_its_step(make_trainer, served
 
 
 def test_training_is_that_of_the_native_engine(make_trainer, served):
-    """The copy draws what the native engine draws, so that the runs may only differ by the correction's rounding."""
+    """The copy samples the same as the native engine, so the runs only differ by the correction's rounding."""
     ours, theirs = make_trainer(**STEPS), make_trainer(**VLLM, **STEPS)
     ours.train()
     theirs.train()
@@ -192,11 +192,11 @@ def test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
     seen: list[int] = []
     sample = SingleTurnRollouts.__call__
 
-    def noted(self: SingleTurnRollouts, request: Any) -> Any:
+    def recorded(self: SingleTurnRollouts, request: Any) -> Any:
         seen.append(request.number)
         return sample(self, request)
 
-    monkeypatch.setattr(SingleTurnRollouts, "__call__", noted)
+    monkeypatch.setattr(SingleTurnRollouts, "__call__", recorded)
     settings = {**VLLM, **STEPS, "max_steps": 5, "vllm_mode": "server", "vllm_max_model_length": None}
     trainer = make_trainer(**settings, rollout_ahead=ahead)
     trainer.train()

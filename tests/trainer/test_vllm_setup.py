@@ -1,4 +1,4 @@
-"""What of vLLM the configuration decides."""
+"""vLLM's options from the training configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from groupgrad.trainer import vllm_setup
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, make_model: Any, tmp_path: Any) -> Any:
-    """Gives the options with which vLLM would be started in this process, for such a configuration."""
+    """The options with which colocated vLLM would be started, by configuration fields."""
     found: list[ColocateOptions] = []
 
     class Engine:
@@ -22,7 +22,7 @@ def start(monkeypatch: pytest.MonkeyPatch, make_model: Any, tmp_path: Any) -> An
             found.append(chosen)
 
         def check(self, sampling: Any, *, num_tokens: int) -> None:
-            assert num_tokens == 9  # a prompt has one token at least
+            assert num_tokens == 9  # a prompt has at least one token
 
         def plain_logprobs(self, sampling: Any) -> bool:
             return True
@@ -75,7 +75,7 @@ def test_log_probs_are_told_as_training_scores_them(drawn: dict[str, float], mod
     [
         ({"optim": "adamw_torch"}, 2),
         ({"optim": "adamw_torch_fused"}, 2),
-        # These keep less, or keep it elsewhere; what is not known is not counted.
+        # These keep less state, or keep it elsewhere; unknown ones are not counted.
         ({"optim": "sgd"}, 0),
         ({"optim": "adafactor"}, 0),
         ({"optim": "adamw_torch_8bit"}, 0),

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def folder(make_model: Any, make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What servers read from disk: weights that no test samples from."""
+    """The model that servers read from disk; no test samples from its weights."""
     folder = tmp_path_factory.mktemp("vllm") / "model"
     make_model(seed=99, **SIZES).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -34,7 +34,7 @@ def folder(make_model: Any, make_tokenizer: Any, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def serve(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
-    """Makes a server of the model in `folder`, or in another, and kills it in the end."""
+    """Factory for servers of the model in `folder`, or in another; they are killed in the end."""
     made: list[Served] = []
 
     def make(*options: str, of: Path = folder) -> Served:
@@ -58,7 +58,7 @@ def server(serve: Callable[..., Served]) -> Iterator[Served]:
 def large_server(
     serve: Callable[..., Served], make_model: Any, make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Served]:
-    """The server that training tests share: started when it is first asked for, or when a test has killed it."""
+    """The server that training tests share, started at first use and after a test has killed it."""
     folder = tmp_path_factory.mktemp("vllm") / "large"
     made: list[Served] = []
 

@@ -1,4 +1,4 @@
-"""One of two ranks that each sample their own rows with vLLM in their process. Run by `test_colocate_ranks`."""
+"""One of two ranks that sample their own rows with colocated vLLM. Run by `test_colocate_ranks`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_each_push_of_an_adapter_is_what_is_sampled_from(server: Served, policy:
         greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))
         assert all(is_greedy(model, row, sample) for row, sample in zip(rows, greedy))
         sizes.append(engine._info["base_version"])
-    # The weights below went there once.
+    # The weights below the adapter were sent once.
     assert sizes == [engine._base_version] * 3
 
 

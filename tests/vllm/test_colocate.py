@@ -1,4 +1,4 @@
-"""vLLM in the process that trains."""
+"""The colocate engine with a real vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLOCATE = ColocateOptions(
 
 @pytest.fixture(scope="module")
 def engine(make_model: Any, make_tokenizer: Any) -> Iterator[VLLMColocateEngine]:
-    """Its own weights are random: whatever is sampled right was pushed."""
+    """An engine with random weights: correct samples can only come from pushed ones."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():
             patch.setenv(name, value)

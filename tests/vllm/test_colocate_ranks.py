@@ -1,4 +1,4 @@
-"""vLLM in each of several processes that train together."""
+"""Colocated vLLM in several training processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from real_vllm import SETTINGS
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [("1", "transformers"), ("2", "vllm")])
 def test_each_rank_samples_its_own_rows(how: tuple[str, str], folder: Path, tmp_path: Path) -> None:
-    """`how`: the size of tensor parallel groups, and whose model code runs."""
+    """`how`: the size of tensor-parallel groups, and `model_impl`."""
     shutil.copytree(folder, tmp_path / "model")
     here = Path(__file__)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

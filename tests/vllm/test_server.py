@@ -1,4 +1,4 @@
-"""Sampling from a real vLLM server, and what it says of weights that did not arrive whole."""
+"""Sampling from a real vLLM server, and its refusal of incomplete weights."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ def test_a_process_group_brings_weights_again_and_again(server: Served, policy: 
     for version in range(2):
         engine.push(vary(policy, version), version)
         assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
-    # A trainer that was started again meets the workers anew, at another port or the same.
+    # A restarted trainer meets the workers again, at another port or the same.
     again = server.engine(transport=GroupTransport(transport._port))
     again.push(vary(policy, 5), 0)
     assert mean_difference(policy, requests(), again.sample(requests(), OPTIONS)) < 1e-5
-    # What it left of the first is noticed, and met again.
+    # The first trainer notices that its group is gone, and forms another.
     engine.push(vary(policy, 6), 2)
     assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
     engine.close()
@@ -145,7 +145,7 @@ def test_a_group_that_cannot_be_formed_says_why(server: Served, policy: Any) -> 
         engine = server.engine(transport=GroupTransport(taken))
         with pytest.raises(GroupBroken, match=rf"(?s)the server says: .*port {taken} .*set vllm_group_port"):
             engine.push(policy, 0)
-    # The server goes on.
+    # The server still works.
     engine = server.engine()
     engine.push(policy, 0)
     assert len(engine.sample(requests(), OPTIONS)) == 6
@@ -158,7 +158,7 @@ def test_workers_on_this_machine_read_its_memory(server: Served, engine: VLLMSer
 
 
 class Flips:
-    """A transport that changes a bit of the second bucket on its way."""
+    """A transport that flips a bit of the second bucket."""
 
     def __init__(self, inner: HttpTransport):
         self._inner = inner
@@ -204,7 +204,7 @@ def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
 
 
 def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "") -> None:
-    """Neither by our route nor by vLLM's own."""
+    """Neither groupgrad's route nor vLLM's own samples."""
     body = {"weight_version": engine.weight_version, "sampling": {}, "prompts": [], "rows": []}
     with pytest.raises(ServerRefused, match="nothing is sampled until one has") as caught:
         call(server.address, "generate", body, timeout_s=10.0)
@@ -294,7 +294,7 @@ def test_options_that_vllm_does_not_know_are_refused_at_once(server: Served, pol
 def test_a_regex_that_cannot_be_held_to_is_refused_at_once(regex: str, server: Served, policy: Any) -> None:
     with pytest.raises(ValueError, match=r"(?s)Grammar error.*vllm_structured_outputs_regex=" + re.escape(repr(regex))):
         server.engine(regex=regex).connect(policy, options=OPTIONS)
-    # Python's own expressions know no such class; vLLM's do.
+    # Python's `re` has no such class; vLLM's expressions do.
     server.engine(regex=r"\p{Lu}+").connect(policy, options=OPTIONS)
 
 
@@ -310,7 +310,7 @@ def test_what_is_given_up_is_not_sampled_on(server: Served, engine: VLLMServerEn
     with engine.session(OPTIONS) as session:
         session.submit(replace(requests(1)[0], max_new_tokens=100))
         session.advance()
-    # A push waits for rows to end; these are gone.
+    # A push waits for rows to end; these were aborted.
     engine.push(policy, 1)
     assert call(server.address, "info", timeout_s=10.0)["num_sampling"] == 0
     assert torch.isfinite(torch.tensor(mean_difference(policy, requests(1), engine.sample(requests(1), OPTIONS))))

@@ -1,4 +1,4 @@
-"""Servers that are not there yet, die, hang, or are none of ours."""
+"""Servers that start late, die, hang, or are not groupgrad's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     engine.connect(policy)
     first = engine.info["start_id"]
 
-    # It dies while rows are sampled, and another is started on the same port.
+    # It dies during sampling, and another is started on the same port.
     engine.push(policy, 1)
     expected = [sample.ids for sample in engine.sample(LONG, OPTIONS)]
     with engine.session(OPTIONS) as session:
@@ -56,7 +56,7 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     assert [found[ticket].ids for ticket in tickets] == expected
     assert engine.policy_step == 1
 
-    # It dies in the middle of a push.
+    # It dies during a push.
     vary(policy, 2)
     transport = KillsOnce(served)
     engine._transport = transport
@@ -65,7 +65,7 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     samples = engine.sample(LONG, OPTIONS)
     assert mean_difference(policy, LONG, samples) < 1e-5
 
-    # A trainer that was started again finds it as it is, and gives it its own weights.
+    # A restarted trainer connects to the running server, and pushes its own weights.
     again = served.engine()
     again.push(vary(policy, 3), 0)
     assert mean_difference(policy, LONG, again.sample(LONG, OPTIONS)) < 1e-5
@@ -112,7 +112,7 @@ def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy
     assert [found[t].ids for t in tickets] == [s.ids for s in engine.sample(LONG, OPTIONS)]
     assert call(served.address, "info", timeout_s=10.0)["weight_version"] == engine.weight_version
 
-    # It dies and does not come back: the error says what was going on.
+    # It dies and does not come back: the error names the rows.
     served.kill()
     engine.timeout_s = 2.0
     with pytest.raises(
@@ -122,13 +122,13 @@ def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy
 
 
 def freeze(served: Served) -> None:
-    """Stop the processes that sample; the one that answers goes on."""
+    """Suspend the processes that sample; the one that answers runs on."""
     for worker in served.workers():
         worker.suspend()
 
 
 class KillsOnce(HttpTransport):
-    """Kills the server before the third bucket, and has it started again."""
+    """Kills and restarts the server before the third bucket."""
 
     def __init__(self, served: Served):
         self._served, self.killed = served, False

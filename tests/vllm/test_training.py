@@ -1,4 +1,4 @@
-"""Training with a real vLLM, in the same process and as a server: what is sampled comes from the weights that train."""
+"""Training with a real vLLM, colocated and on a server: samples come from the weights that train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLOCATE = {"vllm_mode": "colocate", "vllm_max_model_length": 512}
 
 @pytest.fixture(autouse=True)
 def _quick_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM without the minute that it takes to compile a model."""
+    """Start vLLM without compiling the model, which takes a minute."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
@@ -37,7 +37,7 @@ def _quick_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def tied_server(
     serve: Callable[..., Served], large_server: Callable[[], Served], make_model: Any, make_tokenizer: Any, folder: Path
 ) -> Iterator[Served]:
-    """A server of a model whose head is its embedding. Both servers start while others sample in this process."""
+    """A server of a model with tied embeddings. Both servers start while tests sample in this process."""
     large_server()
     make_model(seed=97, tie_word_embeddings=True, **LARGE).save_pretrained(folder.with_name("tied"))
     make_tokenizer().save_pretrained(folder.with_name("tied"))
@@ -48,7 +48,7 @@ def tied_server(
 
 @pytest.fixture(scope="module")
 def server(large_server: Callable[[], Served]) -> Callable[[], dict[str, Any]]:
-    """The settings for a server of the model, which takes adapters; it is started by the first test that asks."""
+    """Settings for a server of the model that takes adapters, started at first use."""
 
     def settings() -> dict[str, Any]:
         return {"vllm_mode": "server", "vllm_server_port": large_server().port}
@@ -60,7 +60,7 @@ def server(large_server: Callable[[], Served]) -> Callable[[], dict[str, Any]]:
 def train(
     make_model: Any, tokenizer: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., GRPOTrainer]]:
-    """`train(mode, **config fields)`: a trainer that has trained; with `run=False`, one that has not."""
+    """`train(mode, **config fields)`: a trainer after training, or before it with `run=False`."""
     made: list[GRPOTrainer] = []
 
     def make(mode: str, *, run: bool = True, model: Any = None, **settings: Any) -> GRPOTrainer:
@@ -85,12 +85,12 @@ def lora(**changes: Any) -> Any:
 
 @pytest.fixture(scope="module", params=["colocate", "server"])
 def mode(request: pytest.FixtureRequest) -> str:
-    """Each in turn: all tests of one, then all of the other."""
+    """One mode at a time: all tests of one, then of the other."""
     return request.param
 
 
 def assert_in_step(trainer: Any, versions: list[int], *, nats: float = 1e-3) -> None:
-    """Rounds came from the weights of these steps, and vLLM's log-probs are training's."""
+    """Generation batches came from the weights of these steps, and vLLM's log-probs are training's."""
     watch = trainer.watch
     assert watch.policy_steps == versions
     assert watch.gap < nats
@@ -99,7 +99,7 @@ def assert_in_step(trainer: Any, versions: list[int], *, nats: float = 1e-3) -> 
         assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx(
             [1] * len(versions), abs=nats
         )
-    # The steps are large enough to change what is said, so weights of another step would have been found out.
+    # Steps are large enough to change the samples, so weights of another step would be detected.
     size = len(watch.texts) // len(versions)
     rounds = [watch.texts[i : i + size] for i in range(0, len(watch.texts), size)]
     assert all(one != other for one, other in itertools.pairwise(rounds))
@@ -116,7 +116,7 @@ def test_each_round_is_sampled_from_the_weights_that_train(mode: str, beta: floa
 def test_a_round_may_be_trained_on_twice(mode: str, train: Any) -> None:
     trainer = train(mode, num_iterations=2, max_steps=4)
     assert trainer.watch.policy_steps == [0, 2]
-    # Measured when a round is new: by its second pass the policy has moved on.
+    # Measured in the first pass over a batch: in the second the policy has changed.
     differences = logged(trainer, "sampling/sampling_logp_difference/mean")
     assert max(differences) < 1e-3 and trainer.watch.gap < 1e-3
 
@@ -135,7 +135,7 @@ def test_adapters_are_sampled_alone_or_merged(mode: str, updates: str, train: An
     assert merged == ([0, 1, 2] if updates == "merge" else [])
     after = trainer.model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    # The reference is the model below, which the first steps have not left.
+    # The reference is the base model, which the policy equals before its first step.
     assert logged(trainer, "kl")[0] == 0 < logged(trainer, "kl")[2]
 
 
@@ -148,7 +148,7 @@ def test_a_head_that_is_the_embedding_follows_it(mode: str, train: Any, make_mod
 def test_a_policy_in_bfloat16_is_sampled_in_bfloat16(train: Any, make_model: Any) -> None:
     policy = vary(make_model(seed=3, **LARGE), 3).to(torch.bfloat16)
     trainer = train("colocate", model=policy)
-    # Eight bits of mantissa on both sides, rounded at other places.
+    # Both sides have eight bits of mantissa, and round at different places.
     assert trainer.watch.policy_steps == [0, 1, 2] and trainer.watch.gap < 0.2
     assert 0 < max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
     assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1] * 3, abs=0.1)

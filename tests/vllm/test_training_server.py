@@ -1,4 +1,4 @@
-"""Training from servers that come late, die, or serve something else, and trainers that die or are interrupted."""
+"""Training with servers that start late, die, or do not fit, and trainers that die or are interrupted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(make_model: Any, tokenizer: Any, tmp_path: Path, served: Served) -> It
 
 
 class KillsAt(HttpTransport):
-    """Kills the server in the middle of a version's push, once, and has it started again."""
+    """Kills and restarts the server during the push of one policy step, once."""
 
     def __init__(self, served: Served, version: int):
         self._served, self._start, self.killed = served, f"{version}-", False
@@ -65,7 +65,7 @@ class KillsAt(HttpTransport):
 
 
 def kill_while_sampling(served: Served, monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> list[str]:
-    """Have the server killed and started again when it has rows and none has ended; names of threads that saw it."""
+    """Kill and restart the server while it has rows and none has ended; returns the names of the sampling threads."""
     seen: list[str] = []
     send = ServerSession._send
 
@@ -119,7 +119,7 @@ def test_a_round_ahead_whose_server_died_is_sampled_anew(
     assert len(seen) == 1 and "rollouts-ahead" in seen[0]
     anew = [record.message for record in caplog.records if "is sampled anew" in record.message]
     assert len(anew) == 1 and anew[0].startswith("round 2 ") and "has lost the weights" in anew[0]
-    # Rounds 1 and 3 are from the weights one step before; round 2 is from its own.
+    # Batches 1 and 3 are from the weights one step before, batch 2 from its own.
     assert logged(trainer, "sampling/policy_lag") == [0, 1, 0, 1]
     differences = logged(trainer, "sampling/sampling_logp_difference/mean")
     assert max(differences[0], differences[2]) < 1e-3 < min(differences[1], differences[3])
@@ -187,7 +187,7 @@ def test_an_interrupt_ends_a_run_whose_rounds_ahead_hang(
         process.kill()
         for worker in served.workers():
             worker.resume()
-    # The server is none the worse for it.
+    # The server still works.
     trainer = train(max_steps=1)
     trainer.train()
     assert trainer.watch.gap < 1e-3

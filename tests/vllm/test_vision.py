@@ -1,7 +1,8 @@
 """Images through a real vLLM.
 
-vLLM's models that see import torchvision, of which there is no build for CPUs. `make test-vllm` puts the other one into
-a folder of its own, and here its operators are declared before it is imported, which is all that its transforms need.
+vLLM's vision-language models import torchvision, which has no build for this CPU torch. `make test-vllm` installs the
+build for GPUs into a folder of its own. Its operators are declared here before it is imported, which is all that its
+transforms need.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def test_a_server_sees_what_the_policy_sees(prepared: None, serve: Callable[...,
     folder = tmp_path / "seeing"
     built.model.save_pretrained(folder)
     built.processor.save_pretrained(folder)
-    # vLLM 0.32 does not know the names by which transformers 5.19 saves this model; a push has those it knows.
+    # vLLM 0.32 cannot load the names by which transformers 5.19 saves this model; a push renames them.
     served = serve(
         "--load-format", "dummy", "--limit-mm-per-prompt", '{"image": 2}', "--max-model-len", "256", of=folder
     ).start()

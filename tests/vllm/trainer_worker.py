@@ -1,4 +1,4 @@
-"""A training run that is to be killed or interrupted. Run by `test_training_server`."""
+"""A training run that the test kills or interrupts. Run by `test_training_server`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from groupgrad.engines.vllm.wire import Bucket
 
 
 class StopsAt(HttpTransport):
-    """Writes a file when half of a version has been sent, and never sends the rest."""
+    """Writes a file when half of a push has been sent, and never sends the rest."""
 
     def __init__(self, version: int, marker: Path):
         self._start, self._marker = f"{version}-", marker
@@ -31,7 +31,7 @@ class StopsAt(HttpTransport):
 
 
 def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:
-    """Train. With `stop_at` the push of that version never ends; otherwise the second round waits for a file `go`."""
+    """Train. With `stop_at` the push of that policy step never ends; otherwise batch 2 waits for a file `go`."""
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     trainer: Any = make_trainer(policy, tokenizer, run, vllm_mode="server", **settings)
     engine = trainer.engine.engine
@@ -39,7 +39,7 @@ def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:
     if stop_at:
         engine._transport = StopsAt(stop_at, run.with_name("reached"))
     else:
-        trainer.watch.trainer = None  # what it does is sample, which is done ahead by another thread
+        trainer.watch.trainer = None  # its sampling would interfere with the thread that samples ahead
 
         def wait(number: int) -> None:
             nonlocal rounds
@@ -55,6 +55,6 @@ def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:
 
 
 if __name__ == "__main__":
-    # A shell starts what runs in its background with interrupts ignored, and Python leaves it at that.
+    # A shell starts background processes with interrupts ignored, and Python keeps that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))

@@ -1,4 +1,4 @@
-"""Samples from a small model that sees, with vLLM in this process. Run by `test_vision`."""
+"""Samples from a small vision-language model with colocated vLLM. Run by `test_vision`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ os.environ.update(SETTINGS)
 
 
 def main() -> None:
-    """Push twice, the second time with another vision tower; what was seen with the first must be forgotten."""
+    """Push twice, the second time with another vision tower; image features of the first must be dropped."""
     from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
     built = build_seeing()

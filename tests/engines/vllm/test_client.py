@@ -1,4 +1,4 @@
-"""The client's side of a vLLM server, against a server that answers from a script."""
+"""The client of a vLLM server, against a scripted server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = [Request([5, 6], seed=3, max_new_tokens=4), Request([5, 6], seed=4, max_n
 
 
 class Scripted:
-    """A server of a model: keeps what is pushed to it, and answers `generate` with the lines of `script`."""
+    """A server that keeps pushed weights, and answers `generate` with the lines of `script`."""
 
     def __init__(self, model: Any):
         sizes = {**model_sizes(model.config), "architecture": type(model).__name__}
@@ -52,7 +52,7 @@ class Scripted:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._answer(*scripted.look())
+                self._answer(*scripted.info_answer())
 
             def do_POST(self) -> None:
                 url = urllib.parse.urlsplit(self.path)
@@ -76,7 +76,7 @@ class Scripted:
         address = Address.of(port=self.server.server_port)
         return VLLMServerEngine(address, **{"timeout_s": 2.0, "bucket_bytes": 5_000, **options})
 
-    def look(self) -> tuple[int, Any]:
+    def info_answer(self) -> tuple[int, Any]:
         return 200, self.info
 
     def check(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
@@ -277,7 +277,7 @@ def test_a_server_that_fails_again_and_again_is_given_up(scripted: Scripted, mod
 
 
 def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, model: Any) -> None:
-    """It ends one row, and from then on takes calls and answers none, not even that for what it is."""
+    """It ends one row, and from then on accepts calls and answers none, not even `info`."""
     engine = scripted.engine(timeout_s=3.0)
     engine.push(model, 0)
     ended = threading.Event()
@@ -292,7 +292,7 @@ def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, mod
     def generate(*call: Any) -> tuple[int, Any]:
         if scripted.script:
             return first(*call)
-        scripted.look = hang  # type: ignore[method-assign]
+        scripted.info_answer = hang  # type: ignore[method-assign]
         return hang()
 
     scripted.generate = generate  # type: ignore[method-assign]
@@ -383,7 +383,7 @@ def test_an_address_whose_port_is_none_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize(("waits_s", "error"), [(0.0, ServerUnreachable), (2.0, ServerTimeout)])
 def test_a_refusal_that_breaks_off_is_a_server_that_went_away(waits_s: float, error: type[Exception]) -> None:
-    """It tells of more bytes than come, and then ends or hangs."""
+    """It announces more bytes than it sends, and then closes or hangs."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM in the training process, against a stand-in that keeps what it is given and samples from a script."""
+"""The colocate engine, against a simulated vLLM that keeps its weights and samples from a script."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROW = Request([5, 6], seed=3, max_new_tokens=4)
 SETTINGS = ColocateOptions(max_num_seqs=4, dtype="float32", sleep_mode=True, max_lora_rank=4)
 
 
-class StandIn:
-    """Both vLLM's `LLM` and its engine: weights as pushed, memory that sleeps, one token a row."""
+class SimulatedVLLM:
+    """Both vLLM's `LLM` and its engine: pushed weights, memory that sleeps, one token a row."""
 
     def __init__(self) -> None:
         self.llm_engine = self
@@ -39,7 +39,7 @@ class StandIn:
         self.adapters: dict[int, dict[str, torch.Tensor]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.change: Callable[[dict[str, Any]], None] = lambda output: None
-        """What happens to an answer on its way."""
+        """Called with each output; may modify it."""
 
     def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> None:
         assert "weights asleep" not in self.log[-1:], "a push into memory that sleeps"
@@ -58,11 +58,11 @@ class StandIn:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        self.log.append("forgot")
+        self.log.append("reset prefix")
         return True
 
     def reset_encoder_cache(self) -> None:
-        self.log.append("forgot images")
+        self.log.append("reset images")
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.rows)
@@ -86,9 +86,9 @@ class StandIn:
     def step(self) -> list[Any]:
         outputs = []
         for name, row in self.rows.items():
-            told = [token for token in row["prompt"]["prompt_token_ids"] for _ in range(3 if token == 9 else 1)]
+            expanded = [token for token in row["prompt"]["prompt_token_ids"] for _ in range(3 if token == 9 else 1)]
             part = SimpleNamespace(token_ids=[1], finish_reason="stop", logprobs=[{1: SimpleNamespace(logprob=-0.5)}])
-            output = {"request_id": name, "finished": True, "outputs": [part], "prompt_token_ids": told}
+            output = {"request_id": name, "finished": True, "outputs": [part], "prompt_token_ids": expanded}
             output |= {"lora_request": row["adapter"]}
             self.change(output)
             outputs.append(SimpleNamespace(**output))
@@ -97,11 +97,11 @@ class StandIn:
 
 
 class Refused(Exception):
-    """In place of vLLM's own, which is no ValueError."""
+    """In place of vLLM's exceptions, which are not ValueErrors."""
 
 
 class Params(SimpleNamespace):
-    """In place of vLLM's `SamplingParams`, which looks into a regex when a row is submitted."""
+    """In place of vLLM's `SamplingParams`, which checks a regex when a row is submitted."""
 
     def verify(self, model: Any, speculative: Any, structured: Any, tokenizer: Any) -> None:
         assert (model.max_model_len, speculative, structured, tokenizer) == (64, None, "auto", "a b")
@@ -110,9 +110,9 @@ class Params(SimpleNamespace):
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """In place of vLLM, whose records are plain ones here."""
-    stand_in = StandIn()
+def vllm(monkeypatch: pytest.MonkeyPatch) -> SimulatedVLLM:
+    """In place of vLLM, with plain records."""
+    simulated = SimulatedVLLM()
     modules = {name: ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.lora", "vllm.lora.request")}
     for module in ("vllm", "vllm.sampling_params"):
         modules[module].SamplingParams = Params  # type: ignore[attr-defined]
@@ -124,12 +124,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(colocate.compat, "require", lambda name, purpose: None)
-    monkeypatch.setattr(colocate, "start", lambda folder, options: stand_in)
-    return stand_in
+    monkeypatch.setattr(colocate, "start", lambda folder, options: simulated)
+    return simulated
 
 
 @pytest.fixture
-def engine(vllm: StandIn, model: Any, tokenizer: Any) -> VLLMColocateEngine:
+def engine(vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> VLLMColocateEngine:
     return VLLMColocateEngine(model, tokenizer, SETTINGS)
 
 
@@ -139,33 +139,33 @@ def adapted(model: Any) -> Any:
 
 
 def test_weights_of_the_same_dtype_are_given_by_reference(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     engine.push(model, 3)
     own = dict(model.named_parameters())
     assert all(vllm.weights[name].data_ptr() == own[name].data_ptr() for name in own)
-    assert vllm.log == ["pushed", "forgot", "forgot images"]
+    assert vllm.log == ["pushed", "reset prefix", "reset images"]
     assert engine.sample([ROW], OPTIONS)[0].ids == [1] and engine.policy_step == 3
 
 
 def test_buckets_are_no_larger_than_told(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[int] = []
+    sizes: list[int] = []
     inner = vllm.collective_rpc
 
     def counted(name: str, args: tuple[Any, ...] = ()) -> None:
         if name == "groupgrad_tensors":
-            given.append(sum(tensor.nbytes for _, tensor in args[0]))
+            sizes.append(sum(tensor.nbytes for _, tensor in args[0]))
         inner(name, args)
 
     monkeypatch.setattr(vllm, "collective_rpc", counted)
     monkeypatch.setattr(colocate, "BUCKET_BYTES", 20_000)
     engine.push(model, 0)
-    assert max(given) <= 20_000 and sum(given) == sum(p.nbytes for p in model.parameters())
+    assert max(sizes) <= 20_000 and sum(sizes) == sum(p.nbytes for p in model.parameters())
 
 
-def test_a_merge_leaves_the_policy_alone(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
+def test_a_merge_leaves_the_policy_alone(vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any) -> None:
     policy = adapted(model)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     engine.push(policy, 0)
@@ -177,7 +177,7 @@ def test_a_merge_leaves_the_policy_alone(vllm: StandIn, engine: VLLMColocateEngi
 
 
 def test_an_adapter_goes_alone_and_the_weights_below_it_once(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     policy = adapted(model)
     engine.push_adapter(policy, 0)
@@ -186,28 +186,28 @@ def test_an_adapter_goes_alone_and_the_weights_below_it_once(
     (tensors,) = vllm.adapters.values()
     assert sorted(tensors) and all(".lora_" in name for name in tensors)
     assert engine.sample([ROW], OPTIONS)[0].logprobs == [-0.5]
-    # Merged weights lie where those below the adapter were.
+    # Merged weights have replaced those below the adapter.
     engine.push(policy, 2)
     assert not vllm.adapters
     engine.push_adapter(policy, 3)
     assert vllm.log.count("pushed") == 3
 
 
-def test_a_regex_that_vllm_refuses_is_named_before_any_row(vllm: StandIn, model: Any, tokenizer: Any) -> None:
+def test_a_regex_that_vllm_refuses_is_named_before_any_row(vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> None:
     VLLMColocateEngine(model, tokenizer, replace(SETTINGS, regex="[a]")).check(OPTIONS)
     engine = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, regex="[a"))
     with pytest.raises(ValueError, match=r"unclosed character class; .*vllm_structured_outputs_regex='\[a'"):
         engine.check(OPTIONS)
 
 
-def test_without_room_for_adapters_they_are_refused(vllm: StandIn, model: Any, tokenizer: Any) -> None:
+def test_without_room_for_adapters_they_are_refused(vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> None:
     engine = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, max_lora_rank=0))
     with pytest.raises(ValueError, match="rank 4, but vLLM was started without adapters; merge it"):
         engine.push_adapter(adapted(model), 0)
 
 
 def test_what_slept_samples_from_nothing_older_than_the_policy(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     engine.push(model, 0)
     engine.sleep()
@@ -218,11 +218,11 @@ def test_what_slept_samples_from_nothing_older_than_the_policy(
     vllm.log.clear()
     engine.sample([ROW], OPTIONS)
     assert torch.equal(vllm.weights["lm_head.weight"], model.lm_head.weight)
-    # The cache needs its memory only when rows are sampled.
-    assert vllm.log == ["woke weights", "pushed", "forgot", "forgot images", "woke kv_cache"]
+    # The cache is woken only when rows are sampled.
+    assert vllm.log == ["woke weights", "pushed", "reset prefix", "reset images", "woke kv_cache"]
 
 
-def test_a_push_wakes_what_slept_once(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
+def test_a_push_wakes_what_slept_once(vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any) -> None:
     policy = adapted(model)
     engine.push_adapter(policy, 0)
     engine.sleep()
@@ -230,12 +230,19 @@ def test_a_push_wakes_what_slept_once(vllm: StandIn, engine: VLLMColocateEngine,
     engine.push_adapter(policy, 1)
     engine.sample([ROW], OPTIONS)
     engine.sample([ROW], OPTIONS)
-    # Weights below the adapter slept too, so they are given again.
-    assert vllm.log == ["woke weights", "pushed", "adapter 2", "forgot", "forgot images", "woke kv_cache"]
+    # Weights below the adapter slept too, so they are pushed again.
+    assert vllm.log == [
+        "woke weights",
+        "pushed",
+        "adapter 2",
+        "reset prefix",
+        "reset images",
+        "woke kv_cache",
+    ]
 
 
 def test_nothing_sleeps_or_changes_while_rows_are_sampled(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     engine.push(model, 0)
     with engine.session(OPTIONS) as session:
@@ -248,7 +255,7 @@ def test_nothing_sleeps_or_changes_while_rows_are_sampled(
 
 
 def test_a_push_that_fails_leaves_nothing_to_sample_from(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.push(model, 0)
     monkeypatch.setattr(vllm, "reset_prefix_cache", lambda: False)
@@ -259,7 +266,7 @@ def test_a_push_that_fails_leaves_nothing_to_sample_from(
 
 
 def test_a_row_whose_weights_changed_meanwhile_is_refused(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     weight_version = engine.push(model, 0)
     vllm.change = lambda output: setattr(engine, "_weight_version", "1-other")
@@ -269,7 +276,7 @@ def test_a_row_whose_weights_changed_meanwhile_is_refused(
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_a_row_that_vllm_gave_up_is_not_one_that_reached_its_length(
-    reason: str, vllm: StandIn, engine: VLLMColocateEngine, model: Any
+    reason: str, vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     engine.push(model, 0)
     vllm.change = lambda output: setattr(output["outputs"][0], "finish_reason", reason)
@@ -277,7 +284,7 @@ def test_a_row_that_vllm_gave_up_is_not_one_that_reached_its_length(
         engine.sample([ROW], OPTIONS)
 
 
-def test_a_row_of_another_adapter_is_refused(vllm: StandIn, engine: VLLMColocateEngine, model: Any) -> None:
+def test_a_row_of_another_adapter_is_refused(vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any) -> None:
     weight_version = engine.push_adapter(adapted(model), 0)
     vllm.change = lambda output: output.update(lora_request=None)
     with pytest.raises(RuntimeError, match=f"row 0 was sampled with the adapter None, not '{weight_version}'"):
@@ -285,7 +292,7 @@ def test_a_row_of_another_adapter_is_refused(vllm: StandIn, engine: VLLMColocate
 
 
 def test_images_go_along_and_the_prompt_is_the_one_trained_on(
-    vllm: StandIn, engine: VLLMColocateEngine, model: Any
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     engine.push(model, 0)
     media = Media(("a picture",), {}, {}, "key")
@@ -298,27 +305,27 @@ def test_images_go_along_and_the_prompt_is_the_one_trained_on(
 
 
 def test_vllm_finds_the_policys_config_and_tokenizer(
-    vllm: StandIn, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: SimulatedVLLM, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Any] = []
+    architectures: list[Any] = []
 
-    def start(folder: str, options: ColocateOptions) -> StandIn:
-        found.append(json.loads((Path(folder) / "config.json").read_text())["architectures"])
+    def start(folder: str, options: ColocateOptions) -> SimulatedVLLM:
+        architectures.append(json.loads((Path(folder) / "config.json").read_text())["architectures"])
         assert (Path(folder) / "tokenizer.json").exists()
         return vllm
 
     monkeypatch.setattr(colocate, "start", start)
     VLLMColocateEngine(model, tokenizer, SETTINGS).close()
-    assert found == [["Qwen3ForCausalLM"]]
+    assert architectures == [["Qwen3ForCausalLM"]]
 
 
 def test_what_vllm_does_to_the_policys_classes_is_for_its_own_modules(
-    vllm: StandIn, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: SimulatedVLLM, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = type(model.model)
     built: list[Any] = []
 
-    def start(folder: str, options: ColocateOptions) -> StandIn:
+    def start(folder: str, options: ColocateOptions) -> SimulatedVLLM:
         old = kind.__init__
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -340,7 +347,7 @@ def test_what_vllm_does_to_the_policys_classes_is_for_its_own_modules(
         VLLMColocateEngine(model, tokenizer, SETTINGS)
         assert torch.equal(model(ids).logits, expected) and seen == ["hook", "hook"]
         assert built[0](ids) == "compiled for vLLM's"
-        # A reference model that is made later is a plain one.
+        # A reference model that is built later is not patched.
         assert kind.__init__ is before and not isinstance(kind(model.config)(ids), str)
     finally:
         del kind.__call__

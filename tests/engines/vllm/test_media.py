@@ -1,4 +1,4 @@
-"""Images on their way to vLLM."""
+"""Images for vLLM: encoding, and folding of placeholders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GEMMA = SimpleNamespace(model_type="gemma3", image_token_index=9, boi_token_inde
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "1"])
 def test_an_image_arrives_as_it_was(mode: str) -> None:
     image = Image.effect_noise((5, 3), 80).convert(mode)
-    found = decode(encode(image))
-    assert (found.mode, found.size, found.tobytes()) == (mode, (5, 3), image.tobytes())
+    decoded = decode(encode(image))
+    assert (decoded.mode, decoded.size, decoded.tobytes()) == (mode, (5, 3), image.tobytes())
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "P", "YCbCr"])
@@ -38,10 +38,10 @@ def test_what_is_no_image_is_refused(text: str) -> None:
     [
         ([1, 9, 9, 9, 2], 1, [1, 9, 2]),
         ([1, 9, 9, 2, 9, 3], 2, [1, 9, 2, 9, 3]),
-        # What the policy sampled of placeholders lies behind the images, and stays.
+        # Placeholders that the policy has sampled come after the images, and stay.
         ([1, 9, 9, 2, 9, 9, 3], 1, [1, 9, 2, 9, 9, 3]),
         ([9, 9], 1, [9]),
-        # Side by side.
+        # Two images side by side.
         ([1, 9, 9, 9, 9, 2], 2, [1, 9, 9, 2]),
     ],
 )
@@ -50,7 +50,7 @@ def test_runs_of_placeholders_become_one(ids: list[int], num_images: int, expect
 
 
 class Breaks:
-    """A tokenizer whose tokens 21, 22, ... are as many line breaks, less 20."""
+    """A tokenizer whose tokens 21, 22, ... are 1, 2, ... line breaks."""
 
     unk_token_id = 0
 
@@ -62,11 +62,11 @@ class Breaks:
     ("ids", "num_images", "expected"),
     [
         ([1, 22, 7, 9, 9, 8, 22, 2], 1, [1, 7, 2]),
-        # Line breaks of the text's own lie in the same tokens.
+        # The text's own line breaks are merged into the same tokens.
         ([1, 23, 7, 9, 9, 8, 24, 2], 1, [1, 21, 7, 22, 2]),
         # Two images side by side share a token of four.
         ([1, 22, 7, 9, 9, 8, 24, 7, 9, 9, 8, 22], 2, [1, 7, 7]),
-        # Where the processor put none there are none to take.
+        # Without the processor's line breaks on both sides none are removed.
         ([1, 21, 7, 9, 8, 22, 2], 1, [1, 21, 7, 22, 2]),
         ([7, 9, 8], 1, [7]),
     ],
@@ -76,7 +76,7 @@ def test_what_gemma_puts_around_an_image_is_folded_too(ids: list[int], num_image
 
 
 class Tiles:
-    """A tokenizer that knows the tokens around tiles."""
+    """A tokenizer with the tokens around tiles."""
 
     unk_token_id = 0
 
@@ -88,10 +88,10 @@ class Tiles:
     ("ids", "num_images", "expected"),
     [
         ([1, 31, 32, 9, 9, 31, 2], 1, [1, 9, 2]),
-        # Two tiles (33, 34 are their places, 5 a line break), then the whole image; then an image that was not cut.
+        # Two tiles (33, 34 are positions, 5 a line break), then the whole image; then an image that was not cut.
         ([1, 31, 33, 9, 9, 31, 34, 9, 9, 5, 31, 32, 9, 9, 31, 31, 32, 9, 9, 31, 2], 2, [1, 9, 9, 2]),
         ([31, 32, 9, 31, 31, 32, 9, 31, 2, 31, 32, 9, 31], 3, [9, 9, 2, 9]),
-        # What was sampled behind the images stays.
+        # Tokens sampled after the images stay.
         ([31, 32, 9, 31, 2, 31, 32, 9, 31], 1, [9, 2, 31, 32, 9, 31]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Whether vLLM and training fit on one device, with numbers worked by hand."""
+"""The memory check of colocated vLLM, with numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.engines.vllm import memory_check as memory
+from groupgrad.engines.vllm import memory_check
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.memory_check import (
     GIB,
@@ -25,7 +25,7 @@ from groupgrad.engines.vllm.memory_check import (
 
 OPTIONS = ColocateOptions(max_num_seqs=8, memory_utilization=0.3)
 SERVED = ServedBytes(weights=10 * GIB, one_row=1 * GIB, context=4096)
-"""12 GiB with a tenth of the weights to compute in."""
+"""12 GiB with the workspace, a tenth of the weights."""
 TRAINING = TrainingBytes(weights=10 * GIB, gradients=10 * GIB, optimizer=20 * GIB, activations=5 * GIB)
 GPU = Memory(total=80 * GIB, available=78 * GIB, held=10 * GIB)
 CPU = Memory(total=80 * GIB, available=70 * GIB, held=12 * GIB, is_cpu=True)
@@ -39,11 +39,11 @@ def test_what_fits_is_let_through() -> None:
 @pytest.mark.parametrize(
     ("share", "sleeps", "words"),
     [
-        # 45 of 78 GiB are training's, so 33 are left: 0.4125 of 80. vLLM needs 12: 0.15.
+        # Training takes 45 of 78 GiB, so 33 are left: 0.4125 of 80. vLLM needs 12: 0.15.
         (0.41, False, None),
         (0.42, False, r"too much for both; set vllm_gpu_memory_utilization between 0\.15 and 0\.412"),
         (0.14, False, r"too little for vLLM; set vllm_gpu_memory_utilization between 0\.15 and 0\.412 or lower"),
-        # Asleep while training, it is beside 30 GiB of weights and optimizer alone: 48 are left, 0.6.
+        # With sleep only 30 GiB of weights and optimizer stay beside it: 48 are left, 0.6.
         (0.6, True, None),
         (0.61, True, r"between 0\.15 and 0\.6"),
     ],
@@ -69,14 +69,14 @@ def test_what_no_share_helps_is_said() -> None:
     tight = replace(GPU, available=50 * GIB)
     problem = misfit(SERVED, TRAINING, tight, OPTIONS)
     assert problem is not None and "whatever share vLLM is given; set vllm_enable_sleep_mode=True" in problem
-    # 30 GiB stay while it is awake, so it fits by turns.
+    # 30 GiB stay while vLLM is awake, so both fit in turns.
     assert misfit(SERVED, TRAINING, tight, replace(OPTIONS, memory_utilization=0.25, sleep_mode=True)) is None
     alone = misfit(SERVED, TRAINING, replace(GPU, available=44 * GIB), replace(OPTIONS, sleep_mode=True))
     assert alone is not None and "training alone needs 45 GiB: set gradient_checkpointing=True" in alone
 
 
 def test_on_a_cpu_the_share_counts_what_the_process_holds() -> None:
-    # 24 GiB less 12 that are held: just what vLLM needs.
+    # 24 GiB less the 12 held: exactly what vLLM needs.
     assert taken_by_vllm(SERVED, CPU, OPTIONS) == 12 * GIB
     assert misfit(SERVED, TRAINING, CPU, OPTIONS) is None
     problem = misfit(SERVED, TRAINING, CPU, replace(OPTIONS, memory_utilization=0.25))
@@ -84,7 +84,7 @@ def test_on_a_cpu_the_share_counts_what_the_process_holds() -> None:
 
 
 def test_on_a_cpu_the_cache_may_be_told_by_itself() -> None:
-    # 11 GiB of weights and room to compute, and 45 of training leave 14 of 70 for the cache.
+    # 11 GiB of weights and workspace and 45 of training leave 14 of 70 for the cache.
     assert misfit(SERVED, TRAINING, replace(CPU, cache=14 * GIB), OPTIONS) is None
     problem = misfit(SERVED, TRAINING, replace(CPU, cache=15 * GIB), OPTIONS)
     assert problem is not None and "set VLLM_CPU_KVCACHE_SPACE (GiB) between 1 and 14" in problem
@@ -126,15 +126,15 @@ def test_an_adapter_is_not_served_twice(model: Any) -> None:
 def test_a_policy_that_does_not_fit_is_refused_before_anything_starts(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(memory.CACHE_VARIABLE, "1")
+    monkeypatch.setenv(memory_check.CACHE_VARIABLE, "1")
     check_memory(model, OPTIONS, training=TrainingBytes.of(model))
     with pytest.raises(ValueError, match=r"training alone needs .*lower per_device_train_batch_size"):
         check_memory(model, OPTIONS, training=TrainingBytes.of(model, activations=1 << 60))
-    monkeypatch.setenv(memory.CACHE_VARIABLE, "1000000")
+    monkeypatch.setenv(memory_check.CACHE_VARIABLE, "1000000")
     with pytest.raises(ValueError, match=r"too much for both; set VLLM_CPU_KVCACHE_SPACE .GiB. between 1 and \d"):
         check_memory(model, OPTIONS, training=TrainingBytes.of(model))
 
 
 def test_what_this_process_holds_counts_as_its_own() -> None:
-    found = Memory.of(torch.device("cpu"))
-    assert found.is_cpu and 0 < found.held < found.available <= found.total + found.held
+    memory = Memory.of(torch.device("cpu"))
+    assert memory.is_cpu and 0 < memory.held < memory.available <= memory.total + memory.held

@@ -1,4 +1,4 @@
-"""What groupgrad adds to vLLM's own command line."""
+"""Arguments that groupgrad adds to vLLM's command line."""
 
 from __future__ import annotations
 

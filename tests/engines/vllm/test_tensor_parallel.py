@@ -1,4 +1,4 @@
-"""vLLM in several ranks: who may share a model, what the launcher is told, and sessions held together."""
+"""vLLM in several ranks: group sizes, launcher variables, and tensor-parallel sessions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_what_the_launcher_has_set_stays_and_what_was_added_goes(monkeypatch: py
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "4321")
     with launcher_environment():
-        told = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-    assert told == ["0", "0", "1", "localhost", "4321"]
+        values = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    assert values == ["0", "0", "1", "localhost", "4321"]
     assert os.environ["MASTER_PORT"] == "4321" and "RANK" not in os.environ and "MASTER_ADDR" not in os.environ
     monkeypatch.delenv("MASTER_PORT")
     with launcher_environment():
@@ -50,7 +50,7 @@ def test_what_the_launcher_has_set_stays_and_what_was_added_goes(monkeypatch: py
 
 
 class Engine:
-    """One engine of several that must do the same: each step samples a token, which is the row's seed."""
+    """One of several engines that must act alike: each step samples a token, which is the row's seed."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -85,22 +85,22 @@ class Engine:
 
 
 class Ranks:
-    """Threads that stand for ranks."""
+    """Ranks simulated by threads."""
 
     def __init__(self, size: int):
         self.size, self._barrier = size, threading.Barrier(size, timeout=5.0)
-        self._told: list[Any] = [None] * size
+        self._gathered: list[Any] = [None] * size
         self.engines = [Engine() for _ in range(size)]
         self.results: list[Any] = [None] * size
 
     def run(self, work: Any) -> None:
         def of(rank: int) -> None:
             def gather(obj: Any) -> list[Any]:
-                self._told[rank] = obj
+                self._gathered[rank] = obj
                 self._barrier.wait()
-                told = list(self._told)
+                gathered = list(self._gathered)
                 self._barrier.wait()
-                return told
+                return gathered
 
             session = TensorParallelSession(self.engines[rank], rank, gather)
             try:

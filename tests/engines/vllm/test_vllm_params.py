@@ -1,4 +1,4 @@
-"""What a request means in vLLM's words."""
+"""Translation of options and requests into vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_log_probs_are_plain_without_cuts_and_penalties(changes: dict[str, Any],
         ({"top_p": 0.9}, "raw_logprobs"),
         ({"extra": {"min_tokens": 3}}, "raw_logprobs"),
         ({"extra": {"min_tokens": 0}}, "processed_logprobs"),
-        # Ends thinking by tokens that it puts in.
+        # vLLM ends thinking by inserting tokens.
         ({"extra": {"thinking_token_budget": 0}}, "raw_logprobs"),
         ({"top_p": 0.9, "temperature": 0.7}, None),
     ],
