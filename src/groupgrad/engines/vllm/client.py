@@ -27,7 +27,7 @@ from groupgrad.engines.vllm.http import (
 )
 from groupgrad.engines.vllm.lora import adapter_bytes
 from groupgrad.engines.vllm.server_session import ServerSession
-from groupgrad.engines.vllm.vllm_engine import PushKind, VLLMEngine, new_weight_version
+from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_params import refusal, sampling_fields
 from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GroupTransport, HttpTransport, choose_transport
@@ -65,16 +65,6 @@ class Requirements:
         return cls(int(text.vocab_size), num_tokens, {**model_sizes(config), "architecture": type(base).__name__})
 
 
-@dataclass(slots=True)
-class _Push:
-    """The last push, kept for a server that is restarted."""
-
-    model: nn.Module
-    kind: PushKind
-    weight_version: str
-    policy_step: int
-
-
 class VLLMServerEngine(VLLMEngine):
     """Samples from a vLLM server; `vllm_params` says of which distribution its log-probs are.
 
@@ -105,7 +95,6 @@ class VLLMServerEngine(VLLMEngine):
         """The transport of the last push, and the server's start id that it was chosen for."""
         self._requirements: Requirements | None = None
         self._info: dict[str, Any] = {}
-        self._last_push: _Push | None = None
         self._base_version = f"base-{uuid.uuid4().hex[:8]}"
         """Weight version of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
@@ -149,7 +138,7 @@ class VLLMServerEngine(VLLMEngine):
 
         The server does not sample until all weights have arrived and were verified.
         """
-        return self._push_new(model, "weights", policy_step)
+        return self._push_new(Push(model, "weights", policy_step))
 
     def push_adapter(self, model: nn.Module, policy_step: int) -> str:
         """Send the active LoRA adapter; returns its weight version. ValueError if the model is sharded.
@@ -158,7 +147,7 @@ class VLLMServerEngine(VLLMEngine):
         """
         if is_sharded(model):
             raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
-        return self._push_new(model, "adapter", policy_step)
+        return self._push_new(Push(model, "adapter", policy_step))
 
     def expect(self, weight_version: str) -> None:
         """Sample from this weight version, which another rank has pushed."""
@@ -247,20 +236,19 @@ class VLLMServerEngine(VLLMEngine):
         if problems:
             raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
-    def _push_new(self, model: nn.Module, kind: PushKind, policy_step: int) -> str:
+    def _push_new(self, push: Push) -> str:
         if self._requirements is None:
-            self.connect(model)
+            self.connect(push.model)
         if not self._pushes:
             # Gathering sharded parameters takes all ranks.
-            for _ in served_weights(model) if is_sharded(model) else ():
+            for _ in served_weights(push.model) if is_sharded(push.model) else ():
                 pass
             return self._weight_version or ""
-        self._weight_version = new_weight_version(policy_step)
-        self._last_push = _Push(model, kind, self._weight_version, policy_step)
-        self._push(self._last_push)
-        return self._weight_version
+        self._weight_version, self._last_push = push.weight_version, push
+        self._push(push)
+        return push.weight_version
 
-    def _push(self, push: _Push) -> None:
+    def _push(self, push: Push) -> None:
         """Push, again if the server goes away meanwhile and comes back."""
         started = time.monotonic()
         for attempt in range(1, PUSH_ATTEMPTS + 1):
@@ -325,7 +313,7 @@ class VLLMServerEngine(VLLMEngine):
         self._chosen = start_id, transport
         return transport
 
-    def _push_adapter(self, push: _Push) -> None:
+    def _push_adapter(self, push: Push) -> None:
         self._reconnect()  # the server may have been restarted, in another dtype
         files = adapter_files(push.model)
         rank, max_rank = int(files.config["r"]), int(self._info["max_lora_rank"])

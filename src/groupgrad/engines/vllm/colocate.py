@@ -12,7 +12,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from groupgrad.engines.vllm.colocate_start import ColocateOptions, classes_resto
 from groupgrad.engines.vllm.lora import adapter_bytes, lora_rank, lora_request
 from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
 from groupgrad.engines.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel
-from groupgrad.engines.vllm.vllm_engine import PushKind, VLLMEngine, VLLMSession, new_weight_version
+from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine, VLLMSession
 from groupgrad.engines.vllm.vllm_params import (
     FINISH_REASONS,
     plain_errors,
@@ -39,15 +38,6 @@ from groupgrad.engines.vllm.vllm_params import (
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, specs_of, specs_to_json, torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, served_weights, weights_to_the_end
-
-
-@dataclass(slots=True)
-class _Push:
-    """The last push, repeated after vLLM slept."""
-
-    model: nn.Module
-    policy_step: int
-    kind: PushKind
 
 
 class VLLMColocateEngine(VLLMEngine):
@@ -75,7 +65,6 @@ class VLLMColocateEngine(VLLMEngine):
             self._llm = start(str(Path(self._folder.name) / "model"), options)
         self._asleep: set[str] = set()
         """Memory that vLLM has freed: `weights`, `kv_cache`."""
-        self._last_push: _Push | None = None
         self._has_base = False
         """True while vLLM has the weights below the adapter, which do not change in training."""
         self._adapter: Any = None
@@ -95,11 +84,11 @@ class VLLMColocateEngine(VLLMEngine):
 
         RuntimeError if rows are being sampled, or if parameters of vLLM's model were left without new values.
         """
-        self._begin_push(_Push(model, policy_step, "weights"))
+        push = self._begin_push(Push(model, "weights", policy_step))
         self._has_base = False
         self._load(model, merge=True)
         self._use_adapter(None)
-        return self._finish_push(new_weight_version(policy_step))
+        return self._finish_push(push)
 
     def push_adapter(self, model: nn.Module, policy_step: int) -> str:
         """Load the active LoRA adapter; returns its weight version. Collective if it is sharded.
@@ -112,22 +101,22 @@ class VLLMColocateEngine(VLLMEngine):
         if rank > (lora_rank(max_rank) if max_rank else 0):
             has = f"was started for adapters up to rank {max_rank}" if max_rank else "was started without adapters"
             raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
-        self._begin_push(_Push(model, policy_step, "adapter"))
+        push = self._begin_push(Push(model, "adapter", policy_step))
         if not self._has_base:
             self._load(model, merge=False)
             self._has_base = True
         self._num_adapters += 1
-        weight_version = new_weight_version(policy_step)
         folder = Path(self._folder.name) / f"adapter-{self._num_adapters}"
         contents = adapter_bytes(files, torch_dtype(self._options.dtype))
-        self._use_adapter(lora_request(weight_version, self._num_adapters, folder, *contents))
-        return self._finish_push(weight_version)
+        self._use_adapter(lora_request(push.weight_version, self._num_adapters, folder, *contents))
+        return self._finish_push(push)
 
-    def _begin_push(self, push: _Push) -> None:
+    def _begin_push(self, push: Push) -> Push:
         if self._engine.has_unfinished_requests():
             raise RuntimeError("weights cannot change while rows are sampled; close the session first")
         self._wake("weights")
         self._weight_version, self._last_push = None, push
+        return push
 
     def _load(self, model: nn.Module, *, merge: bool) -> None:
         dtype = torch_dtype(self._options.dtype)
@@ -147,14 +136,14 @@ class VLLMColocateEngine(VLLMEngine):
             shutil.rmtree(previous.lora_path, ignore_errors=True)
         self._adapter = adapter
 
-    def _finish_push(self, weight_version: str) -> str:
+    def _finish_push(self, push: Push) -> str:
         """Drop everything computed with earlier weights, and let sampling begin with those of the push."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget what it computed with the weights before")
         # Image features have a cache of their own.
         self._engine.reset_encoder_cache()
-        self._weight_version = weight_version
-        return weight_version
+        self._weight_version = push.weight_version
+        return push.weight_version
 
     def check(self, options: SamplingOptions, *, num_tokens: int = 0) -> None:
         """ValueError for sampling options that vLLM refuses, and for `num_tokens` of prompt and completion that exceed

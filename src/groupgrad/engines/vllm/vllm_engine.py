@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -12,7 +13,19 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
 from groupgrad.engines.vllm.vllm_params import PROCESSED, is_plain, sampling_fields
 
-PushKind = Literal["weights", "adapter"]
+
+@dataclass(slots=True)
+class Push:
+    """A push, kept so that it can be repeated for a restarted or woken vLLM."""
+
+    model: nn.Module
+    kind: Literal["weights", "adapter"]
+    policy_step: int
+    weight_version: str = field(init=False)
+    """The policy step and a suffix that no other push has."""
+
+    def __post_init__(self) -> None:
+        self.weight_version = f"{self.policy_step}-{uuid.uuid4().hex[:8]}"
 
 
 class VLLMEngine:
@@ -24,6 +37,7 @@ class VLLMEngine:
     def __init__(self, regex: str | None = None):
         self._regex = regex
         self._weight_version: str | None = None
+        self._last_push: Push | None = None
         self.is_frozen = False
         """True while the policy may change during sampling, so that it must not be pushed."""
         self.is_stopped = False
@@ -31,10 +45,7 @@ class VLLMEngine:
 
     @property
     def weight_version(self) -> str:
-        """Token of the push that samples come from: its policy step and a unique suffix.
-
-        ValueError before the first push and after one that failed.
-        """
+        """Token of the push that samples come from. ValueError before the first push and after one that failed."""
         if self._weight_version is None:
             raise ValueError(
                 "vLLM has no whole weights: no weights were pushed yet, or the last push failed; call push before "
@@ -128,8 +139,3 @@ class VLLMSession:
     def close(self) -> None:
         """Abort requests that have not ended."""
         raise NotImplementedError
-
-
-def new_weight_version(policy_step: int) -> str:
-    """A token for a push of this step's weights that no other push has."""
-    return f"{policy_step}-{uuid.uuid4().hex[:8]}"
