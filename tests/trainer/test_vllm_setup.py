@@ -15,11 +15,11 @@ from groupgrad.trainer import vllm_setup
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, make_model: Any, tmp_path: Any) -> Any:
     """The options with which colocated vLLM would be started, by configuration fields."""
-    found: list[ColocateOptions] = []
+    started_with: list[ColocateOptions] = []
 
     class Engine:
         def __init__(self, model: Any, tokenizer: Any, chosen: ColocateOptions):
-            found.append(chosen)
+            started_with.append(chosen)
 
         def check(self, sampling: Any, *, num_tokens: int) -> None:
             assert num_tokens == 9  # a prompt has at least one token
@@ -34,7 +34,7 @@ def start(monkeypatch: pytest.MonkeyPatch, make_model: Any, tmp_path: Any) -> An
         settings = {"bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 8, **fields}
         config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **settings)
         vllm_setup._colocate_policy(config, make_model(), None, sampling_options(config, eos_ids=[1], pad_id=0))
-        return found[-1]
+        return started_with[-1]
 
     return start
 

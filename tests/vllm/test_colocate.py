@@ -121,13 +121,13 @@ def test_requests_may_come_while_others_are_sampled(engine: VLLMColocateEngine, 
     expected = [sample.ids for sample in engine.sample(rows, OPTIONS)]
     with open_session(engine, OPTIONS) as session:
         tickets = [session.submit(row) for row in rows[:2]]
-        found = dict(session.advance())
+        samples = dict(session.advance())
         tickets += [session.submit(row) for row in rows[2:]]
         with pytest.raises(RuntimeError, match="while rows are sampled"):
             engine.push(policy, 1)
         while session.num_open:
-            found.update(session.advance())
-    assert [found[ticket].ids for ticket in tickets] == expected
+            samples.update(session.advance())
+    assert [samples[ticket].ids for ticket in tickets] == expected
 
 
 def test_rows_that_are_given_up_leave_nothing_behind(engine: VLLMColocateEngine, policy: Any) -> None:

@@ -68,12 +68,12 @@ def test_requests_may_come_while_others_are_sampled(engine: VLLMServerEngine, po
 
     with engine.session(OPTIONS) as session:
         tickets = [session.submit(row) for row in first]
-        found = dict(session.advance())
+        samples = dict(session.advance())
         tickets += [session.submit(row) for row in second]
         while session.num_open:
-            found.update(session.advance())
+            samples.update(session.advance())
 
-    assert [found[ticket].ids for ticket in tickets] == expected
+    assert [samples[ticket].ids for ticket in tickets] == expected
 
 
 def test_log_probs_are_of_the_temperature_softmax(engine: VLLMServerEngine, policy: Any) -> None:
@@ -216,7 +216,7 @@ def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "
 
 
 def test_others_cannot_keep_a_push_waiting(server: Served, engine: VLLMServerEngine, policy: Any) -> None:
-    def told() -> dict[str, Any]:
+    def info() -> dict[str, Any]:
         return call(server.address, "info", timeout_s=10.0)
 
     engine.push(policy, 0)
@@ -226,9 +226,9 @@ def test_others_cannot_keep_a_push_waiting(server: Served, engine: VLLMServerEng
             for worker in workers:
                 worker.suspend()
             early = threads.submit(_completion, server)
-            until(lambda: told()["num_sampling"] == 1)
+            until(lambda: info()["num_sampling"] == 1)
             push = threads.submit(engine.push, policy, 1)
-            until(lambda: told()["push_is_waiting"])
+            until(lambda: info()["push_is_waiting"])
             with pytest.raises(urllib.error.HTTPError) as refused:
                 _completion(server)
             assert refused.value.code == 503 and refused.value.headers["Retry-After"] == "1"
@@ -241,8 +241,8 @@ def test_others_cannot_keep_a_push_waiting(server: Served, engine: VLLMServerEng
 def _completion(server: Served) -> int:
     """The status of vLLM's own answer."""
     data = json.dumps({"model": server.command[server.command.index("--model") + 1], "prompt": [5, 6]}).encode()
-    asked = urllib.request.Request(f"{server.address}/v1/completions", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=60.0) as answer:
+    request = urllib.request.Request(f"{server.address}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60.0) as answer:
         return answer.status
 
 

@@ -40,9 +40,9 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     expected = [sample.ids for sample in engine.sample(LONG, OPTIONS)]
     with engine.session(OPTIONS) as session:
         tickets = [session.submit(LONG[0])]
-        found: dict[int, Sample] = {}
+        samples: dict[int, Sample] = {}
         while session.num_open:
-            found.update(session.advance())
+            samples.update(session.advance())
         freeze(served)
         tickets += [session.submit(row) for row in LONG[1:]]
         session.advance()
@@ -50,10 +50,10 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
         restart = threading.Timer(1.0, served.start)
         restart.start()
         while session.num_open:
-            found.update(session.advance())
+            samples.update(session.advance())
     restart.join()
     assert engine.info["start_id"] != first
-    assert [found[ticket].ids for ticket in tickets] == expected
+    assert [samples[ticket].ids for ticket in tickets] == expected
     assert engine.policy_step == 1
 
     # It dies during a push.
@@ -95,7 +95,7 @@ def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy
     with engine.session(OPTIONS) as session:
         tickets = [session.submit(row) for row in LONG]
         freeze(served)
-        found = dict(session.advance())
+        samples = dict(session.advance())
         for worker in served.workers():
             worker.kill()
         process = served.process
@@ -108,8 +108,8 @@ def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy
 
         threading.Thread(target=restart, daemon=True).start()
         while session.num_open:
-            found.update(session.advance())
-    assert [found[t].ids for t in tickets] == [s.ids for s in engine.sample(LONG, OPTIONS)]
+            samples.update(session.advance())
+    assert [samples[t].ids for t in tickets] == [s.ids for s in engine.sample(LONG, OPTIONS)]
     assert call(served.address, "info", timeout_s=10.0)["weight_version"] == engine.weight_version
 
     # It dies and does not come back: the error names the rows.

@@ -204,8 +204,8 @@ def test_agents_call_tools(mode: str, train: Any, tokenizer: Any) -> None:
     )
     assert len(transcripts) == 16
     for messages in transcripts:
-        (asked, told) = messages[0]["tool_calls"][0]["function"]["arguments"], messages[1]
-        assert told["role"] == "tool" and told["content"] == str(asked["a"] + asked["b"])
+        (arguments, answer) = messages[0]["tool_calls"][0]["function"]["arguments"], messages[1]
+        assert answer["role"] == "tool" and answer["content"] == str(arguments["a"] + arguments["b"])
     assert logged(trainer, "tools/call_frequency") == [1.0, 1.0]
     assert min(logged(trainer, "grad_norm")) > 0
 

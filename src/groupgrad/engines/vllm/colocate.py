@@ -213,7 +213,7 @@ class ColocateSession(VLLMSession):
     """A session over vLLM's engine; each `advance` is one of its steps.
 
     Every sample is checked: its weights are still those of `weight_version`, by `current_version` and by its adapter,
-    and vLLM made the given prompt of ids and images.
+    and vLLM's prompt is the request's, images included.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class ColocateSession(VLLMSession):
         self._engine, self._fields = engine, fields
         self._current_version, self._weight_version, self._adapter = current_version, weight_version, adapter
         self._tickets: dict[str, int] = {}
-        """By vLLM's request id."""
+        """Tickets by vLLM's request id."""
 
     def submit(self, request: Request) -> int:
         """Ticket of a request that is sampled from now on. ValueError, with vLLM's reason, if it does not fit."""

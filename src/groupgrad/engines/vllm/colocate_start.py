@@ -58,7 +58,7 @@ def save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     inner: Any = unwrap(model)
     base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     base.config.save_pretrained(folder)
-    # A config that was made in code names no architecture.
+    # A config that was built in code has no architecture.
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["architectures"] = config.get("architectures") or [type(base).__name__]

@@ -1,4 +1,4 @@
-"""Checks by arithmetic, before either starts, that colocated vLLM and training fit on one device.
+"""Memory arithmetic that checks, before vLLM starts, that it and training fit on one device.
 
 vLLM takes its configured share of the device whatever it needs: its weights, a workspace, and the rest for keys and
 values. On a CPU the size of the cache may be set by itself (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
@@ -32,11 +32,11 @@ class TrainingBytes:
     """Memory that training takes on this device."""
 
     weights: int
-    """Of the policy, a reference model and whatever else stays."""
+    """The policy, a reference model and other memory that stays."""
     gradients: int
     optimizer: int
     activations: int
-    """Of the largest micro-batch, scratch memory included."""
+    """Those of the largest micro-batch, scratch memory included."""
 
     @classmethod
     def of(
@@ -73,7 +73,7 @@ class Memory:
     """Memory of the device, from this process's view."""
 
     total: int
-    """Of the whole device."""
+    """Capacity of the device."""
     available: int
     """Free, or held by this process."""
     held: int = 0

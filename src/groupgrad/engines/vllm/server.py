@@ -63,15 +63,15 @@ class ServerWeights:
     """State of the server's weights."""
 
     version: str = AS_LOADED
-    """Of the last push that was verified."""
+    """Weight version of the last push that was verified."""
     base_version: str = AS_LOADED
-    """Of the last push of weights that was verified, whatever adapters came after it."""
+    """Weight version of the last verified push of whole weights; pushes of adapters leave it."""
     is_complete: bool = True
     """False from the start of a push until one has been verified."""
     pending_version: str | None = None
-    """Version of the push under way, or of the last that broke off."""
+    """Weight version of the push under way, or of the last that broke off."""
     num_announced: int = 0
-    """Tensors in that push."""
+    """Number of tensors in that push."""
     adapter: Any = None
     """vLLM's request for the adapter that rows are sampled with."""
     num_adapters: int = 0

@@ -99,7 +99,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
-    """The TCP store where ranks meet; with `serves` this process hosts it.
+    """TCP store for the ranks' rendezvous; with `serves` this process hosts it.
 
     GroupBroken, naming the port, if it is taken or nobody opens it in time.
     """

@@ -27,7 +27,7 @@ class HttpTransport:
     """Sends buckets as bodies of HTTP calls, which the server hands to its workers; works everywhere."""
 
     device = torch.device("cpu")
-    """Where `send` expects buckets."""
+    """Device of the buckets that `send` takes."""
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""

@@ -47,7 +47,7 @@ class _Tie:
     """A layer that shares its weight with another, as an output head may with the embedding."""
 
     name: str
-    """Of the weight."""
+    """Checkpoint name of the weight."""
     layer: Any
     owner: Any
 
