@@ -232,7 +232,7 @@ def test_the_check_tries_the_images(seen: Seen):
 def test_a_model_whose_images_look_ahead_in_a_way_that_is_not_known_is_run_dense(monkeypatch):
     """Without images nobody would notice."""
     seen = make_seen("gemma3")
-    monkeypatch.setattr(vision, "_TWO_WAY_FAMILIES", ())
+    monkeypatch.setattr(vision, "has_bidirectional_images", lambda _type: False)
     assert check_layout(seen.model, ForwardOptions()).layout == "shared"
     report = check_layout(seen.model, ForwardOptions(), example=example_prompt(seen.processor))
     assert report.layout == "dense"

@@ -24,14 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from groupgrad import kernels
 from groupgrad.kernels import layers as parts
+from groupgrad.modeling.families import MLPS, NORMS, is_transformers_class
 from groupgrad.modeling.scoring.attention import is_checkpointing
 from groupgrad.modeling.systems.zero3 import is_sharded
-
-_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
-"""Of transformers, which compute weight * (x / sqrt(mean(x^2) + epsilon)) in this very form."""
-
-_GATES = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
-"""Of transformers, which compute down(activation(gate(x)) * up(x))."""
 
 _LINEAR = nn.Linear.forward
 
@@ -111,14 +106,14 @@ def _replacement(module: nn.Module, *, has_kernels: bool) -> Callable[[Any, torc
     kind = type(module)
     if kind is nn.Linear:
         return _linear if has_kernels and nn.Linear.forward is _LINEAR and _is_plain(module.weight) else None
-    if not kind.__module__.startswith("transformers.models.") or kind.forward.__module__ != kind.__module__:
+    if not is_transformers_class(kind) or kind.forward.__module__ != kind.__module__:
         return None
-    if kind.__name__ in _NORMS:
+    if kind.__name__ in NORMS:
         weight: Any = module._parameters.get("weight")
         if type(weight) in _OWN and weight.is_cuda:
             return _fused_norm if weight.numel() else None
         return _normalise if _is_plain(weight) else None
-    return _gate if has_kernels and kind.__name__ in _GATES and is_silu(module.act_fn) else None
+    return _gate if has_kernels and kind.__name__ in MLPS and is_silu(module.act_fn) else None
 
 
 def _is_plain(weight: Any) -> bool:

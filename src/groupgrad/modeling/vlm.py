@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.modeling.families import IMAGE_TOKEN_FIELDS, VIDEO_TOKEN_FIELDS, has_bidirectional_images
 from groupgrad.modeling.scoring.attention import AttentionCall, AttentionPlan, arguments, pretrained
 from groupgrad.types import Media
-
-_TWO_WAY_FAMILIES = ("gemma3",)
-"""Model types (by how they begin) whose decoder lets the tokens of an image see each other in both directions."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -151,8 +149,7 @@ def is_multimodal(model: nn.Module) -> bool:
 def placeholder_ids(model: nn.Module) -> tuple[int, ...]:
     """The token ids for which the model looks in its input ids; empty for a model that does not see."""
     config = getattr(pretrained(model), "config", None)
-    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-    found = [getattr(config, name, None) for name in names]
+    found = [getattr(config, name, None) for name in IMAGE_TOKEN_FIELDS + VIDEO_TOKEN_FIELDS]
     return tuple(sorted({int(value) for value in found if value is not None}))
 
 
@@ -189,7 +186,7 @@ def image_places(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Ten
 def _spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:
     types = media.token_tensors.get("token_type_ids")
     kind = str(getattr(getattr(pretrained(model), "config", None), "model_type", ""))
-    if types is None or not kind.startswith(_TWO_WAY_FAMILIES):
+    if types is None or not has_bidirectional_images(kind):
         return ()
     spans, end = [], 0
     for value, run in groupby(types.tolist()):

@@ -14,8 +14,9 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, engine
 from groupgrad.engines.native import runner as graphs
 from groupgrad.engines.native.attention_plans import ProbePlan
-from groupgrad.engines.native.direct_step import FAMILIES, DirectModel, direct_model
+from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.engines.native.logits import last_logits
+from groupgrad.modeling.families import CAUSAL_LMS
 
 OPTIONS = SamplingOptions(max_new_tokens=30, eos_ids=(1,), pad_id=0)
 
@@ -71,7 +72,7 @@ def requests() -> list[Request]:
 
 
 def test_every_family_is_tried():
-    assert {f"{name}ForCausalLM" for name in CHANGES} == FAMILIES
+    assert {f"{name}ForCausalLM" for name in CHANGES} == CAUSAL_LMS
 
 
 @pytest.mark.parametrize("family", sorted(CHANGES))

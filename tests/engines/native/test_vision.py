@@ -190,7 +190,7 @@ def test_the_engine_is_chosen_with_images_in_sight(seen: Seen):
 
 def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(monkeypatch, caplog):
     seen = make_seen("gemma3")
-    monkeypatch.setattr(vision, "_TWO_WAY_FAMILIES", ())
+    monkeypatch.setattr(vision, "has_bidirectional_images", lambda _type: False)
     assert choose_engine(seen.model, EngineOptions(), FREE).name == "native"
     chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
     assert chosen.name == "transformers"

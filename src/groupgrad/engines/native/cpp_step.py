@@ -14,11 +14,9 @@ from groupgrad.engines.native.kv_cache import KVCache
 from groupgrad.engines.native.packed_linear import is_plain, lies_plainly
 from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
+from groupgrad.modeling.families import POSITION_ONLY_ROPE_TYPES, is_rms_norm
 from groupgrad.modeling.fused_modules import is_silu
 from groupgrad.modeling.scoring.attention import AttentionCall
-
-ROTARY_KINDS = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary embeddings whose angles depend on the position alone."""
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
 
@@ -257,7 +255,7 @@ class CompiledStep:
 
 
 def compiled_model(inner: Any, calls: dict[int, AttentionCall]) -> CompiledModel | None:
-    """The compiled form of a decoder of one of `direct.FAMILIES`, or None if it has none here.
+    """The compiled form of a decoder of one of `families.CAUSAL_LMS`, or None if it has none here.
 
     `calls` is what its layers ask of attention. No layer may be anything but what its class computes: adapters, hooks
     and activations other than SiLU have to be called.
@@ -291,7 +289,7 @@ def _fits(inner: Any, parts: list[_Parts]) -> bool:
     backbone = inner.model
     if type(backbone.embed_tokens) is not nn.Embedding or backbone.embed_tokens.max_norm is not None:
         return False
-    if getattr(backbone.rotary_emb, "rope_type", None) not in ROTARY_KINDS:
+    if getattr(backbone.rotary_emb, "rope_type", None) not in POSITION_ONLY_ROPE_TYPES:
         return False
     if not all(is_silu(layer.mlp.act_fn) for layer in backbone.layers):
         return False
@@ -300,17 +298,13 @@ def _fits(inner: Any, parts: list[_Parts]) -> bool:
     linears = [inner.lm_head, *(getattr(p, name) for p in parts for name in _LINEARS)]
     norms = [backbone.norm, *(getattr(p, name) for p in parts for name in _NORMS)]
     norms = [norm for norm in norms if norm is not None]
-    if not all(map(is_plain, linears)) or not all(map(_is_norm, norms)):
+    if not all(map(is_plain, linears)) or not all(map(is_rms_norm, norms)):
         return False
     if len({norm.variance_epsilon for norm in norms}) != 1 or len(set(map(_shape, parts))) != 1:
         return False
     width = backbone.layers[0].self_attn.head_dim
     is_whole = width % 2 == 0 and 2 * backbone.rotary_emb.inv_freq.numel() == width
     return is_whole and all(map(lies_plainly, inner.parameters()))
-
-
-def _is_norm(module: Any) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and set(module._parameters) == {"weight"}
 
 
 def _shape(parts: _Parts) -> tuple[Any, ...]:

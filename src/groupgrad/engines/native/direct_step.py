@@ -21,25 +21,10 @@ from torch import nn
 from groupgrad.engines.native.cpp_step import CompiledModel, compiled_model
 from groupgrad.kernels import layers as parts
 from groupgrad.kernels import library
+from groupgrad.modeling.families import CAUSAL_LMS, DECODERS, is_rms_norm, is_transformers_class
 from groupgrad.modeling.fused_modules import is_replaced, is_silu
 from groupgrad.modeling.scoring.attention import AttentionCall, AttentionPlan
 from groupgrad.modeling.vlm import is_multimodal
-
-FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Pre-norm decoders of RMS norms, rotary embeddings on whole heads and gated layers, nothing else in between."""
-
-SPEAKERS = frozenset(
-    {
-        "LlamaModel",
-        "MistralModel",
-        "Qwen2Model",
-        "Qwen3Model",
-        "Qwen2VLTextModel",
-        "Qwen2_5_VLTextModel",
-        "Qwen3VLTextModel",
-    }
-)
-"""The same inside models that see. Where positions have several axes, those of text are alike."""
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -122,13 +107,13 @@ class _Speaker(nn.Module):
 
 def _speaker(inner: Any) -> Any:
     """What decodes text in a model, if it is of a known kind: the model itself, or a part of one that sees."""
-    if not type(inner).__module__.startswith("transformers.models."):
+    if not is_transformers_class(type(inner)):
         return None
-    if type(inner).__name__ in FAMILIES:
+    if type(inner).__name__ in CAUSAL_LMS:
         return inner
     # Some models that do not see put other layers around a decoder of the same name.
     decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if is_multimodal(inner) else (None, None)
-    is_known = type(decoder).__name__ in SPEAKERS and type(decoder).__module__.startswith("transformers.models.")
+    is_known = type(decoder).__name__ in DECODERS and is_transformers_class(type(decoder))
     return _Speaker(decoder, head) if is_known and type(head) is nn.Linear else None
 
 
@@ -168,7 +153,7 @@ def _map(module: Any) -> _Map:
     """What the module computes: of plain ones the bare formula, others (adapters) are called."""
     if type(module) is nn.Linear:
         return module.forward
-    if type(module).__name__.endswith("RMSNorm") and set(module._parameters) == {"weight"}:
+    if is_rms_norm(module):
         weight, epsilon, kernels = module.weight, module.variance_epsilon, library()
         if kernels is not None:
             return lambda hidden: parts.norm(kernels, hidden, weight, epsilon)

@@ -12,6 +12,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from groupgrad.modeling.families import IMAGE_TILE_TOKENS, IMAGE_TOKEN_FIELDS
+
 _PNG_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA"})
 
 
@@ -64,7 +66,7 @@ def folded(ids: Sequence[int], num_images: int, config: Any, tokenizer: Any = No
     SmolVLM, with the tokens between them, are folded into one token. Where nothing surrounds images, a single run of
     placeholders may hold several of them. Otherwise ValueError if there are fewer runs than images.
     """
-    placeholder = _token(config, "image_token_id", "image_token_index")
+    placeholder = _token(config, *IMAGE_TOKEN_FIELDS)
     if placeholder is None:
         kind = getattr(config, "model_type", type(config).__name__)
         raise ValueError(f"the prompt has {num_images} images, but {kind} names no token for images: vLLM cannot see")
@@ -109,7 +111,7 @@ def _fold_tiles(ids: list[int], num_images: int, placeholder: int, tokenizer: An
     A tile begins with an edge token, which also ends the last one; the whole image comes last, after a token of its
     own.
     """
-    edge, whole = (_token_of(tokenizer, text) for text in ("<fake_token_around_image>", "<global-img>"))
+    edge, whole = (_token_of(tokenizer, text) for text in IMAGE_TILE_TOKENS)
     if edge is None or whole is None:
         return None
     short: list[int] = []

@@ -1,6 +1,6 @@
 """What a model's own forward pass makes of its output head, read from its config.
 
-The table below is what the causal language models of transformers 5 do after their head (`modeling_*.py`). A family
+`families.FAMILIES` lists what the causal language models of transformers 5 do after their head. A family
 that it does not know but whose config speaks of logits has no recipe, and neither has a head that is no plain linear
 layer, one under a LoRA adapter, or one that an adapter trains as a whole; such models compute their logits themselves.
 """
@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from groupgrad.modeling.adapters import active_adapters, is_adapted
+from groupgrad.modeling.families import LogitEffect, logit_effect
 from groupgrad.modeling.load import _Float32Linear
 from groupgrad.modeling.scoring.head import LogitTransform, LowRank
 from groupgrad.modeling.systems.zero3 import is_sharded
 
-Effect = Literal["multiply", "divide", "cap"]
-
-# Config field -> what it does to the head's output, and the model types that read it so (by how their name begins).
-_EFFECTS: dict[str, list[tuple[Effect, tuple[str, ...]]]] = {
-    "logit_scale": [("multiply", ("cohere",))],
-    "logits_scaling": [("divide", ("granite",)), ("multiply", ("hyperclovax",))],
-    "lm_head_multiplier": [("multiply", ("falcon_h1",))],
-    "final_logit_softcapping": [("cap", ("gemma2", "gemma3", "gemma4", "vaultgemma", "nanochat", "beam"))],
-    "logits_soft_cap": [("cap", ("recurrent_gemma",))],
-    "output_logit_soft_cap": [("cap", ("xlstm",))],
-}
 _SPEAKS_OF_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")
 # Fields of such a name that do not concern the head's output.
 _UNRELATED = re.compile("router|attn_|attention_|num_logits_to_keep")
@@ -113,7 +103,7 @@ def _from_fields(config: Any) -> LogitTransform | None:
     for field, value in fields.items():
         if not _SPEAKS_OF_LOGITS.search(field) or _UNRELATED.search(field):
             continue
-        effect = _effect(field, config.model_type)
+        effect = logit_effect(config.model_type, field)
         if value is None:
             continue
         if effect is None and value != 1.0:
@@ -123,14 +113,7 @@ def _from_fields(config: Any) -> LogitTransform | None:
     return transform
 
 
-def _effect(field: str, model_type: str) -> Effect | None:
-    for effect, families in _EFFECTS.get(field, []):
-        if model_type.startswith(families):
-            return effect
-    return None
-
-
-def _apply(transform: LogitTransform, effect: Effect, value: float) -> LogitTransform:
+def _apply(transform: LogitTransform, effect: LogitEffect, value: float) -> LogitTransform:
     if effect == "cap":
         return replace(transform, softcap=value)
     return replace(transform, scale=transform.scale * (value if effect == "multiply" else 1.0 / value))

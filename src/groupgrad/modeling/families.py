@@ -1,0 +1,95 @@
+"""The facts about model families that this package relies on: one table row per family of transformers models.
+
+The self-check compares every model with its own dense forward pass before training, so a family that is missing here
+still trains; it only runs on a slower path. The facts are read from `modeling_*.py` of transformers 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LogitEffect = Literal["multiply", "divide", "cap"]
+
+
+@dataclass(slots=True, frozen=True)
+class Family:
+    """One model family. Class names are those in `transformers.models`; empty where a fact does not hold."""
+
+    model_type: str
+    """Prefix of `config.model_type`."""
+    causal_lm: str = ""
+    """Pre-norm decoder of RMS norms, rotary embeddings on whole heads and gated MLPs, with nothing else in between."""
+    decoder: str = ""
+    """The same decoder inside a VLM. Where its positions have several axes, those of text tokens are equal."""
+    norm: str = ""
+    """Computes weight * (x / sqrt(mean(x^2) + epsilon)) in this order of operations."""
+    mlp: str = ""
+    """Computes down(activation(gate(x)) * up(x))."""
+    logit_effects: dict[str, LogitEffect] = field(default_factory=dict)
+    """Config field -> operation that the model applies to the output head's logits with the field's value."""
+    bidirectional_images: bool = False
+    """Tokens of one image attend to each other in both directions."""
+
+
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM", "LlamaModel", "LlamaRMSNorm", "LlamaMLP"),
+    Family("mistral", "MistralForCausalLM", "MistralModel", "MistralRMSNorm", "MistralMLP"),
+    Family("qwen2", "Qwen2ForCausalLM", "Qwen2Model", "Qwen2RMSNorm", "Qwen2MLP"),
+    Family("qwen2_vl", decoder="Qwen2VLTextModel"),
+    Family("qwen2_5_vl", decoder="Qwen2_5_VLTextModel"),
+    Family("qwen3", "Qwen3ForCausalLM", "Qwen3Model", "Qwen3RMSNorm", "Qwen3MLP"),
+    Family("qwen3_vl", decoder="Qwen3VLTextModel"),
+    Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),
+    Family("gemma3", logit_effects={"final_logit_softcapping": "cap"}, bidirectional_images=True),
+    Family("gemma4", logit_effects={"final_logit_softcapping": "cap"}),
+    Family("vaultgemma", logit_effects={"final_logit_softcapping": "cap"}),
+    Family("recurrent_gemma", logit_effects={"logits_soft_cap": "cap"}),
+    Family("nanochat", logit_effects={"final_logit_softcapping": "cap"}),
+    Family("beam", logit_effects={"final_logit_softcapping": "cap"}),
+    Family("xlstm", logit_effects={"output_logit_soft_cap": "cap"}),
+    Family("cohere", logit_effects={"logit_scale": "multiply"}),
+    Family("granite", logit_effects={"logits_scaling": "divide"}),
+    Family("hyperclovax", logit_effects={"logits_scaling": "multiply"}),
+    Family("falcon_h1", logit_effects={"lm_head_multiplier": "multiply"}),
+)
+
+CAUSAL_LMS = frozenset(family.causal_lm for family in FAMILIES if family.causal_lm)
+DECODERS = frozenset(family.decoder for family in FAMILIES if family.decoder)
+NORMS = frozenset(family.norm for family in FAMILIES if family.norm)
+MLPS = frozenset(family.mlp for family in FAMILIES if family.mlp)
+
+POSITION_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings whose angles depend on the position alone, not on the sequence length."""
+
+IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")
+"""Config fields that hold the id of an image's placeholder token, by precedence."""
+
+VIDEO_TOKEN_FIELDS = ("video_token_id", "video_token_index")
+
+IMAGE_TILE_TOKENS = ("<fake_token_around_image>", "<global-img>")
+"""Idefics 3 and SmolVLM split an image into tiles: the token before and after each, and the whole image's own."""
+
+
+def is_transformers_class(cls: type) -> bool:
+    """True if transformers defines the class, so that its name identifies its computation."""
+    return cls.__module__.startswith("transformers.models.")
+
+
+def is_rms_norm(module: Any) -> bool:
+    """True for an RMSNorm whose only parameter is `weight`; its epsilon is `variance_epsilon`."""
+    return type(module).__name__.endswith("RMSNorm") and set(module._parameters) == {"weight"}
+
+
+def logit_effect(model_type: str, config_field: str) -> LogitEffect | None:
+    """The operation on the logits that a config field stands for; None if it is unknown."""
+    return next((f.logit_effects[config_field] for f in _of_type(model_type) if config_field in f.logit_effects), None)
+
+
+def has_bidirectional_images(model_type: str) -> bool:
+    """True if tokens of one image attend to each other in both directions."""
+    return any(family.bidirectional_images for family in _of_type(model_type))
+
+
+def _of_type(model_type: str) -> list[Family]:
+    return [family for family in FAMILIES if model_type.startswith(family.model_type)]
