@@ -34,7 +34,7 @@ from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.weight_transport import GroupTransport, HttpTransport, SharedMemoryTransport
 from groupgrad.engines.vllm.wire import Bucket, pack
-from groupgrad.modeling.weights import adapter_files, served_weights
+from groupgrad.modeling.weights import adapter_files, checkpoint_weights
 
 RANK, MAX_CONTEXT = 16, 64
 
@@ -102,7 +102,7 @@ def with_adapter(model: Any) -> Any:
 
 def sizes(model: Any) -> int:
     """Bytes of all weights in a push."""
-    return sum(tensor.nbytes for _, tensor in served_weights(model))
+    return sum(tensor.nbytes for _, tensor in checkpoint_weights(model))
 
 
 def adapter_bytes(model: Any) -> int:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from groupgrad.data.images import (
     ImageError,
-    Place,
+    ImageSource,
     column_images,
     digest,
     image_blocks,
@@ -22,7 +22,7 @@ from groupgrad.data.images import (
     size_of,
 )
 
-PLACE = Place("image", 3, "train_dataset")
+PLACE = ImageSource("image", 3, "train_dataset")
 
 
 def picture(size: tuple[int, int] = (4, 2), color: Any = "red") -> Image.Image:
@@ -142,7 +142,7 @@ def test_a_file_that_is_cut_off_is_found_when_it_is_decoded():
     data = data[: len(data) // 2]
     assert size_of(data, PLACE) == (64, 64)
     with pytest.raises(ImageError, match=r"image 2 in 'images' of row 3 of train_dataset cannot be read: OSError"):
-        open_image(data, Place("images", 3, "train_dataset", 2))
+        open_image(data, ImageSource("images", 3, "train_dataset", 2))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP"])

@@ -14,7 +14,7 @@ from vision import NAMES, Built, build, picture, question
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Sample
-from groupgrad.modeling.vlm import joined
+from groupgrad.modeling.vlm import concat_media_tensors
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.types import Media, Prompt, Rollout
 
@@ -140,7 +140,9 @@ def joined_media(first: Media, gap: int, second: Media) -> Media:
         name: torch.cat([value, value.new_zeros(gap), second.token_tensors[name]])
         for name, value in first.token_tensors.items()
     }
-    return Media((*first.images, *second.images), joined([first, second]), types, f"{first.key} {second.key}")
+    return Media(
+        (*first.images, *second.images), concat_media_tensors([first, second]), types, f"{first.key} {second.key}"
+    )
 
 
 def plain_logprobs(model: nn.Module, seen: Seen, rows: Sequence[tuple[int, list[int]]] = ROWS) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
-from groupgrad.modeling.aux_loss import balance_weight, configured_weight
+from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.scoring.forward import ForwardOptions
 
 OPTIONS = ForwardOptions()
@@ -35,25 +35,25 @@ def silent() -> Any:
 
 
 def test_the_weight_is_the_users_or_the_models_own(build: Any) -> None:
-    assert configured_weight(build("qwen3-moe", router_aux_loss_coef=0.25), None) == 0.25
-    assert configured_weight(build("qwen3-moe", router_aux_loss_coef=0.25), 0.5) == 0.5
-    assert configured_weight(build("qwen3-moe", router_aux_loss_coef=0.25), 0.0) == 0.0
-    assert configured_weight(build("qwen3"), None) == configured_weight(build("qwen3"), 0.0) == 0.0
+    assert configured_aux_loss_weight(build("qwen3-moe", router_aux_loss_coef=0.25), None) == 0.25
+    assert configured_aux_loss_weight(build("qwen3-moe", router_aux_loss_coef=0.25), 0.5) == 0.5
+    assert configured_aux_loss_weight(build("qwen3-moe", router_aux_loss_coef=0.25), 0.0) == 0.0
+    assert configured_aux_loss_weight(build("qwen3"), None) == configured_aux_loss_weight(build("qwen3"), 0.0) == 0.0
     with pytest.raises(ValueError, match=r"router_aux_loss_coef=0.5, but Qwen3ForCausalLM tells of no routed experts"):
-        configured_weight(build("qwen3"), 0.5)
+        configured_aux_loss_weight(build("qwen3"), 0.5)
 
 
 def test_a_model_that_has_one_keeps_its_weight(build: Any) -> None:
     model = build("qwen3-moe").train()
-    assert balance_weight(model, OPTIONS, 0.25, None) == 0.25
-    assert balance_weight(model, OPTIONS, 0.25, 0.25) == 0.25
-    assert balance_weight(model, OPTIONS, 0.0, 0.0) == 0.0
+    assert effective_aux_loss_weight(model, OPTIONS, 0.25, None) == 0.25
+    assert effective_aux_loss_weight(model, OPTIONS, 0.25, 0.25) == 0.25
+    assert effective_aux_loss_weight(model, OPTIONS, 0.0, 0.0) == 0.0
     assert model.training
 
 
 def test_one_that_has_none_gets_none_unless_it_was_asked_for(silent: Any) -> None:
-    assert balance_weight(silent, OPTIONS, 0.001, None) == 0.0
+    assert effective_aux_loss_weight(silent, OPTIONS, 0.001, None) == 0.0
     with pytest.raises(
         ValueError, match=r"router_aux_loss_coef=0.1, but Lfm2MoeForCausalLM computes no load-balancing"
     ):
-        balance_weight(silent, OPTIONS, 0.1, 0.1)
+        effective_aux_loss_weight(silent, OPTIONS, 0.1, 0.1)

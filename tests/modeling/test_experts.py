@@ -16,7 +16,7 @@ from groupgrad.batch import Batch
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
-from groupgrad.modeling.self_check import batch_of, check_layout
+from groupgrad.modeling.self_check import build_batch, check_layout
 
 FAMILIES = ("qwen3-moe", "gpt-oss (experts, sinks)")
 NUM_EXPERTS, CHOSEN = 4, 2
@@ -139,7 +139,7 @@ def test_sampling_and_training_choose_the_same_experts(family: str, build: Any) 
         own = [hidden[i == 0 :] for hidden in seen]
         assert [len(part) for part in own[0]] == [len(prompts[q]), *[1] * (len(sampled[-1].ids) - 1)]
         chosen.append([torch.cat(hidden) for hidden in own])
-    batch = batch_of(prompts, owners, [sample.ids for sample in sampled])
+    batch = build_batch(prompts, owners, [sample.ids for sample in sampled])
     model.train()
     with router_inputs(model) as seen:
         scores = score_tokens(model, batch, replace(AUX, layout="packed"))

@@ -11,7 +11,7 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.liger import check_liger, kernel_config, kernels_in_force, put_kernels_in
+from groupgrad.modeling.liger import apply_kernels, check_liger, configured_kernels, kernel_config
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.modeling.self_check import check_layout
 
@@ -34,8 +34,8 @@ def library(monkeypatch: Any) -> list[tuple[Any, dict[str, Any]]]:
 
 def test_all_kernels_but_those_of_a_loss_on_labels(build: Any, library: Any) -> None:
     model = build("qwen3")
-    put_kernels_in(model, None)
-    put_kernels_in(model, {"rope": False, "fused_linear_cross_entropy": True})
+    apply_kernels(model, None)
+    apply_kernels(model, {"rope": False, "fused_linear_cross_entropy": True})
     assert library == [
         (model, {"cross_entropy": False, "fused_linear_cross_entropy": False}),
         (model, {"cross_entropy": False, "fused_linear_cross_entropy": True, "rope": False}),
@@ -45,13 +45,13 @@ def test_all_kernels_but_those_of_a_loss_on_labels(build: Any, library: Any) -> 
 def test_an_adapters_base_gets_them(build: Any, library: Any) -> None:
     peft = pytest.importorskip("peft")
     base = build("llama")
-    put_kernels_in(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])), None)
+    apply_kernels(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])), None)
     assert library[0][0] is base
 
 
 def test_a_model_type_without_kernels_is_refused(build: Any, library: Any) -> None:
     with pytest.raises(ConfigError, match=r"has no kernels for the model type 'gpt2'.*use_liger_kernel=False"):
-        put_kernels_in(build("gpt2"), None)
+        apply_kernels(build("gpt2"), None)
     assert library == []
 
 
@@ -63,12 +63,12 @@ def test_devices_without_triton_are_refused(kind: str) -> None:
 
 def test_while_training_the_library_is_asked_for_the_same() -> None:
     args: Any = SimpleNamespace(use_liger_kernel=True, liger_kernel_config=None)
-    with pytest.raises(KeyError), kernels_in_force(args):
+    with pytest.raises(KeyError), configured_kernels(args):
         assert args.liger_kernel_config == kernel_config(None)
         raise KeyError
     assert args.liger_kernel_config is None
     off: Any = SimpleNamespace(use_liger_kernel=False, liger_kernel_config=None)
-    with kernels_in_force(off):
+    with configured_kernels(off):
         assert off.liger_kernel_config is None
 
 
@@ -102,7 +102,7 @@ def test_kernels_change_no_score_beyond_their_tolerance(build: Any, batch: Batch
     expected.logprobs.sum().backward()
     reference = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
-    put_kernels_in(model, None)
+    apply_kernels(model, None)
     assert check_layout(model, ForwardOptions()).reason is None
     found = score_tokens(model, batch, ForwardOptions())
     found.logprobs.sum().backward()

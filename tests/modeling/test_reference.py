@@ -54,7 +54,7 @@ def test_a_full_model_is_copied_as_given_and_frozen(build, batch):
     policy = build("qwen3").train()
     shift(policy, 0.01)  # changed in memory: a load by name would not know
     given = logprobs(policy, batch)
-    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
     shift(policy)
     torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
@@ -67,7 +67,7 @@ def test_a_full_model_is_copied_as_given_and_frozen(build, batch):
 
 
 def test_tied_weights_stay_tied_in_the_copy(build):
-    reference = Reference(build("qwen3-tied"), adapter_is_fresh=False, follows=False).module
+    reference = Reference(build("qwen3-tied"), adapter_is_fresh=False, is_synced=False).module
     assert reference is not None
     assert reference.get_output_embeddings().weight is reference.get_input_embeddings().weight  # pyright: ignore
 
@@ -77,7 +77,7 @@ def test_a_fresh_adapter_is_switched_off(build, batch):
     given = logprobs(base, batch)
     policy = add_adapter(base, lora())
     names, before = trainable(policy), set(dict(policy.named_parameters()))
-    reference = Reference(policy, adapter_is_fresh=True, follows=False)
+    reference = Reference(policy, adapter_is_fresh=True, is_synced=False)
     shift(policy)
     torch.testing.assert_close(reference_logprobs(reference, batch), given)
     assert reference.module is None
@@ -126,7 +126,7 @@ KINDS += ["experts", "IA3", "LoHa", "VeRA"]
 def test_a_trained_adapter_of_any_kind_is_kept_and_followed(kind: str, build, batch):
     policy = adapted(build, kind)
     names, given = trainable(policy), logprobs(policy, batch)
-    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     assert trainable(policy) == names
     randomize(policy, seed=2)
     moved = logprobs(policy, batch)
@@ -135,7 +135,7 @@ def test_a_trained_adapter_of_any_kind_is_kept_and_followed(kind: str, build, ba
     torch.testing.assert_close(logprobs(policy, batch), moved, rtol=0, atol=0)
     assert trainable(policy) == names
     assert set(reference.state_dict()) == names
-    reference.follow(policy, 1.0)
+    reference.sync(policy, 1.0)
     torch.testing.assert_close(reference_logprobs(reference, batch), moved, rtol=0, atol=1e-6)
 
 
@@ -147,7 +147,7 @@ def test_where_switching_off_is_not_enough_a_fresh_adapter_is_kept(settings: dic
         base.model.layers[0].self_attn.q_proj.bias.normal_()
     given = logprobs(base, batch)
     policy = add_adapter(base, lora(**{"init_lora_weights": True, **settings}))
-    reference = Reference(policy, adapter_is_fresh=True, follows=False)
+    reference = Reference(policy, adapter_is_fresh=True, is_synced=False)
     randomize(policy, seed=2)
     torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=1e-5)
     with policy.disable_adapter():
@@ -156,7 +156,7 @@ def test_where_switching_off_is_not_enough_a_fresh_adapter_is_kept(settings: dic
 
 def test_a_kept_adapter_follows_its_policy_into_another_precision(build, batch):
     policy = adapted(build, "LoRA")
-    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     policy.to(torch.bfloat16)
     given = logprobs(policy, batch)
     randomize(policy, seed=2)
@@ -165,7 +165,7 @@ def test_a_kept_adapter_follows_its_policy_into_another_precision(build, batch):
 
 def test_what_trains_is_restored_also_after_an_error(build):
     policy = peft.get_peft_model(build("qwen3"), lora())
-    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     own = {name: id(parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad}
     with pytest.raises(RuntimeError, match="stop"), reference.active():
         assert not trainable(policy)
@@ -175,7 +175,7 @@ def test_what_trains_is_restored_also_after_an_error(build):
 
 def test_training_goes_on_after_the_reference_was_active(build, batch):
     policy = peft.get_peft_model(build("qwen3"), lora())
-    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     reference_logprobs(reference, batch)
     score_tokens(policy, batch, ForwardOptions()).logprobs.sum().backward()
     with_gradient = {n for n, p in policy.named_parameters() if p.grad is not None and float(p.grad.abs().sum()) > 0}
@@ -184,22 +184,22 @@ def test_training_goes_on_after_the_reference_was_active(build, batch):
 
 def test_a_full_reference_follows_by_its_share(build):
     policy = build("qwen3")
-    reference = Reference(policy, adapter_is_fresh=False, follows=True)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=True)
     start = copy.deepcopy(policy.state_dict())
     shift(policy, 1.0)
-    reference.follow(policy, 0.25)
+    reference.sync(policy, 0.25)
     assert reference.module is not None
     for name, value in reference.module.state_dict().items():
         torch.testing.assert_close(value, start[name] + 0.25, rtol=1e-5, atol=1e-6)
-    reference.follow(policy, 1.0)
+    reference.sync(policy, 1.0)
     for name, value in reference.module.state_dict().items():
         torch.testing.assert_close(value, start[name] + 1.0, rtol=1e-5, atol=1e-6)
 
 
 def test_a_reference_follows_a_policy_of_lower_precision(build):
     policy = build("qwen3")
-    reference = Reference(policy, adapter_is_fresh=False, follows=True)
-    reference.follow(policy.to(torch.bfloat16), 0.5)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=True)
+    reference.sync(policy.to(torch.bfloat16), 0.5)
     assert reference.module is not None
     assert next(reference.module.parameters()).dtype == torch.float32
 
@@ -207,10 +207,10 @@ def test_a_reference_follows_a_policy_of_lower_precision(build):
 @pytest.mark.parametrize("fresh", [True, False])
 def test_an_adapter_reference_follows_by_its_share(fresh: bool, build):
     policy = peft.get_peft_model(build("qwen3"), lora())
-    reference = Reference(policy, adapter_is_fresh=fresh, follows=True)
+    reference = Reference(policy, adapter_is_fresh=fresh, is_synced=True)
     start = {n: p.detach().clone() for n, p in policy.named_parameters()}
     shift(policy, 1.0)
-    reference.follow(policy, 0.25)
+    reference.sync(policy, 0.25)
     found = reference.state_dict()
     assert len(found) == len(trainable(policy)) == 8
     for name, value in found.items():
@@ -224,20 +224,20 @@ def test_an_adapter_reference_follows_by_its_share(fresh: bool, build):
 def test_a_followers_state_survives_being_saved(adapted: bool, build, batch):
     def make() -> tuple[nn.Module, Reference]:
         policy = peft.get_peft_model(build("qwen3"), lora()) if adapted else build("qwen3")
-        return policy, Reference(policy, adapter_is_fresh=True, follows=True)
+        return policy, Reference(policy, adapter_is_fresh=True, is_synced=True)
 
     policy, reference = make()
     shift(policy, 0.3)
-    reference.follow(policy, 0.5)
+    reference.sync(policy, 0.5)
     state = reference.state_dict()
     shift(policy, 1.0)
-    reference.follow(policy, 0.5)  # must not reach into the saved state
+    reference.sync(policy, 0.5)  # must not reach into the saved state
     _, restored = make()
     before = reference_logprobs(restored, batch)
     restored.load_state_dict(state)
     policy, expected = make()
     shift(policy, 0.3)
-    expected.follow(policy, 0.5)
+    expected.sync(policy, 0.5)
     found = reference_logprobs(restored, batch)
     torch.testing.assert_close(found, reference_logprobs(expected, batch), rtol=0, atol=0)
     assert float((found - before).abs().max()) > 1e-3
@@ -245,7 +245,7 @@ def test_a_followers_state_survives_being_saved(adapted: bool, build, batch):
 
 def test_frozen_scores_of_policy_and_reference(build, batch):
     policy = build("qwen3")
-    reference = Reference(policy, adapter_is_fresh=False, follows=False)
+    reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     given = logprobs(policy, batch)
     shift(policy, 0.1)
     scorer = OldAndRefScorer(policy, reference, ForwardOptions(), "cpu")
@@ -261,7 +261,9 @@ def test_frozen_scores_of_policy_and_reference(build, batch):
 
 def test_frozen_scores_have_no_dropout(build, batch):
     policy = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
-    scorer = OldAndRefScorer(policy, Reference(policy, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
+    scorer = OldAndRefScorer(
+        policy, Reference(policy, adapter_is_fresh=False, is_synced=False), ForwardOptions(), "cpu"
+    )
     scored = scorer(batch, old=True)
     torch.testing.assert_close(scored.old_logprobs, scored.ref_logprobs)
     torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
@@ -292,7 +294,7 @@ def test_frozen_parts_of_an_adapter_stay_frozen(build, batch, follows):
     for name, parameter in policy.named_parameters():
         if "layers.0" in name:
             parameter.requires_grad_(False)
-    reference = Reference(policy, adapter_is_fresh=True, follows=follows)
+    reference = Reference(policy, adapter_is_fresh=True, is_synced=follows)
     before = trainable(policy)
     reference_logprobs(reference, batch)
     assert trainable(policy) == before

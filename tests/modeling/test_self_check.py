@@ -9,7 +9,7 @@ from groupgrad.modeling import self_check as startup
 from groupgrad.modeling.scoring import flex_attention as flex
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.layout import flat_layout
-from groupgrad.modeling.self_check import check_layout, measured_difference, random_batch, tolerance
+from groupgrad.modeling.self_check import check_layout, logprob_difference, random_batch, tolerance
 
 
 def test_every_architecture_gets_the_best_way_that_it_can_run(any_model):
@@ -79,12 +79,12 @@ def test_nothing_is_touched(build):
 def test_differences_are_measured_by_precision(build):
     model = build("qwen3")
     found, expected = torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.25])
-    assert measured_difference(found, expected, model) == 0.25
+    assert logprob_difference(found, expected, model) == 0.25
     assert tolerance(model) == startup.TOLERANCE_FLOAT32
     model.to(torch.bfloat16)
-    assert measured_difference(found, expected, model) == 0.125
+    assert logprob_difference(found, expected, model) == 0.125
     assert tolerance(model) == startup.TOLERANCE_HALF
-    assert measured_difference(torch.tensor([float("nan"), 0.0]), expected, model) == float("inf")
+    assert logprob_difference(torch.tensor([float("nan"), 0.0]), expected, model) == float("inf")
 
 
 def test_mixed_precision_is_no_full_precision(build):

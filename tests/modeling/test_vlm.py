@@ -18,7 +18,13 @@ from groupgrad.modeling.scoring.attention import AttentionCall, arguments
 from groupgrad.modeling.scoring.forward import ForwardOptions, Layout, score_tokens
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import check_layout, random_batch
-from groupgrad.modeling.vlm import TwoWayPlan, is_multimodal, joined, placeholder_ids, prompt_images
+from groupgrad.modeling.vlm import (
+    BidirectionalImagePlan,
+    concat_media_tensors,
+    is_multimodal,
+    placeholder_ids,
+    prompt_images,
+)
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.types import Media, Rollout
 
@@ -146,7 +152,7 @@ def test_images_that_a_tool_puts_into_a_completion(seen: Seen, layout: Layout):
     ids = torch.tensor([prompt.ids + completion])
     types = {name: torch.cat([value, value.new_zeros(3)])[None] for name, value in media.token_tensors.items()}
     taken = {name: value for name, value in types.items() if name in arguments(seen.model)}
-    logits = seen.model(input_ids=ids, use_cache=False, **joined([media]), **taken).logits[0].double()
+    logits = seen.model(input_ids=ids, use_cache=False, **concat_media_tensors([media]), **taken).logits[0].double()
     expected = torch.log_softmax(logits[len(prompt.ids) - 1 : -1], dim=-1)
     expected = expected.gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)[torch.tensor(sampled)].float()
     others = plain_logprobs(seen.model, seen, ((0, [40, 41]), (1, [50, 51])))
@@ -195,7 +201,7 @@ def test_the_reference_sees_what_the_policy_saw(name: str, adapters: str):
     seen = make_seen(name)
     model, batch = adapted(seen.model, adapters), make_batch(seen)
     before = plain_logprobs(model, seen).detach()
-    reference = Reference(model, adapter_is_fresh=False, follows=False)
+    reference = Reference(model, adapter_is_fresh=False, is_synced=False)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.mul_(0.9)
@@ -257,7 +263,7 @@ def media(types: list[int] | None = None, **tensors: torch.Tensor) -> Media:
 
 def test_tensors_of_several_shapes_are_filled_with_zeros():
     first, second = torch.ones(1, 2, 3), 2 * torch.ones(2, 1, 4)
-    found = joined([media(pixels=first), media(pixels=second, sizes=torch.tensor([5]))])
+    found = concat_media_tensors([media(pixels=first), media(pixels=second, sizes=torch.tensor([5]))])
     assert found["pixels"].tolist() == [
         [[1, 1, 1, 0], [1, 1, 1, 0]],
         [[2, 2, 2, 2], [0, 0, 0, 0]],
@@ -327,7 +333,7 @@ def test_tokens_of_an_image_see_their_row_up_to_the_images_end(softcap, window, 
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 8, 4), torch.randn(1, 8, 4), torch.randn(1, 8, 4)
     call = AttentionCall(layer=0, scale=0.7, softcap=softcap, window=window, sinks=sinks)
-    found = TwoWayPlan(_NoAttention(), [(1, 3, 6)]).attend(query, key, value, call)
+    found = BidirectionalImagePlan(_NoAttention(), [(1, 3, 6)]).attend(query, key, value, call)
     for head in range(2):
         for place in range(3, 6):
             seen = [i for i in range(1, 6) if window is None or place - i < window]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupgrad.modeling.weights import adapter_files, served_weights
+from groupgrad.modeling.weights import adapter_files, checkpoint_weights
 
 peft = pytest.importorskip("peft")
 
@@ -20,7 +20,7 @@ def test_names_and_values_are_those_that_a_checkpoint_has(name: str, build: Any,
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
 
-    served = dict(served_weights(model))
+    served = dict(checkpoint_weights(model))
 
     assert set(served) == set(saved)
     assert all(torch.equal(served[key], saved[key]) for key in saved)
@@ -30,10 +30,10 @@ def test_names_and_values_are_those_that_a_checkpoint_has(name: str, build: Any,
 def test_shapes_are_known_without_values(name: str, build: Any) -> None:
     model = build(name)
 
-    shapes = list(served_weights(model, shapes_only=True))
+    shapes = list(checkpoint_weights(model, shapes_only=True))
 
     assert [(key, tensor.shape) for key, tensor in shapes] == [
-        (key, tensor.shape) for key, tensor in served_weights(model)
+        (key, tensor.shape) for key, tensor in checkpoint_weights(model)
     ]
     assert all(tensor.is_meta for _, tensor in shapes)
 
@@ -55,18 +55,20 @@ def test_merged_weights_compute_what_the_adapter_computes(changes: dict[str, Any
     before = {key: value.clone() for key, value in model.state_dict().items()}
 
     plain = build("qwen3", seed=9)
-    plain.load_state_dict(dict(served_weights(model)))
+    plain.load_state_dict(dict(checkpoint_weights(model)))
 
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert [key for key, _ in served_weights(model, shapes_only=True)] == [key for key, _ in served_weights(model)]
+    assert [key for key, _ in checkpoint_weights(model, shapes_only=True)] == [
+        key for key, _ in checkpoint_weights(model)
+    ]
 
 
 def test_the_weights_below_an_adapter_are_those_it_was_put_on(build: Any) -> None:
     before = {key: value.clone() for key, value in build("qwen3").state_dict().items()}
 
-    served = dict(served_weights(adapted(build("qwen3")), merge=False))
+    served = dict(checkpoint_weights(adapted(build("qwen3")), merge=False))
 
     assert set(served) == set(before)
     assert all(torch.equal(served[key], before[key]) for key in before)
@@ -77,7 +79,7 @@ def test_a_float32_adapter_is_merged_into_bfloat16_weights_with_one_rounding(bui
     layer = model.get_base_model().model.layers[0].self_attn.q_proj
     delta = 4.0 * (layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float())
 
-    served = dict(served_weights(model))["model.layers.0.self_attn.q_proj.weight"]
+    served = dict(checkpoint_weights(model))["model.layers.0.self_attn.q_proj.weight"]
 
     assert torch.equal(served, (layer.base_layer.weight.float() + delta).to(torch.bfloat16))
 
@@ -104,7 +106,7 @@ def test_adapters_that_vllm_does_not_load_are_to_be_merged(changes: dict[str, An
 
 def test_an_adapter_on_tied_embeddings_is_refused(build: Any) -> None:
     with pytest.raises(ValueError, match="tied to another weight"):
-        list(served_weights(adapted(build("qwen3-tied"), target_modules=["embed_tokens"])))
+        list(checkpoint_weights(adapted(build("qwen3-tied"), target_modules=["embed_tokens"])))
 
 
 def test_a_prompt_adapter_is_refused(build: Any) -> None:
@@ -112,14 +114,14 @@ def test_a_prompt_adapter_is_refused(build: Any) -> None:
         build("qwen3"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, num_layers=2)
     )
     with pytest.raises(ValueError, match="learns a prompt"):
-        list(served_weights(model))
+        list(checkpoint_weights(model))
 
 
 def test_weights_that_are_not_asked_for_to_the_end_leave_gradients_on(model: Any) -> None:
     """As when a push fails half way and is made again while the first is still held by its error."""
-    first = served_weights(model)
+    first = checkpoint_weights(model)
     next(first)
     assert torch.is_grad_enabled()
-    assert not any(tensor.requires_grad for _, tensor in served_weights(model))
+    assert not any(tensor.requires_grad for _, tensor in checkpoint_weights(model))
     del first
     assert torch.is_grad_enabled()

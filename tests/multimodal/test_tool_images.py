@@ -48,7 +48,7 @@ def agents(
     schemas = [tool.schema for tool in made]
     if environments is not None:
         schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
-    chat = ChatFormat(maker.tokenizer, schemas=schemas, prepare_messages=maker.readable)
+    chat = ChatFormat(maker.tokenizer, schemas=schemas, prepare_messages=maker.template_messages)
     return AgentRollouts(
         maker,
         engine,

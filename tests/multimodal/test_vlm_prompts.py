@@ -19,9 +19,9 @@ from groupgrad.multimodal.vlm_prompts import (
     VisionPromptMaker,
     example_prompt,
     is_processor,
-    speaking_tokenizer,
-    with_images,
-    with_other_ids,
+    messages_with_images,
+    replace_ids,
+    tokenizer_with_processor_template,
 )
 
 RED, BLUE, GREEN = vision.picture("red"), vision.picture("blue", (48, 24)), vision.picture("green")
@@ -101,7 +101,7 @@ def test_the_same_pictures_are_the_same_media(qwen):
 
 def test_images_go_to_the_front_of_the_first_user_message():
     row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "images": [RED, BLUE]}
-    messages = with_images(row)
+    messages = messages_with_images(row)
     assert messages is not None
     assert messages[0] == {"role": "system", "content": "s"}
     assert messages[1]["content"] == [
@@ -119,7 +119,7 @@ def test_images_take_the_places_that_are_left_open():
         {"type": "image", "image": GREEN},
         {"type": "image"},
     ]
-    messages = with_images({"prompt": [{"role": "user", "content": blocks}], "images": [RED, BLUE]})
+    messages = messages_with_images({"prompt": [{"role": "user", "content": blocks}], "images": [RED, BLUE]})
     assert messages is not None
     assert [block.get("image") for block in messages[0]["content"]] == [None, RED, GREEN, BLUE]
     assert messages[0]["content"][0] == {"type": "text", "text": "a"}
@@ -129,13 +129,13 @@ def test_images_take_the_places_that_are_left_open():
 def test_places_and_images_must_be_as_many(places: int, images: list[Any]):
     row = {"prompt": vision.question("a", places), "images": images}
     with pytest.raises(VisionError, match=f"has {len(images)} images in .*, but its messages have {places} places"):
-        with_images(row)
+        messages_with_images(row)
 
 
 def test_a_conversation_without_a_user_has_no_front():
     row = {"prompt": [{"role": "system", "content": "a"}], "image": RED}
     with pytest.raises(VisionError, match="1 images in 'image', but no message of the user's to put them in"):
-        with_images(row)
+        messages_with_images(row)
 
 
 def test_a_placeholder_in_a_text_is_no_image(processor):
@@ -174,18 +174,18 @@ def test_messages_take_the_form_that_the_template_shows(qwen):
         processor = vision.build("qwen2_vl").processor
         processor.chat_template = template
         made = maker(processor)
-        assert (made.readable([text])[0], made.readable([blocks])[0]) == expected
+        assert (made.template_messages([text])[0], made.template_messages([blocks])[0]) == expected
         assert made.token_ids([text]) == made.token_ids([blocks])
 
 
 def test_the_processors_template_speaks_and_the_tokenizer_is_left_alone(qwen):
     plain = qwen.tokenizer
     assert plain.chat_template is None
-    speaking = speaking_tokenizer(qwen, plain)
+    speaking = tokenizer_with_processor_template(qwen, plain)
     assert speaking.chat_template == qwen.chat_template
     assert plain.chat_template is None
     assert speaking.get_vocab() == plain.get_vocab()
-    assert speaking_tokenizer(plain, plain) is plain
+    assert tokenizer_with_processor_template(plain, plain) is plain
 
 
 def test_a_text_is_begun_once():
@@ -225,7 +225,7 @@ def test_ids_that_somebody_else_made(processor):
     """Further text around the same images is fine; fewer tokens of images are not."""
     prompt = maker(processor)(asked(image=RED), 0)
     extra = processor.tokenizer("abc")["input_ids"]
-    other = with_other_ids(prompt, [*extra, *prompt.ids])
+    other = replace_ids(prompt, [*extra, *prompt.ids])
     assert other.media is not None
     assert prompt.media is not None
     for name, types in prompt.media.token_tensors.items():
@@ -233,7 +233,7 @@ def test_ids_that_somebody_else_made(processor):
     places = next(iter(prompt.media.token_tensors.values())).tolist()
     fewer = [token for token, place in zip(prompt.ids, places) if not place]
     with pytest.raises(VisionError, match=f"there are 0 tokens of images among them.*are {sum(map(bool, places))} tok"):
-        with_other_ids(prompt, fewer)
+        replace_ids(prompt, fewer)
 
 
 # ----------------------------------------------------------------------------------------------------- data sets

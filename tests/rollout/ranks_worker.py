@@ -106,7 +106,7 @@ def one_batch(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[di
 
 def evaluation(model: Any, maker: ExperienceCollector) -> dict[str, float | None]:
     """Batches of five single completions, then of one, for which not every rank has a row."""
-    reference = Reference(model, adapter_is_fresh=False, follows=False)
+    reference = Reference(model, adapter_is_fresh=False, is_synced=False)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
     frozen = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")

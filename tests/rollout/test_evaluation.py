@@ -34,7 +34,7 @@ def evaluator(model: Any, tokenizer: Any, **options: Any) -> Evaluator:
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
     maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
-    reference = Reference(model, adapter_is_fresh=False, follows=False) if options.get("beta") else None
+    reference = Reference(model, adapter_is_fresh=False, is_synced=False) if options.get("beta") else None
     frozen = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
     return Evaluator(model, maker, frozen, PolicyOptions(**options), ForwardOptions(), 2, 0.0, "cpu")
 

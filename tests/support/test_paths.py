@@ -18,7 +18,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, Layout, score_tokens
-from groupgrad.modeling.self_check import batch_of
+from groupgrad.modeling.self_check import build_batch
 
 NAMES = (
     "qwen3",
@@ -82,7 +82,7 @@ def test_training_path(name: str, layout: Layout, adapters: str, build: Any):
     reason = plannable(model)
     if reason is not None and layout != "dense":
         pytest.skip(reason)
-    batch = batch_of([list(ids) for ids in PROMPTS], ROWS, COMPLETIONS)
+    batch = build_batch([list(ids) for ids in PROMPTS], ROWS, COMPLETIONS)
     expected = alone(model)
     scores = score_tokens(model, batch, ForwardOptions(layout=layout)).logprobs
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)

@@ -15,7 +15,7 @@ from groupgrad.cli.parsing import parse
 from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.modeling.self_check import random_batch
-from groupgrad.modeling.weights import served_weights
+from groupgrad.modeling.weights import checkpoint_weights
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -205,7 +205,7 @@ def test_nothing_is_merged_into_quantized_weights(kind: str, quantized):
     model = peft.get_peft_model(quantized(kind), lora())
     before = packed(model)
     with pytest.raises(ValueError, match="is quantized: an adapter cannot be merged into it"):
-        list(served_weights(model))
+        list(checkpoint_weights(model))
     assert all(torch.equal(a, b) for a, b in zip(packed(model), before, strict=True))
 
 

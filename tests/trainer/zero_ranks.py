@@ -22,7 +22,7 @@ from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.vllm.vllm_engine import VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.modeling.weights import weights_to_the_end
+from groupgrad.modeling.weights import drained_checkpoint_weights
 from groupgrad.trainer import base as groupgrad_run
 from groupgrad.trainer import vllm_setup
 
@@ -61,7 +61,7 @@ class Copy(VLLMEngine):
         self.inner = NativeEngine(model, tokenizer=tokenizer)
 
     def push(self, model: Any, policy_step: int) -> str:
-        with torch.no_grad(), weights_to_the_end(model) as weights:
+        with torch.no_grad(), drained_checkpoint_weights(model) as weights:
             own = dict(self.model.named_parameters())
             for number, (name, tensor) in enumerate(weights):
                 if policy_step == self.fails_at and number == 3 and os.environ["RANK"] == "0":

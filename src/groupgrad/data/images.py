@@ -34,7 +34,7 @@ class ImageError(ValueError):
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class ImageSource:
     """Where an image comes from, for messages."""
 
     column: str
@@ -104,7 +104,7 @@ def image_of_block(block: Mapping[str, Any]) -> Any:
     return None
 
 
-def open_image(value: Any, place: Place) -> Any:
+def open_image(value: Any, place: ImageSource) -> Any:
     """The image in memory, upright, in RGB. ImageError for one that cannot be had, with its place."""
     from PIL import Image, ImageOps
 
@@ -122,7 +122,7 @@ def open_image(value: Any, place: Place) -> Any:
     return _attempt(lambda: upright.convert("RGB"), place)
 
 
-def size_of(value: Any, place: Place) -> tuple[int, int]:
+def size_of(value: Any, place: ImageSource) -> tuple[int, int]:
     """An image's (height, width), read without decoding it.
 
     ImageError for one that is missing or no image, or whose numbers have no range.
@@ -143,7 +143,7 @@ def digest(images: Sequence[Any]) -> str:
     return found.hexdigest()
 
 
-def _is_deep_grey(image: Any, place: Place) -> bool:
+def _is_deep_grey(image: Any, place: ImageSource) -> bool:
     """True for 16 bits of grey a pixel. ImageError for greys of which nothing says what is white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _DEEP_FORMATS):
         return True
@@ -155,7 +155,7 @@ def _is_deep_grey(image: Any, place: Place) -> bool:
     return False
 
 
-def _opened(value: Any, place: Place) -> Any:
+def _opened(value: Any, place: ImageSource) -> Any:
     """The image with its size known, its pixels perhaps not read yet."""
     from PIL import Image
 
@@ -191,7 +191,7 @@ def _file_of(value: Any) -> str:
     return str(value) if is_name else ""
 
 
-def _entry(value: Mapping[str, Any], place: Place) -> Any:
+def _entry(value: Mapping[str, Any], place: ImageSource) -> Any:
     """What a dict as `datasets.Image` gives undecoded holds."""
     found = value.get("bytes")
     if found is None:
@@ -201,7 +201,7 @@ def _entry(value: Mapping[str, Any], place: Place) -> Any:
     return found
 
 
-def _address(text: str, place: Place) -> bytes | Path:
+def _address(text: str, place: ImageSource) -> bytes | Path:
     """The file that a path names, or the bytes that a data address holds."""
     if text.startswith(("http://", "https://")):
         raise ImageError(
@@ -216,7 +216,7 @@ def _address(text: str, place: Place) -> bytes | Path:
     return Path(text.removeprefix("file://")).expanduser()
 
 
-def _attempt(action: Any, place: Place) -> Any:
+def _attempt(action: Any, place: ImageSource) -> Any:
     """What `action` gives. Pillow and its decoders raise what they like for a broken file."""
     try:
         return action()

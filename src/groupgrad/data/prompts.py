@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from groupgrad.data.columns import first_row, prompt_rows
-from groupgrad.data.images import Place, column_images, image_blocks
+from groupgrad.data.images import ImageSource, column_images, image_blocks
 from groupgrad.types import Media, Messages, Prompt
 
 # A chat template may add this many tokens to the text of a conversation before a prompt is measured exactly.
@@ -70,7 +70,7 @@ class PromptMaker:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt, add_special_tokens=True, verbose=False)["input_ids"])
         rendered = self.tokenizer.apply_chat_template(
-            self.readable(prompt),
+            self.template_messages(prompt),
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -80,7 +80,7 @@ class PromptMaker:
         return list(ids[0] if ids and isinstance(ids[0], list) else ids)
 
     def check_images(
-        self, row: dict[str, Any], place: Place | None = None, *, decode: bool = False
+        self, row: dict[str, Any], place: ImageSource | None = None, *, decode: bool = False
     ) -> list[tuple[int, int]]:
         """The (height, width) of a row's images; ValueError for images that no prompt can be made with. `place` names
         the row in messages. With `decode` they are read to the end."""
@@ -88,29 +88,29 @@ class PromptMaker:
         if not images and not isinstance(row["prompt"], str):
             column, images = "prompt", list(image_blocks(row["prompt"]))
         if images:
-            raise ValueError(f"there is {replace(place or Place(''), column=column)}, but {self._no_images}")
+            raise ValueError(f"there is {replace(place or ImageSource(''), column=column)}, but {self._no_images}")
         return []
 
-    def shown(self, row: dict[str, Any]) -> str | Messages:
+    def prompt_with_opened_images(self, row: dict[str, Any]) -> str | Messages:
         """The row's prompt, its images in its messages."""
         return row["prompt"]
 
-    def placed(self, row: dict[str, Any]) -> str | Messages:
+    def prompt_with_images(self, row: dict[str, Any]) -> str | Messages:
         """The row's prompt, its images in their messages as they are."""
         return row["prompt"]
 
-    def pictures(self, messages: Messages) -> list[Any]:
+    def conversation_images(self, messages: Messages) -> list[Any]:
         """The images in a conversation that prompts are made with, in their order."""
         return []
 
-    def readable(self, messages: Messages) -> Messages:
+    def template_messages(self, messages: Messages) -> Messages:
         """The messages in the form that the chat template takes."""
         return [as_text(message) for message in drop_empty_fields(messages)]
 
     def render(self, messages: Messages) -> str:
         """A conversation as text, generation prompt included, with one placeholder for each image."""
         return self.tokenizer.apply_chat_template(
-            self.readable(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+            self.template_messages(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
         )
 
     def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
@@ -188,7 +188,9 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
         problem = _malformed(prompt, prompt_maker)
         if problem:
             raise ValueError(f"row {number} of {argument}: {problem}")
-        sizes = prompt_maker.check_images(row, Place("image", number, argument), decode=num_decoded < DECODED_FIRST)
+        sizes = prompt_maker.check_images(
+            row, ImageSource("image", number, argument), decode=num_decoded < DECODED_FIRST
+        )
         num_decoded += len(sizes)
         longest = prompt_maker.max_context
         if longest is not None and _may_exceed(prompt, longest - prompt_maker.num_image_tokens(sizes)):

@@ -20,7 +20,7 @@ from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
-from groupgrad.modeling.self_check import batch_of, measured_difference, random_ids, tolerance
+from groupgrad.modeling.self_check import build_batch, logprob_difference, random_ids, tolerance
 from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.types import Media, Prompt
 
@@ -180,12 +180,12 @@ def _disagreement(
         return f"sampling random tokens failed: {type(error).__name__}: {error}"
     if any(len(sample.logprobs or ()) != len(sample.ids) or not sample.ids for sample in samples):
         return None  # nothing to compare
-    batch = batch_of(prompts, rows, [sample.ids for sample in samples], media if any(media) else None)
+    batch = build_batch(prompts, rows, [sample.ids for sample in samples], media if any(media) else None)
     batch = batch.to(next(model.parameters()).device)
     with torch.no_grad(), evaluation_mode(model), precision():
         expected = score_tokens(model, batch, ForwardOptions(layout="dense")).logprobs.cpu()
         found = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
-        difference = measured_difference(found, expected, model)
+        difference = logprob_difference(found, expected, model)
         if difference > tolerance(model):
             return f"its log-probs differ by {difference:.2g} nats from a plain forward pass on random tokens"
     return None

@@ -26,7 +26,7 @@ from transformers import (
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
-from groupgrad.modeling.vlm import ModelInputs, prompt_images, row_view
+from groupgrad.modeling.vlm import ModelInputs, padded_inputs, prompt_images
 
 # With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
 _OWN_SAMPLER = frozenset(
@@ -95,13 +95,13 @@ class TransformersEngine:
             kwargs["stopping_criteria"] = StoppingCriteriaList([stop])
         if _OWN_SAMPLER & options.extra.keys():
             fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-            with fork, view.shown(model), _only_config(model, config):
+            with fork, view.embedding_true_ids(model), _only_config(model, config):
                 torch.manual_seed(requests[0].seed)
                 output = model.generate(view.ids, **kwargs)  # pyright: ignore[reportCallIssue]
             return [_cut(row, None, options, stop) for row in output[:, ids.shape[1] :].tolist()]
         sampler = _RowSampler([request.seed for request in requests], budget, options, device)
         kwargs["logits_processor"] = LogitsProcessorList([*_warpers(options), sampler])
-        with sampler.watching(model), view.shown(model), _only_config(model, config):
+        with sampler.watching(model), view.embedding_true_ids(model), _only_config(model, config):
             output = model.generate(view.ids, **kwargs)  # pyright: ignore[reportCallIssue]
         completions = output[:, ids.shape[1] :].tolist()
         return [_cut(row, logprobs, options, stop) for row, logprobs in zip(completions, sampler.logprobs())]
@@ -287,7 +287,7 @@ def _view(model: nn.Module, ids: torch.Tensor, requests: list[Request]) -> Model
         None if request.media is None else prompt_images(model, torch.tensor(request.prompt_ids), request.media)
         for request in requests
     ]
-    return row_view(model, ids, sights, [ids.shape[1] - len(request.prompt_ids) for request in requests])
+    return padded_inputs(model, ids, sights, [ids.shape[1] - len(request.prompt_ids) for request in requests])
 
 
 def _kind(request: Request) -> tuple[int, bool]:

@@ -14,7 +14,7 @@ from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, 
 from groupgrad.modeling.self_check import random_batch
 
 
-def configured_weight(model: Any, asked: float | None) -> float:
+def configured_aux_loss_weight(model: Any, asked: float | None) -> float:
     """The weight that the user `asked` for, or the model's own; 0 for other models. ValueError if one is asked for of a
     model without experts that could be balanced."""
     text = model.config.get_text_config() if hasattr(getattr(model, "config", None), "get_text_config") else None
@@ -29,7 +29,7 @@ def configured_weight(model: Any, asked: float | None) -> float:
     return float(asked)
 
 
-def balance_weight(
+def effective_aux_loss_weight(
     model: nn.Module,
     options: ForwardOptions,
     weight: float,

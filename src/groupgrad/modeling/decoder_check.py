@@ -11,7 +11,7 @@ from torch import nn
 
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
-from groupgrad.modeling.self_check import measured_difference, random_ids, tolerance
+from groupgrad.modeling.self_check import logprob_difference, random_ids, tolerance
 
 _TOKENS, _MORE = 9, 4
 """Random tokens that are looked at, and those that follow them the second time."""
@@ -27,7 +27,7 @@ def check_causal(model: nn.Module, precision: Callable[[], AbstractContextManage
     ids = random_ids(model, _TOKENS + _MORE, torch.Generator().manual_seed(2)).to(next(model.parameters()).device)
     with evaluation_mode(model), precision():
         alone, followed = (_logprobs(model, ids[:length]) for length in (_TOKENS, len(ids)))
-    difference = measured_difference(followed[:_TOKENS], alone, model)
+    difference = logprob_difference(followed[:_TOKENS], alone, model)
     if difference > tolerance(model):
         inner: Any = unwrap(model)
         name = type(inner.get_base_model() if hasattr(inner, "get_base_model") else inner).__name__

@@ -38,7 +38,7 @@ def kernel_config(given: dict[str, bool] | None) -> dict[str, bool]:
     return {**NO_LABELS, **(given or {})}
 
 
-def put_kernels_in(model: nn.Module, given: dict[str, bool] | None) -> None:
+def apply_kernels(model: nn.Module, given: dict[str, bool] | None) -> None:
     """Exchange the layers of `model`, under its adapter, for liger-kernel's, forward and backward.
 
     ConfigError if there are none for this kind of model, of which the library itself says nothing.
@@ -58,7 +58,7 @@ def put_kernels_in(model: nn.Module, given: dict[str, bool] | None) -> None:
 
 
 @contextmanager
-def kernels_in_force(args: Any) -> Iterator[None]:
+def configured_kernels(args: Any) -> Iterator[None]:
     """`transformers.Trainer` puts the kernels in once more when training begins: inside it does so as we did."""
     if not args.use_liger_kernel:
         yield

@@ -24,7 +24,7 @@ from transformers.utils import find_adapter_config_file
 from groupgrad import compat
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import is_adapted, load_adapter
-from groupgrad.modeling.quantized import check_computes, is_quantized, keep_trainable
+from groupgrad.modeling.quantized import check_forward, is_quantized, make_trainable_on_cpu
 from groupgrad.modeling.vlm import is_multimodal
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def check_trainable(model: nn.Module) -> None:
             "peft_config (use_peft on the command line) to train an adapter over them, or load the model without "
             "quantization_config, load_in_4bit or load_in_8bit"
         )
-    keep_trainable(model)
+    make_trainable_on_cpu(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"all parameters of this {type(model).__name__} are frozen (requires_grad is False), so there is nothing "
@@ -182,7 +182,7 @@ def check_trainable(model: nn.Module) -> None:
             "call model.requires_grad_(True)"
         )
     if is_quantized(model):
-        check_computes(model)
+        check_forward(model)
 
 
 def turn_off_dropout(model: nn.Module) -> None:
@@ -215,10 +215,10 @@ def cast_head_to_float32(model: Any) -> None:
             "adapter on lm_head?); leave lm_head out of the adapter's target_modules or set it to False"
         )
     head.to(torch.float32)
-    head.__class__ = _Float32Linear
+    head.__class__ = Float32Linear
 
 
-class _Float32Linear(nn.Linear):
+class Float32Linear(nn.Linear):
     """A linear layer that computes in float32 also under autocast."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ def _is_int8(module: Any) -> bool:
     return type(module).__name__ == "Linear8bitLt"
 
 
-def keep_trainable(model: nn.Module) -> None:
+def make_trainable_on_cpu(model: nn.Module) -> None:
     """Let quantized layers (bitsandbytes 0.50) compute on a CPU as they do in training, whether they train or not.
 
     In its first call in evaluation mode a 4-bit layer rearranges its weights and rounds their scales (on processors
@@ -51,7 +51,7 @@ def keep_trainable(model: nn.Module) -> None:
         vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-def check_computes(model: Any) -> None:
+def check_forward(model: Any) -> None:
     """ValueError if the adapter of a quantized model fails over its weights, as some do; makes two short calls."""
     parameters = model.get_input_embeddings().parameters()
     ids = torch.zeros((1, 2), dtype=torch.int64, device=next(parameters).device)

@@ -15,7 +15,7 @@ from torch import nn
 
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import active_adapters, is_adapted
-from groupgrad.modeling.systems.zero3 import Shards, is_sharded
+from groupgrad.modeling.systems.zero3 import ShardSnapshot, is_sharded
 from groupgrad.modeling.vlm import is_multimodal
 
 _BASE_STAYS = frozenset({"gaussian", "eva"})
@@ -32,16 +32,16 @@ class Reference:
       copies of the parameters that train, which take their places while the reference is asked.
     """
 
-    def __init__(self, policy: nn.Module, *, adapter_is_fresh: bool, follows: bool):
+    def __init__(self, policy: nn.Module, *, adapter_is_fresh: bool, is_synced: bool):
         self._policy = policy
         self._copy: nn.Module | None = None
         self._kept: dict[str, nn.Parameter] = {}
-        self._shards: Shards | None = None
+        self._shards: ShardSnapshot | None = None
         if not is_adapted(policy) and is_sharded(policy):
-            self._shards = Shards(policy)
+            self._shards = ShardSnapshot(policy)
         elif not is_adapted(policy):
             self._copy = copy.deepcopy(policy).eval().requires_grad_(False)
-        elif follows or not adapter_is_fresh or not _can_be_switched_off(policy):
+        elif is_synced or not adapter_is_fresh or not _can_be_switched_off(policy):
             self._kept = {
                 name: nn.Parameter(parameter.detach().clone(), requires_grad=False)
                 for name, parameter in policy.named_parameters()
@@ -78,7 +78,7 @@ class Reference:
                 yield self._policy
 
     @torch.no_grad()
-    def follow(self, policy: nn.Module, mixup: float) -> None:
+    def sync(self, policy: nn.Module, mixup: float) -> None:
         """reference <- mixup * policy + (1 - mixup) * reference, parameter by parameter (arXiv:2404.09656).
 
         For adapters the parameters are those that train.
@@ -130,7 +130,7 @@ class Reference:
                 parameters[key] = parameter
 
 
-def check_spread(policy: nn.Module, reference: Reference | None) -> None:
+def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None:
     """UnavailableError for what does not go with parameters that are spread over ranks."""
     name = f"{type(policy).__name__} under DeepSpeed ZeRO-3"
     if is_multimodal(policy):

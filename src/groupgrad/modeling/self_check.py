@@ -97,7 +97,7 @@ def check_layout(
             words = f"{layout} layout with the {'tiled' if tiled_head else 'plain'} head"
             try:
                 way = replace(options, layout=layout, tiled_head=tiled_head, aux_loss=False)
-                difference = measured_difference(score_tokens(model, batch, way).logprobs, expected.logprobs, model)
+                difference = logprob_difference(score_tokens(model, batch, way).logprobs, expected.logprobs, model)
             except Exception as error:  # whatever a model's own code raises, the dense layout is there
                 reasons.append(f"the {words} failed: {type(error).__name__}: {error}")
                 continue
@@ -156,7 +156,7 @@ def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
             owners.append(len(groups))
         groups.append(example.ids)
         media = (*[None] * len(prompt_lengths), example.media)
-    return batch_of(groups, owners, rows, media).to(device)
+    return build_batch(groups, owners, rows, media).to(device)
 
 
 def _copies(device: torch.device) -> int:
@@ -181,7 +181,7 @@ def random_ids(model: nn.Module, count: int, stream: torch.Generator) -> torch.T
     return ids
 
 
-def batch_of(
+def build_batch(
     prompts: list[list[int]],
     prompt_of_row: Sequence[int],
     completions: list[list[int]],
@@ -204,7 +204,7 @@ def batch_of(
     )
 
 
-def other_prompts(batch: Batch) -> Batch:
+def reversed_prompts(batch: Batch) -> Batch:
     """The same batch with its prompts reversed, so that none of them is shared with it."""
     bounds = batch.prompt_offsets.tolist()
     reversed_ids = [batch.prompt_ids[a:b].flip(0) for a, b in pairwise(bounds)]
@@ -225,7 +225,7 @@ def _weighs_balance(model: nn.Module, batch: Batch, options: ForwardOptions) -> 
     return bool((found[1] - found[0]).abs() <= share * found[0].abs())
 
 
-def measured_difference(found: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:
+def logprob_difference(found: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:
     """Nats between two sets of log-probs, as `tolerance` bounds them; inf if one of them is not finite."""
     gaps = (found.float() - expected.float()).abs()
     gap = float(gaps.mean() if _is_half(model) else gaps.max())

@@ -79,12 +79,12 @@ class ModelInputs:
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     """(row, first, end) flat places: of the row's first token, and of tokens that see each other in both directions."""
 
-    def plan(self, plan: AttentionPlan) -> AttentionPlan:
+    def attention_plan(self, plan: AttentionPlan) -> AttentionPlan:
         """The attention plan in which images see themselves as the model asks."""
-        return TwoWayPlan(plan, self.spans) if self.spans else plan
+        return BidirectionalImagePlan(plan, self.spans) if self.spans else plan
 
     @contextmanager
-    def shown(self, model: nn.Module) -> Iterator[None]:
+    def embedding_true_ids(self, model: nn.Module) -> Iterator[None]:
         """The true ids reach the model's input embedding inside."""
         if self.hidden is None:
             yield
@@ -105,7 +105,7 @@ class ModelInputs:
             handle.remove()
 
 
-class TwoWayPlan:
+class BidirectionalImagePlan:
     """An attention plan in which the tokens of an image see each other in both directions."""
 
     def __init__(self, plan: AttentionPlan, spans: Sequence[tuple[int, int, int]]):
@@ -156,7 +156,7 @@ def placeholder_ids(model: nn.Module) -> tuple[int, ...]:
 def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptImages:
     """How `model` sees a prompt of the token ids `ids` (P_i,)."""
     ids = ids.cpu()
-    places = image_places(model, ids, media)
+    places = image_token_mask(model, ids, media)
     rope, shift = None, 0
     owner: Any = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
     if owner is not None:
@@ -169,7 +169,7 @@ def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptIm
     return PromptImages(media, len(ids), places, rope, shift, _spans(model, media))
 
 
-def image_places(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Tensor:
+def image_token_mask(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Tensor:
     """(T,) bool: which of the token ids `ids` (T,) are placeholders of images, of a prompt with tokens behind it.
 
     Where the processor says nothing of tokens, all placeholders are.
@@ -196,7 +196,7 @@ def _spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def flat_view(
+def flat_inputs(
     model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, laid: Sequence[ImageSegment]
 ) -> ModelInputs:
     """What `model` is given for the flat tokens `ids` (T,) at the places `positions` (T,) of their rows.
@@ -218,7 +218,7 @@ def flat_view(
     return view
 
 
-def row_view(
+def padded_inputs(
     model: nn.Module, ids: torch.Tensor, sights: Sequence[PromptImages | None], starts: Sequence[int] | None = None
 ) -> ModelInputs:
     """What `model` is given for rows of token ids (B, T): from place `starts[i]` (0) on a prompt and more behind it."""
@@ -261,7 +261,7 @@ def _view(model: nn.Module, ids: torch.Tensor, laid: Sequence[ImageSegment]) -> 
     hidden = torch.isin(ids, special) & ~flat.view(ids.shape).to(ids.device)
     inputs = {
         name: value.to(ids.device, non_blocking=True)
-        for name, value in joined(images).items()
+        for name, value in concat_media_tensors(images).items()
         if name in arguments(model)
     }
     if not bool(hidden.any()):
@@ -270,7 +270,7 @@ def _view(model: nn.Module, ids: torch.Tensor, laid: Sequence[ImageSegment]) -> 
     return ModelInputs(torch.where(hidden, plain, ids), ids, hidden, inputs, None)
 
 
-def joined(media: Sequence[Media]) -> dict[str, torch.Tensor]:
+def concat_media_tensors(media: Sequence[Media]) -> dict[str, torch.Tensor]:
     """The tensors of several prompts' images one after another, filled with zeros where their shapes differ."""
     names = dict.fromkeys(name for item in media for name in item.tensors)
     return {name: _joined([item.tensors[name] for item in media if name in item.tensors]) for name in names}

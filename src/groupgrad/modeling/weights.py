@@ -38,7 +38,7 @@ class _Source:
 
 
 @torch.no_grad()  # for each turn of its loop alone: who iterates may stop half way
-def served_weights(
+def checkpoint_weights(
     model: nn.Module, *, merge: bool = True, shapes_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all weights, tied ones once, layer by layer, adapters merged; collective if they are sharded.
@@ -65,12 +65,12 @@ def served_weights(
 
 
 @contextmanager
-def weights_to_the_end(model: nn.Module, *, merge: bool = True) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """`served_weights`; where they are sharded, those not asked for are gathered at the end, also on errors.
+def drained_checkpoint_weights(model: nn.Module, *, merge: bool = True) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """`checkpoint_weights`; where they are sharded, those not asked for are gathered at the end, also on errors.
 
     So a rank that fails does its share, and none of the others waits for it.
     """
-    weights = served_weights(model, merge=merge)
+    weights = checkpoint_weights(model, merge=merge)
     try:
         yield weights
     finally:

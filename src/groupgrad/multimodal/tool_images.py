@@ -7,20 +7,28 @@ from typing import Any
 
 import torch
 
-from groupgrad.data.images import ImageError, Place, digest, image_blocks, image_of_block, is_image_block, open_image
+from groupgrad.data.images import (
+    ImageError,
+    ImageSource,
+    digest,
+    image_blocks,
+    image_of_block,
+    is_image_block,
+    open_image,
+)
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.modeling.vlm import joined
+from groupgrad.modeling.vlm import concat_media_tensors
 from groupgrad.types import Media, Messages
 
 
-class ReplyEncoder:
+class ToolReplyEncoder:
     """Token ids of a text with tools' replies, whose images alone the processor is given.
 
-    Called with the text in which the replies are; `media_behind` then says what was made of the images.
+    Called with the text in which the replies are; `media_with_reply` then says what was made of the images.
     """
 
     def __init__(self, prompt_maker: PromptMaker, replies: Messages):
-        self._prompt_maker, self._images = prompt_maker, prompt_maker.pictures(replies)
+        self._prompt_maker, self._images = prompt_maker, prompt_maker.conversation_images(replies)
         self._media: Media | None = None
 
     def __call__(self, text: str) -> list[int]:
@@ -29,7 +37,7 @@ class ReplyEncoder:
         self._media = encoded.media
         return encoded.ids
 
-    def media_behind(self, before: Media | None, num_before: int, num_added: int) -> Media | None:
+    def media_with_reply(self, before: Media | None, num_before: int, num_added: int) -> Media | None:
         """The images of a row of `num_before` tokens with those of the replies, of which it gets the last `num_added`
         tokens; `before` if the replies have none."""
         more = self._media
@@ -40,13 +48,13 @@ class ReplyEncoder:
         images = more.images if before is None else (*before.images, *more.images)
         return Media(
             images=images,
-            tensors=joined([more] if before is None else [before, more]),
+            tensors=concat_media_tensors([more] if before is None else [before, more]),
             token_tensors={name: torch.cat([_first(earlier.get(name), num_before), types[name]]) for name in types},
             key=digest(images),
         )
 
 
-def opened_replies(messages: Messages) -> Messages:
+def open_reply_images(messages: Messages) -> Messages:
     """Tools' messages with their images opened; one whose image cannot be had says so instead."""
     return [_opened(message) for message in messages]
 
@@ -62,7 +70,7 @@ def _opened(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opened_block(block: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "image", "image": open_image(image_of_block(block), Place("the tool's reply"))}
+    return {"type": "image", "image": open_image(image_of_block(block), ImageSource("the tool's reply"))}
 
 
 def _names(*media: Media | None) -> Sequence[str]:

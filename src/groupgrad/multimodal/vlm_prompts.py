@@ -12,7 +12,7 @@ import torch
 
 from groupgrad import compat
 from groupgrad.data.images import (
-    Place,
+    ImageSource,
     column_images,
     digest,
     image_blocks,
@@ -39,7 +39,7 @@ def is_processor(processing_class: Any) -> bool:
     return getattr(processing_class, "image_processor", None) is not None and callable(processing_class)
 
 
-def speaking_tokenizer(processor: Any, tokenizer: Any) -> Any:
+def tokenizer_with_processor_template(processor: Any, tokenizer: Any) -> Any:
     """The tokenizer with the processor's chat template, a copy if it has another or none. It shares its vocabulary."""
     template = getattr(processor, "chat_template", None)
     if template is None or template == getattr(tokenizer, "chat_template", None):
@@ -64,7 +64,7 @@ class VisionPromptMaker(PromptMaker):
         max_context: int | None = None,
     ):
         compat.require("pillow", "training on images")
-        super().__init__(speaking_tokenizer(processor, tokenizer), chat_template_kwargs, max_context)
+        super().__init__(tokenizer_with_processor_template(processor, tokenizer), chat_template_kwargs, max_context)
         self.processor = processor
         self.placeholder: str | None = getattr(processor, "image_token", None)
         """The text that stands for one image in a rendered conversation; None if the processor does not say."""
@@ -77,16 +77,16 @@ class VisionPromptMaker(PromptMaker):
         ImageError or VisionError for images that cannot be had or do not fit; ValueError for a prompt that leaves no
         room for a completion.
         """
-        messages = with_images(row)
+        messages = messages_with_images(row)
         if messages is None:
             return super().__call__(row, group)
-        encoded = self.encode(self.render(messages), pictures(messages))
+        encoded = self.encode(self.render(messages), conversation_images(messages))
         if self.max_context is not None and len(encoded.ids) >= self.max_context:
             raise ValueError(self.too_long_message(messages, len(encoded.ids)))
         return Prompt(ids=encoded.ids, row={**row, "prompt": messages}, group=group, media=encoded.media)
 
     def check_images(
-        self, row: dict[str, Any], place: Place | None = None, *, decode: bool = False
+        self, row: dict[str, Any], place: ImageSource | None = None, *, decode: bool = False
     ) -> list[tuple[int, int]]:
         """The (height, width) of a row's images, which are only decoded with `decode`.
 
@@ -94,7 +94,7 @@ class VisionPromptMaker(PromptMaker):
         that has placeholders of its own.
         """
         try:
-            messages = with_images(row, place, opened=False)
+            messages = messages_with_images(row, place, opened=False)
         except VisionError as error:
             raise VisionError(f"{_row_name(place)}{error}") from error
         if messages is None:
@@ -103,7 +103,7 @@ class VisionPromptMaker(PromptMaker):
         self._check_text(messages, place)
         name = column_images(row)[0] or "prompt"
         sizes = []
-        for i, image in enumerate(pictures(messages)):
+        for i, image in enumerate(conversation_images(messages)):
             at = _place_of(name, i, place)
             sizes.append(size_of(open_image(image, at) if decode else image, at))
         return sizes
@@ -136,10 +136,10 @@ class VisionPromptMaker(PromptMaker):
 
     def num_tokens(self, row: dict[str, Any]) -> int:
         """Tokens of a row's prompt, images included."""
-        messages = with_images(row)
+        messages = messages_with_images(row)
         if messages is None:
             return super().num_tokens(row)
-        return len(self.encode(self.render(messages), pictures(messages)).ids)
+        return len(self.encode(self.render(messages), conversation_images(messages)).ids)
 
     def token_ids(self, prompt: str | Messages) -> list[int]:
         """Token ids of a text or of a conversation without images."""
@@ -147,22 +147,22 @@ class VisionPromptMaker(PromptMaker):
             return super().token_ids(prompt)
         return self.encode(self.render(prompt)).ids
 
-    def readable(self, messages: Messages) -> Messages:
+    def template_messages(self, messages: Messages) -> Messages:
         """The messages in the form that the chat template shows: texts or content blocks, images as bare blocks."""
         return [self._readable(message) for message in drop_empty_fields(messages)]
 
-    def placed(self, row: dict[str, Any]) -> str | Messages:
+    def prompt_with_images(self, row: dict[str, Any]) -> str | Messages:
         """The row's prompt, its images in their messages as they are."""
-        messages = with_images(row, opened=False)
+        messages = messages_with_images(row, opened=False)
         return row["prompt"] if messages is None else messages
 
-    def pictures(self, messages: Messages) -> list[Any]:
+    def conversation_images(self, messages: Messages) -> list[Any]:
         """The images in a conversation, in their order."""
-        return pictures(messages)
+        return conversation_images(messages)
 
-    def shown(self, row: dict[str, Any]) -> str | Messages:
+    def prompt_with_opened_images(self, row: dict[str, Any]) -> str | Messages:
         """The row's prompt, its images opened and in its messages."""
-        messages = with_images(row)
+        messages = messages_with_images(row)
         return row["prompt"] if messages is None else messages
 
     def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
@@ -205,7 +205,7 @@ class VisionPromptMaker(PromptMaker):
             "writes it once for each content block of the type 'image' (processing_class.chat_template)"
         )
 
-    def _check_text(self, prompt: str | Messages, place: Place | None) -> None:
+    def _check_text(self, prompt: str | Messages, place: ImageSource | None) -> None:
         """VisionError for a text in which the placeholder of an image is written out."""
         texts = [prompt] if isinstance(prompt, str) else [str(as_text(message).get("content")) for message in prompt]
         if self.placeholder is not None and any(self.placeholder in text for text in texts):
@@ -250,7 +250,9 @@ class VisionPromptMaker(PromptMaker):
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
 
-def with_images(row: Mapping[str, Any], at: Place | None = None, *, opened: bool = True) -> Messages | None:
+def messages_with_images(
+    row: Mapping[str, Any], at: ImageSource | None = None, *, opened: bool = True
+) -> Messages | None:
     """The row's conversation with every image in its content block; None for a row without images.
 
     Unless they are to be `opened`, images stay as the row has them; `at` names the row in messages. ImageError for one
@@ -296,12 +298,12 @@ def with_images(row: Mapping[str, Any], at: Place | None = None, *, opened: bool
     return messages
 
 
-def pictures(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+def conversation_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The images in a conversation's blocks, in their order."""
     return [image_of_block(block) for block in image_blocks(messages)]
 
 
-def with_other_ids(prompt: Prompt, ids: list[int]) -> Prompt:
+def replace_ids(prompt: Prompt, ids: list[int]) -> Prompt:
     """The prompt with token ids that somebody else made of it. VisionError if they have not as many placeholders of
     images as the prompt's images are tokens."""
     media = prompt.media
@@ -362,12 +364,12 @@ def _encoded(made: Mapping[str, Any], images: Sequence[Any], placeholder: int | 
     return Encoded(ids[0].tolist(), Media(tuple(images), tensors, token_tensors, digest(images)))
 
 
-def _place_of(column: str, number: int, row: Place | None) -> Place:
+def _place_of(column: str, number: int, row: ImageSource | None) -> ImageSource:
     """The place of one of a row's images; a column `image` has one alone."""
-    return replace(row or Place(column), column=column, number=None if column == "image" else number)
+    return replace(row or ImageSource(column), column=column, number=None if column == "image" else number)
 
 
-def _row_name(place: Place | None) -> str:
+def _row_name(place: ImageSource | None) -> str:
     """The beginning of a message about a row."""
     return "" if place is None else f"row {place.row} of {place.dataset}: "
 

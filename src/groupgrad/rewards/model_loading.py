@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.systems.zero3 import loaded_whole
+from groupgrad.modeling.systems.zero3 import loading_unsharded
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
     # Sizes are compared below, since the library's own error does not mention labels.
     kwargs["ignore_mismatched_sizes"] = True
-    with loaded_whole():
+    with loading_unsharded():
         model, loading_info = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
     mismatched = [key[0] if isinstance(key, (tuple, list)) else key for key in loading_info["mismatched_keys"]]
     if mismatched:

@@ -23,7 +23,7 @@ from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, ope
 from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
-from groupgrad.multimodal.tool_images import ReplyEncoder, opened_replies
+from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
 from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
 from groupgrad.rollout.driver import Driver, SampleTurn, TurnResult, WaitFor
 from groupgrad.rollout.single_turn import completion_budget
@@ -212,15 +212,15 @@ class _Agent:
     async def _begin(self, messages: list[dict[str, Any]]) -> Prompt:
         """Reset the environment and make the prompt, with the observation that `reset` returned."""
         with _fails_rollout("the images of the prompt cannot be had"):
-            placed: Any = self._prompt_maker.placed({**self._data, "prompt": messages})
+            placed: Any = self._prompt_maker.prompt_with_images({**self._data, "prompt": messages})
         if self._handle is not None:
             (outcome,) = await self._wait_for([self._handle.reset(self._data, self._rollouts.workers, self._timeout_s)])
             if outcome.problem:
                 raise _RolloutFailed(outcome.problem)
             placed = add_observation(placed, outcome.value)
-        images = [_image_key(image) for image in self._prompt_maker.pictures(placed)]
+        images = [_image_key(image) for image in self._prompt_maker.conversation_images(placed)]
         environment = "" if self._handle is None else self._handle.spec.name
-        key = (self._group, environment, str(self._prompt_maker.readable(placed)), *images)
+        key = (self._group, environment, str(self._prompt_maker.template_messages(placed)), *images)
         if key not in self._shared_prompts:
             self._shared_prompts[key] = (self._make_prompt(placed), placed)
         return self._shared_prompts[key][0]
@@ -228,10 +228,10 @@ class _Agent:
     def _make_prompt(self, placed: list[dict[str, Any]]) -> Prompt:
         maker = self._prompt_maker
         with _fails_rollout("the images of the prompt cannot be had"):
-            messages: Any = maker.shown({"prompt": placed})
+            messages: Any = maker.prompt_with_opened_images({"prompt": placed})
         with _fails_rollout("the chat template cannot render the prompt"):
-            text = self._chat.prompt_text(maker.readable(messages), self._toolbox.schemas)
-            encoded = maker.encode(text, maker.pictures(messages))
+            text = self._chat.prompt_text(maker.template_messages(messages), self._toolbox.schemas)
+            encoded = maker.encode(text, maker.conversation_images(messages))
         if maker.max_context is not None and len(encoded.ids) >= maker.max_context:
             raise _RolloutFailed(maker.too_long_message(messages, len(encoded.ids)))
         return Prompt(encoded.ids, {**self._data, "prompt": messages}, self._group, encoded.media)
@@ -278,17 +278,17 @@ class _Agent:
         """Answer a turn's calls and append the replies. False, with nothing appended, if they do not fit."""
         maker = self._prompt_maker
         messages = [_message(reply, call) for reply, call in zip(await self._replies(turn.calls), turn.calls)]
-        if maker.pictures(messages):
-            messages = opened_replies(messages)
-        encoder = ReplyEncoder(maker, messages)
+        if maker.conversation_images(messages):
+            messages = open_reply_images(messages)
+        encoder = ToolReplyEncoder(maker, messages)
         with _fails_rollout("the chat template cannot render a tool's reply"):
-            readable = maker.readable(messages)
+            readable = maker.template_messages(messages)
             reply_ids = self._chat.reply_ids(turn_ids, readable, encoder)
         if len(reply_ids) >= budget - len(self._ids):
             return False
         self._messages += messages
         num_before = len(prompt.ids) + len(self._ids)
-        self._media = encoder.media_behind(self._media or prompt.media, num_before, len(reply_ids))
+        self._media = encoder.media_with_reply(self._media or prompt.media, num_before, len(reply_ids))
         self._append(reply_ids)
         return True
 

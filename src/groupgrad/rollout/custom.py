@@ -12,7 +12,7 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
-from groupgrad.multimodal.vlm_prompts import VisionError, with_other_ids
+from groupgrad.multimodal.vlm_prompts import VisionError, replace_ids
 from groupgrad.rewards.inputs import copy_containers, short_repr
 from groupgrad.rollout.base import GenerationRequest
 from groupgrad.rollout.single_turn import completion_budget
@@ -70,7 +70,7 @@ class CustomRollouts:
         size = request.num_generations
         groups = [row // size for row in request.rows]
         passed_groups = list(dict.fromkeys(groups)) if self._makes_groups else groups
-        messages = {group: self._prompt_maker.shown(row) for group, row in request.rows_by_group.items()}
+        messages = {group: self._prompt_maker.prompt_with_opened_images(row) for group, row in request.rows_by_group.items()}
         returned = self._function([copy_containers(messages[group]) for group in passed_groups], self._trainer)
         num_returned = _num_rows(returned)
         selected = self._select_rows(groups, size, len(passed_groups), num_returned)
@@ -134,7 +134,7 @@ class CustomRollouts:
     def _rollout(self, step: int, index: int, prompt: Prompt, row: _ReturnedRow, place: int) -> Rollout:
         ids = row.completion_ids
         try:
-            prompt = with_other_ids(prompt, row.prompt_ids)
+            prompt = replace_ids(prompt, row.prompt_ids)
         except VisionError as error:
             raise RolloutError(f"rollout_func returned prompt_ids for row {place} that do not fit: {error}") from error
         text = self._prompt_maker.tokenizer.decode(ids, skip_special_tokens=True)

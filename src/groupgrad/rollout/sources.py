@@ -155,7 +155,7 @@ def build_rollout_components(
             schemas=schemas,
             chat_template_kwargs=prompt_maker.chat_template_kwargs,
             response_parser=response_parser,
-            prepare_messages=prompt_maker.readable,
+            prepare_messages=prompt_maker.template_messages,
         )
         on_error.pop_all()
     return RolloutComponents(tools=shared_tools, environments=environments, chat=chat)

@@ -30,7 +30,7 @@ from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.fused_modules import own_parts
-from groupgrad.modeling.liger import kernels_in_force
+from groupgrad.modeling.liger import configured_kernels
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.renamed_weights import load_renamed
 from groupgrad.modeling.scoring.attention import unplug
@@ -89,7 +89,7 @@ class TrainingRun(Trainer):
         whatever happens."""
         self._invalidate_vllm()
         try:
-            with self.progress, kernels_in_force(self.args):
+            with self.progress, configured_kernels(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
             self.components.collector.close()

@@ -30,10 +30,10 @@ from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
-from groupgrad.modeling.aux_loss import balance_weight, configured_weight
+from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.decoder_check import check_causal
-from groupgrad.modeling.liger import check_liger, put_kernels_in
-from groupgrad.modeling.reference import Reference, check_spread
+from groupgrad.modeling.liger import apply_kernels, check_liger
+from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_layout
@@ -41,7 +41,12 @@ from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
 from groupgrad.modeling.systems.zero3 import gather_all, gather_per_module
 from groupgrad.modeling.vlm import is_multimodal
-from groupgrad.multimodal.vlm_prompts import VisionPromptMaker, example_prompt, is_processor, speaking_tokenizer
+from groupgrad.multimodal.vlm_prompts import (
+    VisionPromptMaker,
+    example_prompt,
+    is_processor,
+    tokenizer_with_processor_template,
+)
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
@@ -156,7 +161,7 @@ def build_policy(
         model = add_adapter(model, peft_config, in_models_type=config.stochastic_rounding)
     check_adapter(model)
     if config.use_liger_kernel:
-        put_kernels_in(model, config.liger_kernel_config)
+        apply_kernels(model, config.liger_kernel_config)
     load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
@@ -174,9 +179,9 @@ def build_policy(
         load.turn_off_dropout(model)
     reference = None
     if config.beta != 0.0:
-        reference = Reference(model, adapter_is_fresh=adapter_is_fresh, follows=config.sync_ref_model)
+        reference = Reference(model, adapter_is_fresh=adapter_is_fresh, is_synced=config.sync_ref_model)
     if zero_stage(config) == 3:
-        check_spread(model, reference)
+        check_sharded_policy(model, reference)
     if config.cast_lm_head_to_fp32:
         for part in [model, reference.module if reference is not None else None]:
             if part is not None:
@@ -184,11 +189,11 @@ def build_policy(
     return PolicyBundle(
         model=model,
         processing_class=processing_class,
-        tokenizer=speaking_tokenizer(processing_class, tokenizer),
+        tokenizer=tokenizer_with_processor_template(processing_class, tokenizer),
         eos_ids=eos_ids,
         max_context=load.max_context(model),
         reference=reference,
-        aux_loss_coef=configured_weight(model, config.router_aux_loss_coef),
+        aux_loss_coef=configured_aux_loss_weight(model, config.router_aux_loss_coef),
     )
 
 
@@ -316,7 +321,7 @@ def plan_execution(
     asked = config.router_aux_loss_coef
     with gather_per_module(model):
         check_causal(model, precision)
-        parts.aux_loss_coef = balance_weight(model, scoring, parts.aux_loss_coef, asked, precision)
+        parts.aux_loss_coef = effective_aux_loss_weight(model, scoring, parts.aux_loss_coef, asked, precision)
         layout = check_layout(model, replace(scoring, aux_loss=parts.aux_loss_coef != 0.0), precision, example)
     if layout.reason is not None:
         name = type(unwrap(model)).__name__

@@ -300,7 +300,7 @@ class GRPOTrainer(TrainingRun):
         if self.entropy_controller.is_active:
             self.metric_store.add(self.entropy_controller.end_step(numbers.measured.get("entropy")))
         if self.reference is not None and self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
-            self.reference.follow(self._policy.model, self.args.ref_model_mixup_alpha)
+            self.reference.sync(self._policy.model, self.args.ref_model_mixup_alpha)
 
     # ------------------------------------------------------------------------------------------- parts of a run
 
@@ -309,7 +309,7 @@ class GRPOTrainer(TrainingRun):
         config = self.args
         self._policy, self.reference = policy, policy.reference
         if policy.reference is not None and policy.reference.module is not None:
-            policy.reference.place(self.accelerator.prepare_model(policy.reference.module, evaluation_mode=True))
+            policy.reference.set_module(self.accelerator.prepare_model(policy.reference.module, evaluation_mode=True))
         self.progress = ProgressCallback()
         self.timings = Timings(on_phase=self.progress.set_phase)
         self.remove_callback(PrinterCallback)

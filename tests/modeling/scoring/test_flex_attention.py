@@ -20,7 +20,7 @@ from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.flex_attention import attend_flex, is_usable
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.modeling.scoring.layout import FlatLayout, flat_layout
-from groupgrad.modeling.self_check import batch_of
+from groupgrad.modeling.self_check import build_batch
 
 CPU = torch.device("cpu")
 TRIED = flex._TRIED_TOKENS
@@ -38,7 +38,7 @@ def ragged_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 4
     stream = torch.Generator().manual_seed(0)
     lengths = [*prompts, *(length for _, length in rows)]
     ids = [torch.randint(3, vocab, (length,), generator=stream).tolist() for length in lengths]
-    return batch_of(ids[: len(prompts)], [prompt for prompt, _ in rows], ids[len(prompts) :])
+    return build_batch(ids[: len(prompts)], [prompt for prompt, _ in rows], ids[len(prompts) :])
 
 
 def laid(num_tokens: int = 17) -> FlatLayout:

@@ -111,7 +111,7 @@ def test_the_reference_too(cramped, make_model, batch):
     plain = make_model(initializer_range=0.1).eval()
     model, _ = cramped(12)
     scorers = [
-        OldAndRefScorer(m, Reference(m, adapter_is_fresh=False, follows=False), ForwardOptions(), "cpu")
+        OldAndRefScorer(m, Reference(m, adapter_is_fresh=False, is_synced=False), ForwardOptions(), "cpu")
         for m in (plain, model)
     ]
     expected, found = (scorer(batch, old=True) for scorer in scorers)
@@ -142,7 +142,7 @@ def test_other_errors_pass(batch):
         raise RuntimeError("shapes do not fit")
 
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        shortage.scored_in_parts(batch, score)
+        shortage.score_in_parts(batch, score)
     assert passes == [5]
 
 

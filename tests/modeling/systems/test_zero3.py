@@ -14,11 +14,11 @@ import torch
 from sights import make_seen
 from torch import nn
 
-from groupgrad.modeling.reference import Reference, check_spread
+from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.modeling.self_check import check_layout, random_batch
-from groupgrad.modeling.systems.zero3 import Shards, gather_all, gather_per_module, is_sharded, num_parameters
-from groupgrad.modeling.weights import served_weights
+from groupgrad.modeling.systems.zero3 import ShardSnapshot, gather_all, gather_per_module, is_sharded, num_parameters
+from groupgrad.modeling.weights import checkpoint_weights
 
 
 class Status(Enum):
@@ -113,7 +113,7 @@ def test_a_rank_without_rows_goes_through_the_model(model, batch, sharded):
 def test_earlier_weights_take_the_place_of_later_ones_to_the_bit(model, batch):
     rank = OneRank(model)
     expected = score_without_gradient(model, batch, ForwardOptions()).logprobs
-    reference = Reference(model, adapter_is_fresh=True, follows=False)
+    reference = Reference(model, adapter_is_fresh=True, is_synced=False)
     assert reference.module is None
     parameters: list[Any] = list(model.parameters())
     for parameter in parameters:
@@ -129,7 +129,7 @@ def test_earlier_weights_take_the_place_of_later_ones_to_the_bit(model, batch):
 
 def test_weights_are_put_back_also_on_errors(model):
     OneRank(model)
-    shards = Shards(model)
+    shards = ShardSnapshot(model)
     first: Any = next(model.parameters())
     first.ds_tensor.zero_()
     with pytest.raises(ZeroDivisionError), shards.in_place():
@@ -144,15 +144,15 @@ def test_whole_models_are_left_as_they_are(model):
 
 
 def test_shapes_are_known_of_parts(model):
-    expected = {name: tensor.shape for name, tensor in served_weights(model)}
+    expected = {name: tensor.shape for name, tensor in checkpoint_weights(model)}
     OneRank(model)
-    assert {name: tensor.shape for name, tensor in served_weights(model, shapes_only=True)} == expected
+    assert {name: tensor.shape for name, tensor in checkpoint_weights(model, shapes_only=True)} == expected
 
 
 def test_what_does_not_go_with_it_is_said(model):
-    check_spread(model, None)
+    check_sharded_policy(model, None)
     kept: Any = SimpleNamespace(keeps_parameters=True)
     with pytest.raises(ValueError, match=r"ZeRO-3: a reference that is this adapter.*beta=0.0"):
-        check_spread(model, kept)
+        check_sharded_policy(model, kept)
     with pytest.raises(ValueError, match=r"Gemma3.* under DeepSpeed ZeRO-3: models that take images"):
-        check_spread(make_seen("gemma3").model, None)
+        check_sharded_policy(make_seen("gemma3").model, None)

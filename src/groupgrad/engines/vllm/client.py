@@ -34,7 +34,7 @@ from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GroupTransport, 
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, model_sizes, pack, specs_of, specs_to_json, torch_dtype
 from groupgrad.errors import WeightsLost
 from groupgrad.modeling.scoring.forward import unwrap
-from groupgrad.modeling.weights import adapter_files, is_sharded, served_weights, weights_to_the_end
+from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class VLLMServerEngine(VLLMEngine):
             self.connect(push.model)
         if not self._pushes:
             # Gathering sharded parameters takes all ranks.
-            for _ in served_weights(push.model) if is_sharded(push.model) else ():
+            for _ in checkpoint_weights(push.model) if is_sharded(push.model) else ():
                 pass
             return self._weight_version or ""
         self._weight_version, self._last_push = push.weight_version, push
@@ -278,9 +278,9 @@ class VLLMServerEngine(VLLMEngine):
             return True
 
     def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool) -> None:
-        with weights_to_the_end(model, merge=merge) as weights:
+        with drained_checkpoint_weights(model, merge=merge) as weights:
             self._reconnect()  # the server may have been restarted, in another dtype
-            shapes = served_weights(model, merge=merge, shapes_only=True)
+            shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
             specs = specs_of(shapes, torch_dtype(self._info["dtype"]))
             body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
             # The server waits that long for rows to end; its answer takes a moment more.

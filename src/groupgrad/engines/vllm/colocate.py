@@ -37,7 +37,7 @@ from groupgrad.engines.vllm.vllm_params import (
 )
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, specs_of, specs_to_json, torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
-from groupgrad.modeling.weights import adapter_files, served_weights, weights_to_the_end
+from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights
 
 
 class VLLMColocateEngine(VLLMEngine):
@@ -120,8 +120,8 @@ class VLLMColocateEngine(VLLMEngine):
 
     def _load(self, model: nn.Module, *, merge: bool) -> None:
         dtype = torch_dtype(self._options.dtype)
-        specs = specs_of(served_weights(model, merge=merge, shapes_only=True), dtype)
-        with torch.no_grad(), weights_to_the_end(model, merge=merge) as weights:
+        specs = specs_of(checkpoint_weights(model, merge=merge, shapes_only=True), dtype)
+        with torch.no_grad(), drained_checkpoint_weights(model, merge=merge) as weights:
             self._llm.collective_rpc("groupgrad_begin", args=(specs_to_json(specs),))
             for tensors in _chunks(weights, dtype):
                 self._llm.collective_rpc("groupgrad_tensors", args=(tensors,))

@@ -19,7 +19,7 @@ from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.wire import torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import free_bytes
-from groupgrad.modeling.weights import served_weights
+from groupgrad.modeling.weights import checkpoint_weights
 
 GIB = 2**30
 WORKSPACE = 0.1
@@ -108,7 +108,7 @@ class ServedBytes:
     def of(cls, model: nn.Module, options: ColocateOptions) -> ServedBytes:
         """From the policy's shapes; nothing is gathered."""
         dtype = torch_dtype(options.dtype)
-        shapes = served_weights(model, merge=False, shapes_only=True)
+        shapes = checkpoint_weights(model, merge=False, shapes_only=True)
         weights = sum(
             empty.numel() * (dtype.itemsize if empty.is_floating_point() else empty.itemsize) for _, empty in shapes
         )

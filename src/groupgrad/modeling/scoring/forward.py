@@ -24,9 +24,9 @@ from groupgrad.modeling.scoring.attention import AttentionPlan, attention_dropou
 from groupgrad.modeling.scoring.head import LogitTransform, PrecomputedGradient, scores_with_gradient, tiled_scores
 from groupgrad.modeling.scoring.layout import FlatLayout, flat_layout
 from groupgrad.modeling.scoring.logit_transform import head_layer, logit_transform
-from groupgrad.modeling.systems.oom import scored_in_parts
+from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.zero3 import gather_per_module, is_sharded
-from groupgrad.modeling.vlm import ImageSegment, ModelInputs, PromptImages, flat_view, prompt_images, row_view
+from groupgrad.modeling.vlm import ImageSegment, ModelInputs, PromptImages, flat_inputs, padded_inputs, prompt_images
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
 ENTROPY_TOKENS = 512
@@ -135,7 +135,7 @@ def _score_places(
     if asked is not None:
         rows, positions = rows[asked], positions[asked]
     head = _head_on(model, (rows, positions), source.shape, tokens, options, precomputed)
-    with view.shown(model), compiled_parts(model), head as seen:
+    with view.embedding_true_ids(model), compiled_parts(model), head as seen:
         if source.plan is None or source.places is None:
             output = model(input_ids=view.ids, use_cache=False, **source.extra)
         else:
@@ -163,7 +163,7 @@ def score_without_gradient(
     with evaluation_mode(model), gather_per_module(model):
         if asked.aux_loss or is_sharded(model):
             return score_tokens(model, batch, asked)
-        return scored_in_parts(batch, lambda part: score_tokens(model, part, asked))
+        return score_in_parts(batch, lambda part: score_tokens(model, part, asked))
 
 
 @contextmanager
@@ -199,7 +199,7 @@ class _Input:
 
 def _dense_input(model: nn.Module, batch: Batch, options: ForwardOptions) -> _Input:
     ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
-    view = row_view(model, ids, _row_sights(model, batch, _sights(model, batch)))
+    view = padded_inputs(model, ids, _row_sights(model, batch, _sights(model, batch)))
     extra: dict[str, Any] = dict(view.inputs)
     if view.rope is not None:
         extra["position_ids"] = view.rope
@@ -218,7 +218,7 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
         )
         for part in flat.stretches
     ]
-    view = flat_view(model, flat.ids, flat.positions, laid)
+    view = flat_inputs(model, flat.ids, flat.positions, laid)
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
     if options.aux_loss and layout == "shared":
         # The mask takes no part in attention, where the plan stands in its place; it weighs the tokens of the balance.
@@ -229,7 +229,7 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
         positions=flat.predictors,
         view=view,
         extra={**view.inputs, **extra},
-        plan=view.plan(flat.plan),
+        plan=view.attention_plan(flat.plan),
         places=flat.positions if view.rope is None else view.rope,
     )
 

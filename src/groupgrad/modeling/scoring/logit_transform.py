@@ -16,7 +16,7 @@ from torch import nn
 
 from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.families import LogitEffect, logit_effect
-from groupgrad.modeling.load import _Float32Linear
+from groupgrad.modeling.load import Float32Linear
 from groupgrad.modeling.scoring.head import LogitTransform, LowRank
 from groupgrad.modeling.systems.zero3 import is_sharded
 
@@ -51,7 +51,7 @@ def head_layer(head: Any) -> HeadLayer | None:
         head = head.modules_to_save[names[0]] if names else head.original_module
     elif kind == "peft.tuners.lora.layer.Linear":
         return _under_lora(head)
-    return HeadLayer(head) if type(head) in (nn.Linear, _Float32Linear) else None
+    return HeadLayer(head) if type(head) in (nn.Linear, Float32Linear) else None
 
 
 def _under_lora(head: Any) -> HeadLayer | None:
@@ -94,7 +94,7 @@ def logit_transform(model: nn.Module) -> LogitTransform | None:
     if transform is None or (text is not config and transform != LogitTransform()):
         # Composite models (images and text) do not all heed what their text model's config says of logits.
         return None
-    return replace(transform, own_dtype=isinstance(layer.linear, _Float32Linear))
+    return replace(transform, own_dtype=isinstance(layer.linear, Float32Linear))
 
 
 def _from_fields(config: Any) -> LogitTransform | None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from groupgrad.batch import Batch
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens, unwrap
-from groupgrad.modeling.self_check import other_prompts, random_batch
+from groupgrad.modeling.self_check import random_batch, reversed_prompts
 from groupgrad.types import Media, Prompt
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def activation_bytes_per_token(model: nn.Module, options: ForwardOptions) -> flo
     What does not grow with the tokens (weights, copies of them in another precision) does not count.
     """
     small = random_batch(model)
-    large = Batch.concat([small, other_prompts(small)])
+    large = Batch.concat([small, reversed_prompts(small)])
     kept = [_kept_bytes(model, batch, options) for batch in (small, large)]
     return (kept[1] - kept[0]) / (_tokens(large) - _tokens(small))
 

@@ -46,7 +46,7 @@ def collect_what_failed() -> None:
         torch.cuda.empty_cache()
 
 
-def scored_in_parts(batch: Batch, score: Callable[[Batch], TokenScores]) -> TokenScores:
+def score_in_parts(batch: Batch, score: Callable[[Batch], TokenScores]) -> TokenScores:
     """What `score` says of the batch; where memory runs out, of half of its rows at a time, and so on.
 
     For passes without a gradient and without an auxiliary loss, through a model that no other rank has to go through at
@@ -67,7 +67,7 @@ def scored_in_parts(batch: Batch, score: Callable[[Batch], TokenScores]) -> Toke
     _tell()
     middle = batch.num_rows // 2
     parts = [batch.select(range(*bounds)) for bounds in ((0, middle), (middle, batch.num_rows))]
-    scores = [scored_in_parts(part, score) for part in parts]
+    scores = [score_in_parts(part, score) for part in parts]
     return TokenScores(torch.cat([s.logprobs for s in scores]), torch.cat([s.entropy for s in scores]))
 
 

@@ -87,7 +87,7 @@ def gather_per_module(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def loaded_whole() -> Iterator[None]:
+def loading_unsharded() -> Iterator[None]:
     """Inside, models that are loaded are whole on every rank; under ZeRO-3 transformers would spread each of them."""
     if not hf_deepspeed.is_deepspeed_zero3_enabled():
         yield
@@ -100,7 +100,7 @@ def loaded_whole() -> Iterator[None]:
         hf_deepspeed.set_hf_deepspeed_config(config)
 
 
-class Shards:
+class ShardSnapshot:
     """The weights of a sharded model as they are now, this rank's part of them, to be put in place of later ones.
 
     Takes a rank's part of the weights in memory.
