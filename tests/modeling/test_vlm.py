@@ -291,7 +291,7 @@ def test_placeholders_behind_the_prompt_are_no_images(qwen: Seen):
     token = qwen.placeholder
     ids = torch.tensor([50, token, 51, token, 52])
     grid: dict[str, Any] = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
-    assert prompt_images(qwen.model, ids, media([0, 1, 0], **grid)).places.tolist() == [
+    assert prompt_images(qwen.model, ids, media([0, 1, 0], **grid)).mask.tolist() == [
         False,
         True,
         False,

@@ -53,7 +53,7 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     from groupgrad.modeling.self_check import check_layout
 
     model: Any = load.load_policy(
-        name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, spread=False
+        name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, use_device_map=False
     )
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     example, images = _example(model, name, trust_remote_code)

@@ -1,4 +1,4 @@
-"""Adapters (PEFT) around a policy: put on it, loaded onto it, and what cannot be trained said beforehand."""
+"""PEFT adapters on the policy: adds and loads them, and rejects those that cannot be trained."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
+def base_model(model: Any) -> Any:
+    """The model under its adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def active_adapters(model: Any) -> list[str]:
-    """Names of the adapters in use; empty without any."""
+    """Names of the active adapters; empty without any."""
     active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None) or []
     return [active] if isinstance(active, str) else list(active)
 
 
-def add_adapter(model: nn.Module, peft_config: Any, *, in_models_type: bool = False) -> nn.Module:
-    """`model` wrapped by a new adapter, as `peft_config` describes it; the configuration itself is not changed.
+def add_adapter(model: nn.Module, peft_config: Any, *, keep_dtype: bool = False) -> nn.Module:
+    """Wraps `model` in a new adapter described by `peft_config`, which stays unchanged.
 
-    The adapter's weights are float32 where the model's are half precision, or of the model's own type if so asked.
+    The adapter's weights are float32 over weights in half precision, or of their dtype with `keep_dtype`.
 
-    ImportError without peft, TypeError if `peft_config` is something else, ValueError if the model has an adapter or
-    the configuration does not fit it. Names in `target_modules` that are not in the model, among others that are, are
-    a warning.
+    ImportError without peft, TypeError for another config class, ValueError if the model has an adapter or the config
+    does not fit it. Warns about `target_modules` that the model lacks if it has others of them.
     """
     if importlib.util.find_spec("peft") is None:
         raise ImportError("peft_config is given, but peft is not installed: pip install groupgrad[peft]")
@@ -49,9 +53,9 @@ def add_adapter(model: nn.Module, peft_config: Any, *, in_models_type: bool = Fa
         )
     _check_config(model, peft_config)
     try:
-        # peft writes into the configuration what it finds out about this model.
+        # peft completes the config it gets with facts about this model.
         config: Any = copy.deepcopy(peft_config)
-        return get_peft_model(model, config, autocast_adapter_dtype=not in_models_type)  # pyright: ignore
+        return get_peft_model(model, config, autocast_adapter_dtype=not keep_dtype)  # pyright: ignore
     except (ValueError, NotImplementedError) as error:
         advice = (
             f" Its linear layers are called {', '.join(_linear_names(model))}; name some of them in target_modules, or "
@@ -66,41 +70,41 @@ def add_adapter(model: nn.Module, peft_config: Any, *, in_models_type: bool = Fa
 
 
 def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = None) -> nn.Module:
-    """`base` with the trained adapter of an id or directory, ready to be trained further.
+    """Loads the trained adapter of an id or directory onto `base`, ready for further training.
 
-    ValueError if the adapter was made for another architecture: modules that are not there, or of another shape.
+    ValueError if the adapter has modules that the model lacks, or of another shape.
     """
     from peft import PeftModel
 
     problem: Any = None
     cause: Exception | None = None
-    with warnings.catch_warnings(record=True) as said:
+    kwargs: Any = {} if revision is None else {"revision": revision}
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            wanted: Any = {} if revision is None else {"revision": revision}
-            model = PeftModel.from_pretrained(base, adapter_id, is_trainable=True, **wanted)  # pyright: ignore
+            model = PeftModel.from_pretrained(base, adapter_id, is_trainable=True, **kwargs)  # pyright: ignore
         except (ValueError, RuntimeError, KeyError) as error:
-            model, problem, cause = base, " ".join(str(error).split()), error
-    for warning in said:
-        # peft begins weights that it does not find anew, at random.
+            model, problem, cause = base, error, error
+    for warning in caught:
+        # peft only warns about missing weights, and initialises them at random.
         if "missing adapter keys" in str(warning.message):
-            problem = " ".join(str(warning.message).split())
+            problem = warning.message
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if problem is not None:
         raise ValueError(
-            f"the adapter {adapter_id} does not fit {_described(base)}; it was made for another model: "
-            f"{problem[:600]}. Use the base model that its adapter_config.json names, or train a new adapter "
-            "(peft_config)"
+            f"the adapter {adapter_id} does not fit {_description(base)}; it was made for another model: "
+            f"{' '.join(str(problem).split())[:600]}. Use the base model that its adapter_config.json names, or train "
+            "a new adapter (peft_config)"
         ) from cause
     return model
 
 
 def check_adapter(model: Any) -> None:
-    """ValueError for an adapter that is merged into the weights, not in use, or made for another class of model.
+    """ValueError for an adapter that is merged into the weights, inactive, or trained on another class of model.
 
-    Another name of the base model than the adapter was trained on is a warning: the same weights may lie elsewhere. So
-    are weights of the base model that train, since they are not saved with an adapter.
+    Warns if the base model's name differs from the one the adapter was trained on, which may be a copy of the same
+    weights, and if weights of the base model train, since they are not saved with an adapter.
     """
     if not is_adapted(model):
         return
@@ -115,36 +119,36 @@ def check_adapter(model: Any) -> None:
             f"the adapter is merged into the weights ({merged[0]} and others), so that training it would change "
             "nothing; call model.unmerge_adapter() first"
         )
-    _check_what_trains(model)
+    _check_trained_parameters(model)
     base = model.get_base_model()
     for name in active_adapters(model):
         config = model.peft_config[name]
-        made_for = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
-        if made_for is not None and made_for not in {kind.__name__ for kind in type(base).__mro__}:
+        base_class = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
+        if base_class is not None and base_class not in {cls.__name__ for cls in type(base).__mro__}:
             raise ValueError(
-                f"the adapter {name!r} was made for a {made_for}, and the model is a {type(base).__name__}; load the "
+                f"the adapter {name!r} was made for a {base_class}, and the model is a {type(base).__name__}; load the "
                 "base model that it was trained on, or train a new adapter (peft_config)"
             )
         trained_on, loaded = config.base_model_name_or_path, getattr(base, "name_or_path", None)
-        if trained_on and loaded and _last(trained_on) != _last(loaded):
+        if trained_on and loaded and _base_name(trained_on) != _base_name(loaded):
             warnings.warn(
                 f"the adapter {name!r} was trained on {trained_on}, and the model was loaded from {loaded}; on other "
                 "weights than its own it means nothing"
             )
 
 
-def _check_what_trains(model: Any) -> None:
-    """ValueError if adapters train that are not in use; a warning if weights of the base model do."""
+def _check_trained_parameters(model: Any) -> None:
+    """ValueError if only inactive adapters train; a warning if weights of the base model do."""
     active = active_adapters(model)
-    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    of_adapters = {name: set(name.split(".")) & set(model.peft_config) for name in trains}
-    if trains and all(owners and not owners & set(active) for owners in of_adapters.values()):
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    adapters_of = {name: set(name.split(".")) & set(model.peft_config) for name in trained}
+    if trained and all(owners and not owners & set(active) for owners in adapters_of.values()):
         raise ValueError(
-            f"only {trains[0]} and others of adapters that are not in use would train; the adapter in use is "
+            f"only {trained[0]} and others of adapters that are not in use would train; the adapter in use is "
             f"{', '.join(active) or 'none'}: call model.set_adapter(...) with the one to train"
         )
     saves_biases = any(getattr(model.peft_config[name], "bias", "none") != "none" for name in active)
-    base = [name for name, owners in of_adapters.items() if not owners and not (saves_biases and name.endswith("bias"))]
+    base = [name for name, owners in adapters_of.items() if not owners and not (saves_biases and name.endswith("bias"))]
     if base:
         warnings.warn(
             f"{base[0]} ({len(base)} weights of the base model) will train too, but only the adapter is saved; name "
@@ -153,7 +157,7 @@ def _check_what_trains(model: Any) -> None:
 
 
 def _check_config(model: nn.Module, config: Any) -> None:
-    """ValueError for a configuration of another task, for use only, or that names what the model lacks."""
+    """ValueError for a config of another task or for inference, or with names that the model lacks."""
     task = getattr(config.task_type, "value", config.task_type)
     if task not in _TASKS:
         raise ValueError(
@@ -176,8 +180,7 @@ def _check_config(model: nn.Module, config: Any) -> None:
                 f"{field} names {', '.join(missing)}, and this {type(model).__name__} has no such module; it has "
                 f"{', '.join(_module_names(modules))}"
             )
-    if is_quantized(model):
-        _check_saved_modules(model, config)
+    _check_saved_modules(model, config)
     parameters = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
     missing = _missing(getattr(config, "target_parameters", None), parameters)
     if missing:
@@ -185,7 +188,7 @@ def _check_config(model: nn.Module, config: Any) -> None:
             f"target_parameters names {', '.join(missing)}, and this {type(model).__name__} has no such parameter; "
             f"it has {', '.join(_module_names(parameters, keep=3))}"
         )
-    _check_parameters(config)
+    _check_target_parameters(config)
     targets = getattr(config, "target_modules", None) or []
     missing = _missing(targets, modules)
     if missing and len(missing) < len(targets):
@@ -195,8 +198,8 @@ def _check_config(model: nn.Module, config: Any) -> None:
         )
 
 
-def _check_parameters(config: Any) -> None:
-    """ValueError for what cannot be had where an adapter is put on a parameter rather than on a module."""
+def _check_target_parameters(config: Any) -> None:
+    """ValueError for options of linear layers that `target_parameters` does not support."""
     for name in ("lora_dropout", "use_dora", "lora_bias") if getattr(config, "target_parameters", None) else ():
         if getattr(config, name, None):
             raise ValueError(
@@ -206,26 +209,25 @@ def _check_parameters(config: Any) -> None:
 
 
 def _check_saved_modules(model: nn.Module, config: Any) -> None:
-    """ValueError if whole modules are to be trained whose weights are quantized."""
-    for name, module in model.named_modules():
-        if not _missing(getattr(config, "modules_to_save", None) or ["?"], [name]):
-            for parameter in module.parameters():
-                if is_packed(parameter):
-                    raise ValueError(
-                        f"modules_to_save names {name}, whose weights are quantized and cannot be trained as a whole; "
-                        "target it with the adapter instead, or leave it out of quantization (llm_int8_skip_modules)"
-                    )
+    """ValueError if `modules_to_save` names a module with quantized weights."""
+    for name, module in model.named_modules() if is_quantized(model) else ():
+        is_saved = not _missing(getattr(config, "modules_to_save", None) or ["?"], [name])
+        if is_saved and any(map(is_packed, module.parameters())):
+            raise ValueError(
+                f"modules_to_save names {name}, whose weights are quantized and cannot be trained as a whole; "
+                "target it with the adapter instead, or leave it out of quantization (llm_int8_skip_modules)"
+            )
 
 
-def _missing(wanted: Any, names: list[str]) -> list[str]:
-    """Those of the wanted endings that no name has; text is a pattern, which is peft's to match."""
-    if not wanted or isinstance(wanted, str):
+def _missing(endings: Any, names: list[str]) -> list[str]:
+    """The endings that no dotted name has; empty for a str, which is a regular expression that peft matches."""
+    if not endings or isinstance(endings, str):
         return []
-    return sorted(x for x in wanted if not any(name == x or name.endswith("." + x) for name in names))
+    return sorted(x for x in endings if not any(name == x or name.endswith("." + x) for name in names))
 
 
 def _module_names(names: list[str], keep: int = 1) -> list[str]:
-    """The last `keep` parts of dotted names, numbers left out, each once."""
+    """The distinct endings of dotted names, `keep` parts long, without numbers; 20 at most."""
     ends = (".".join(part for part in name.split(".")[-keep:] if not part.isdigit()) for name in names)
     return list(dict.fromkeys(end for end in ends if end))[:20]
 
@@ -235,10 +237,10 @@ def _linear_names(model: nn.Module) -> list[str]:
     return _module_names(linear) or ["nothing"]
 
 
-def _described(model: Any) -> str:
+def _description(model: Any) -> str:
     name = getattr(model, "name_or_path", "")
     return f"{type(model).__name__} ({name})" if name else type(model).__name__
 
 
-def _last(name: str) -> str:
+def _base_name(name: str) -> str:
     return str(name).rstrip("/").rsplit("/", 1)[-1]

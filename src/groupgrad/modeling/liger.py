@@ -1,4 +1,4 @@
-"""liger-kernel's layers in the policy: when they can run, and which of them."""
+"""liger-kernel's layers in the policy: where they can run, and the ones that are used."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers.integrations import liger
 
 from groupgrad import compat
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.adapters import is_adapted
+from groupgrad.modeling.adapters import base_model
 
 WITHOUT_TRITON = ("cpu", "mps")
-"""Kinds of devices on which no kernel written in Triton runs."""
+"""Device types without Triton."""
 
 NO_LABELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-"""Kernels of a loss on labels, which GRPO has none of; without them the model keeps its own forward pass."""
+"""Kernels of a loss on labels, which GRPO does not have; without them the model keeps its own forward method."""
 
 
 def check_liger(device: torch.device) -> None:
@@ -33,46 +33,45 @@ def check_liger(device: torch.device) -> None:
     compat.require("liger-kernel", "use_liger_kernel=True")
 
 
-def kernel_config(given: dict[str, bool] | None) -> dict[str, bool]:
-    """Which kernels are used: all that a model has but those of `NO_LABELS`, unless `given` says otherwise."""
-    return {**NO_LABELS, **(given or {})}
+def kernel_config(user_config: dict[str, bool] | None) -> dict[str, bool]:
+    """Liger's kernel switches: all kernels but those of `NO_LABELS`, unless the user's config differs."""
+    return {**NO_LABELS, **(user_config or {})}
 
 
-def apply_kernels(model: nn.Module, given: dict[str, bool] | None) -> None:
-    """Exchange the layers of `model`, under its adapter, for liger-kernel's, forward and backward.
+def apply_kernels(model: nn.Module, user_config: dict[str, bool] | None) -> None:
+    """Replaces the layers of `model`, under its adapter, by liger-kernel's.
 
-    ConfigError if there are none for this kind of model, of which the library itself says nothing.
+    ConfigError for a model type without kernels, which the library itself ignores silently.
     """
-    inner: Any = model.get_base_model() if is_adapted(model) else model  # pyright: ignore[reportCallIssue]
-    kind = getattr(getattr(inner, "config", None), "model_type", None)
-    known = _known_kinds()
-    if known is not None and kind not in known:
+    model_type = getattr(getattr(base_model(model), "config", None), "model_type", None)
+    supported = _supported_model_types()
+    if supported is not None and model_type not in supported:
         version = compat.installed_version("liger-kernel")
         raise ConfigError(
             [
-                f"use_liger_kernel=True, but liger-kernel {version} has no kernels for the model type {kind!r}. Set "
-                "use_liger_kernel=False, or install a later liger-kernel"
+                f"use_liger_kernel=True, but liger-kernel {version} has no kernels for the model type {model_type!r}. "
+                "Set use_liger_kernel=False, or install a later liger-kernel"
             ]
         )
-    liger.apply_liger_kernel(model, kernel_config(given))
+    liger.apply_liger_kernel(model, kernel_config(user_config))
 
 
 @contextmanager
 def configured_kernels(args: Any) -> Iterator[None]:
-    """`transformers.Trainer` puts the kernels in once more when training begins: inside it does so as we did."""
+    """Inside, `transformers.Trainer` applies the same kernels when it applies them again at the start of training."""
     if not args.use_liger_kernel:
         yield
         return
-    given = args.liger_kernel_config
-    args.liger_kernel_config = kernel_config(given)
+    user_config = args.liger_kernel_config
+    args.liger_kernel_config = kernel_config(user_config)
     try:
         yield
     finally:
-        args.liger_kernel_config = given
+        args.liger_kernel_config = user_config
 
 
-def _known_kinds() -> frozenset[str] | None:
-    """Model types that the installed liger-kernel has kernels for; None if it does not say."""
+def _supported_model_types() -> frozenset[str] | None:
+    """Model types with kernels in the installed liger-kernel; None if it has no such list."""
     try:
         from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
             MODEL_TYPE_TO_APPLY_LIGER_FN,

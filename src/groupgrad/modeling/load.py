@@ -1,4 +1,4 @@
-"""The policy as given: an id or directory is loaded, an object is taken as it is."""
+"""Loads the policy and its tokenizer, and checks and changes the loaded model."""
 
 from __future__ import annotations
 
@@ -33,24 +33,28 @@ _DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16,
 
 
 def load_policy(
-    model_id: str, init_kwargs: dict[str, Any], *, trust_remote_code: bool, quantization_config: Any, spread: bool
+    model_id: str,
+    init_kwargs: dict[str, Any],
+    *,
+    trust_remote_code: bool,
+    quantization_config: Any,
+    use_device_map: bool,
 ) -> nn.Module:
-    """The model of an id or directory, in the architecture that its config names, float32 unless `dtype` is given.
+    """Loads the model of an id or directory in the class that its config names, in float32 unless `dtype` is given.
 
-    An id or directory that holds an adapter gives the base model that it names, with the adapter on it, to be trained
-    further. With `spread` the model is placed over all visible accelerators (one process); otherwise it stays where it
-    is loaded.
+    The id or directory of an adapter loads its base model with the adapter on it, ready for further training. With
+    `use_device_map` the model is split over all visible accelerators (one process).
 
-    Raises ValueError for a dtype that is none, a quantization config given twice, or an adapter that does not fit.
+    ValueError for an unknown dtype, two quantization configs, or an adapter that does not fit.
     """
-    base_id = _base_of_adapter(model_id, init_kwargs)
+    base_id = _adapter_base_id(model_id, init_kwargs)
     if base_id is not None:
         base = load_policy(
             base_id,
             {name: value for name, value in init_kwargs.items() if name != "revision"},
             trust_remote_code=trust_remote_code,
             quantization_config=quantization_config,
-            spread=spread,
+            use_device_map=use_device_map,
         )
         return load_adapter(base, model_id, revision=init_kwargs.get("revision"))
     kwargs = dict(init_kwargs)
@@ -60,7 +64,7 @@ def load_policy(
         if "quantization_config" in kwargs:
             raise ValueError("quantization_config is given both as an argument and in model_init_kwargs; give it once")
         kwargs["quantization_config"] = quantization_config
-    if spread and torch.cuda.is_available():
+    if use_device_map and torch.cuda.is_available():
         kwargs.setdefault("device_map", "auto")
     revision = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
     config = AutoConfig.from_pretrained(model_id, trust_remote_code=kwargs["trust_remote_code"], **revision)
@@ -68,24 +72,24 @@ def load_policy(
         raise UnavailableError(
             f"{model_id} is an encoder-decoder ({config.model_type}); groupgrad trains decoder-only language models"
         )
-    return _architecture(config).from_pretrained(model_id, **kwargs)
+    return _model_class(config).from_pretrained(model_id, **kwargs)
 
 
-def _architecture(config: Any) -> Any:
-    """The class that a config names, or else the automatic one for what it describes."""
+def _model_class(config: Any) -> Any:
+    """The class that a config names, else the automatic class for its model type."""
     name = (getattr(config, "architectures", None) or [""])[0]
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     endings = ("ForCausalLM", "ForConditionalGeneration") if takes_images else ("ForCausalLM",)
     if name.endswith(endings) and hasattr(transformers, name):
         return getattr(transformers, name)
-    # Code that comes with a model names its own automatic class.
+    # Remote code names its own automatic class.
     remote = getattr(config, "auto_map", None) or {}
     is_remote = "AutoModelForImageTextToText" in remote and "AutoModelForCausalLM" not in remote
     return AutoModelForImageTextToText if takes_images or is_remote else AutoModelForCausalLM
 
 
-def _base_of_adapter(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
-    """The base model that an adapter's configuration names; None if `model_id` holds no adapter."""
+def _adapter_base_id(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
+    """The base model that an adapter's config names; None if `model_id` holds no adapter."""
     file = find_adapter_config_file(model_id, revision=init_kwargs.get("revision"))
     if file is None:
         return None
@@ -102,23 +106,23 @@ def _base_of_adapter(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
 
 
 def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer that belongs to a model id, or the processor if the model takes images; one must exist there.
+    """Loads the processor of a VLM, the tokenizer of any other model. ValueError if the model id has neither.
 
-    Where there is no processor to be had for a model that takes images, the tokenizer, and a warning that says why.
+    A VLM whose processor cannot be loaded gets the tokenizer, with a warning that names the reason.
     """
     kwargs = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
     loaders = (AutoProcessor, AutoTokenizer) if is_multimodal(model) else (AutoTokenizer, AutoProcessor)
     problem: Exception | None = None
     for loader in loaders:
         try:
-            found = loader.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
+            loaded = loader.from_pretrained(model_id, padding_side="left", truncation_side="left", **kwargs)
         except (OSError, ValueError, ImportError) as error:
             problem = problem or error
             continue
-        if not _knows_nothing(found):
+        if not _is_empty(loaded):
             if problem is not None and loaders[0] is AutoProcessor:
                 logger.warning("the processor of %r cannot be loaded: %s", model_id, problem)
-            return found
+            return loaded
         problem = problem or ValueError("there are no tokenizer files")
     raise ValueError(
         f"no tokenizer found for the model {model_id!r} ({type(model).__name__}): {problem}; pass one as "
@@ -126,8 +130,8 @@ def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, tru
     ) from problem
 
 
-def _knows_nothing(processing_class: Any) -> bool:
-    """True for the empty tokenizer that transformers (5.0 on) makes of a model folder without tokenizer files."""
+def _is_empty(processing_class: Any) -> bool:
+    """True for the tokenizer without words that transformers 5 makes of a model folder without tokenizer files."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return False
@@ -135,7 +139,7 @@ def _knows_nothing(processing_class: Any) -> bool:
 
 
 def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer itself, also out of a processor. TypeError for anything else."""
+    """The tokenizer, or the tokenizer inside a processor. TypeError for anything else."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(
@@ -146,7 +150,7 @@ def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
 
 
 def end_of_sequence_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All token ids that end a completion: the tokenizer's and those of the model's generation config."""
+    """Token ids that end a completion: the tokenizer's first, then those of the model's generation config."""
     ids: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     for token in configured if isinstance(configured, (list, tuple)) else [configured]:
@@ -156,7 +160,7 @@ def end_of_sequence_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def max_context(model: Any) -> int | None:
-    """Positions that the model has for prompt and completion together; None if its config sets no bound."""
+    """Maximum length of prompt and completion together; None if the model's config sets no limit."""
     config = getattr(model, "config", None)
     if config is None:
         return None
@@ -166,8 +170,8 @@ def max_context(model: Any) -> int | None:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """ValueError for a model of which nothing would be trained, or whose weights cannot be."""
-    # transformers' own add_adapter leaves the model what it was.
+    """ValueError for a model without trainable parameters, or with quantized weights and no adapter."""
+    # An adapter added by transformers' own `add_adapter` does not wrap the model.
     if is_quantized(model) and not is_adapted(model) and not getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"the weights of this {type(model).__name__} are quantized and cannot be trained themselves; give a "
@@ -186,7 +190,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def turn_off_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout layer to 0, and of attention that drops out by a number of its own."""
+    """Sets the probability of every dropout layer to 0, and the dropout attributes of modules without such a layer."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -196,7 +200,7 @@ def turn_off_dropout(model: nn.Module) -> None:
 
 
 def cast_head_to_float32(model: Any) -> None:
-    """Hold the output head in float32 and multiply in float32, whatever the rest computes in (arXiv:2510.13786).
+    """Keeps the output head's weight and its product in float32, whatever the body computes in (arXiv:2510.13786).
 
     ValueError if the head shares its weight with the input embedding, or carries an adapter.
     """
@@ -219,7 +223,7 @@ def cast_head_to_float32(model: Any) -> None:
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that computes in float32 also under autocast."""
+    """A linear layer that computes in float32, under autocast too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type=input.device.type, enabled=False):

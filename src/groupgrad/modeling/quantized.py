@@ -1,4 +1,4 @@
-"""Models whose layers hold packed numbers of fewer bits: what they are, and how they stay fit for training."""
+"""Models with quantized weights (bitsandbytes): their detection, and their preparation for training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _PACKED = ("Params4bit", "Int8Params")
 
 
 def is_quantized(model: Any) -> bool:
-    """True for a model, adapted or not, that was loaded in fewer bits than its numbers have (bitsandbytes, others)."""
+    """True for a model, with or without an adapter, whose weights were loaded in fewer bits (bitsandbytes, others)."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return bool(getattr(inner, "is_quantized", False)) or getattr(inner, "quantization_method", None) is not None
 
 
 def is_packed(parameter: torch.Tensor) -> bool:
-    """True for the packed numbers of a quantized layer, which may be stored as if they were others."""
+    """True for the packed weight of a quantized layer, whatever dtype it is stored as."""
     return not parameter.is_floating_point() or type(parameter).__name__ in _PACKED
 
 
 def rounds_to_int8(model: nn.Module) -> bool:
-    """True if layers of `model` round their inputs to 8 bits (LLM.int8), by which log-probs differ between batches."""
+    """True if layers round their inputs to 8 bits (LLM.int8), so that a row's log-probs depend on its batch."""
     return any(_is_int8(module) and module.weight.device.type != "cpu" for module in model.modules())
 
 
@@ -32,15 +32,15 @@ def _is_int8(module: Any) -> bool:
 
 
 def make_trainable_on_cpu(model: nn.Module) -> None:
-    """Let quantized layers (bitsandbytes 0.50) compute on a CPU as they do in training, whether they train or not.
+    """Makes quantized layers (bitsandbytes 0.50) on a CPU compute the same in evaluation mode as in training.
 
-    In its first call in evaluation mode a 4-bit layer rearranges its weights and rounds their scales (on processors
-    with AVX512-BF16), for good, and no gradient passes through it since. An 8-bit layer rounds its inputs in evaluation
-    mode alone. ValueError for a model whose weights are rearranged already.
+    The first call of a 4-bit layer in evaluation mode repacks its weights and rounds their scales for good (processors
+    with AVX512-BF16); no gradient passes through it afterwards. An 8-bit layer rounds its inputs in evaluation mode
+    alone. ValueError for a model whose weights have been repacked.
     """
     for name, module in model.named_modules():
         if _is_int8(module) and module.weight.device.type == "cpu":
-            module.training, module.train = True, partial(_as_it_is, module)  # pyright: ignore
+            module.training, module.train = True, partial(_ignore_mode, module)  # pyright: ignore
         if not hasattr(module, "support_avx512bf16_for_cpu"):
             continue
         if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
@@ -51,13 +51,17 @@ def make_trainable_on_cpu(model: nn.Module) -> None:
         vars(module)["support_avx512bf16_for_cpu"] = False
 
 
+def _ignore_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
 def check_forward(model: Any) -> None:
-    """ValueError if the adapter of a quantized model fails over its weights, as some do; makes two short calls."""
+    """ValueError if the adapter of a quantized model fails in a forward pass, as some do. Makes two short calls."""
     parameters = model.get_input_embeddings().parameters()
     ids = torch.zeros((1, 2), dtype=torch.int64, device=next(parameters).device)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for _ in range(2):  # some fail from the second on
+            for _ in range(2):  # some fail from the second call on
                 model(input_ids=ids)
     except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
         raise ValueError(
@@ -65,7 +69,3 @@ def check_forward(model: Any) -> None:
             f"bitsandbytes ({type(error).__name__}: {error}); use LoRA without use_dora, or load the weights in 4 bits "
             "instead of 8, or in full"
         ) from error
-
-
-def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module

@@ -1,6 +1,6 @@
-"""The reference model: the policy as it was given, frozen.
+"""The reference model: the policy's weights from before training, frozen.
 
-Never a fresh load by name: what the user passed in may differ from what its name would load.
+They are copied from the policy in memory, not loaded again: the user may have changed them after loading.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.systems.zero3 import ShardSnapshot, is_sharded
 from groupgrad.modeling.vlm import is_multimodal
 
-_BASE_STAYS = frozenset({"gaussian", "eva"})
-"""Named ways to begin a LoRA adapter that leave the base model's weights as they are; others subtract it from them."""
+_INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
+"""LoRA initialisations that leave the base weights unchanged; others subtract the adapter from them."""
 
 
 class Reference:
-    """Scores as the policy once did. One of three kinds, by what the policy is:
+    """The frozen policy, kept in one of three forms:
 
-    - a full model: a frozen copy of it; of one whose parameters are spread over ranks, a copy of each rank's part,
-      which takes the place of the policy's while the reference is asked (a collective then, as any pass of it);
-    - a fresh adapter: the same weights with the adapter switched off;
-    - a trained adapter, one that the reference is to follow, or one that changes the base model when it begins: frozen
-      copies of the parameters that train, which take their places while the reference is asked.
+    - for a full model a frozen copy, or for a sharded one a copy of each rank's shards, which replace the policy's
+      inside `active` (its passes are collectives then, as the policy's are);
+    - for a new adapter nothing: the adapter is disabled inside `active`;
+    - for a trained adapter, a synced reference, or an adapter whose initialisation changes the base weights, frozen
+      copies of the trained parameters, which replace the policy's inside `active`.
     """
 
     def __init__(self, policy: nn.Module, *, adapter_is_fresh: bool, is_synced: bool):
         self._policy = policy
         self._copy: nn.Module | None = None
-        self._kept: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
         self._shards: ShardSnapshot | None = None
         if not is_adapted(policy) and is_sharded(policy):
             self._shards = ShardSnapshot(policy)
         elif not is_adapted(policy):
             self._copy = copy.deepcopy(policy).eval().requires_grad_(False)
-        elif is_synced or not adapter_is_fresh or not _can_be_switched_off(policy):
-            self._kept = {
+        elif is_synced or not adapter_is_fresh or not _can_be_disabled(policy):
+            self._parameters = {
                 name: nn.Parameter(parameter.detach().clone(), requires_grad=False)
                 for name, parameter in policy.named_parameters()
                 if parameter.requires_grad
@@ -50,88 +50,85 @@ class Reference:
 
     @property
     def keeps_parameters(self) -> bool:
-        """True if it has parameters of its own that take the place of the policy's, by one and one."""
-        return bool(self._kept)
+        """True if it has copies of the trained parameters."""
+        return bool(self._parameters)
 
     @property
     def module(self) -> nn.Module | None:
-        """The frozen copy of a full model, to be placed on devices; None for adapters."""
+        """The frozen copy of a full model; None for the other forms."""
         return self._copy
 
-    def place(self, module: nn.Module) -> None:
-        """Use `module` (the copy, moved or wrapped) from now on."""
+    def set_module(self, module: nn.Module) -> None:
+        """Replaces the copy by `module`, the same copy moved or wrapped."""
         self._copy = module
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        """The module that answers as the reference inside this context; nothing may be trained there."""
+        """Inside, the yielded module computes as the reference; nothing may be trained."""
         if self._copy is not None:
             yield self._copy
         elif self._shards is not None:
             with self._shards.in_place():
                 yield self._policy
-        elif self._kept:
-            with self._in_place():
+        elif self._parameters:
+            with self._parameters_in_place():
                 yield self._policy
         else:
-            with _trainability_kept(self._policy), self._policy.disable_adapter():  # pyright: ignore[reportCallIssue]
+            with _requires_grad_restored(self._policy), self._policy.disable_adapter():  # pyright: ignore[reportCallIssue]
                 yield self._policy
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, mixup: float) -> None:
-        """reference <- mixup * policy + (1 - mixup) * reference, parameter by parameter (arXiv:2404.09656).
+        """reference <- mixup * policy + (1 - mixup) * reference for all parameters (arXiv:2404.09656).
 
-        For adapters the parameters are those that train.
+        For adapters these are the trained parameters.
         """
-        own = self._own()
-        current = dict(policy.named_parameters()) if self._copy is None else None
-        pairs = (
-            zip(own.values(), policy.parameters(), strict=True)
-            if current is None
-            else ((reference, current[name]) for name, reference in own.items())
-        )
-        for reference, parameter in pairs:
-            reference.lerp_(parameter.to(reference), mixup)
+        current = dict(policy.named_parameters())
+        if self._copy is not None:
+            # The copy may be wrapped, which changes names but not their order.
+            current = dict(zip(self._own_parameters(), current.values(), strict=True))
+        for name, reference in self._own_parameters().items():
+            reference.lerp_(current[name].to(reference), mixup)
 
     def state_dict(self) -> dict[str, Any]:
-        """The reference's own weights, empty if it has none (adapter switched off)."""
-        return {name: parameter.detach().cpu().clone() for name, parameter in self._own().items()}
+        """The reference's own weights; empty where the adapter is disabled instead."""
+        return {name: parameter.detach().cpu().clone() for name, parameter in self._own_parameters().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`'s weights."""
-        for name, parameter in self._own().items():
+        """Restores the weights of `state_dict`."""
+        for name, parameter in self._own_parameters().items():
             parameter.copy_(state[name])
 
-    def _own(self) -> dict[str, nn.Parameter]:
-        return self._kept if self._copy is None else dict(self._copy.named_parameters())
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        return self._parameters if self._copy is None else dict(self._copy.named_parameters())
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """The kept parameters where the policy's are, each on its device and in its dtype."""
-        kept: dict[int, nn.Parameter] = {}
+    def _parameters_in_place(self) -> Iterator[None]:
+        """Inside, the policy's modules have the copies, each on the original's device and in its dtype."""
+        copies: dict[int, nn.Parameter] = {}
         for name, parameter in self._policy.named_parameters():
-            if name in self._kept:
-                self._kept[name].data = self._kept[name].data.to(parameter)
-                kept[id(parameter)] = self._kept[name]
-        # A parameter that several modules share is in the place of each.
-        places = [
+            if name in self._parameters:
+                copies[id(parameter)] = self._parameters[name]
+                copies[id(parameter)].data = self._parameters[name].data.to(parameter)
+        # A tied parameter belongs to several modules.
+        owners = [
             (module._parameters, key, parameter)
             for module in self._policy.modules()
             for key, parameter in module._parameters.items()
-            if id(parameter) in kept
+            if id(parameter) in copies
         ]
         try:
-            for parameters, key, parameter in places:
-                parameters[key] = kept[id(parameter)]
+            for parameters, key, parameter in owners:
+                parameters[key] = copies[id(parameter)]
             yield
         finally:
-            for parameters, key, parameter in places:
+            for parameters, key, parameter in owners:
                 parameters[key] = parameter
 
 
 def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None:
-    """UnavailableError for what does not go with parameters that are spread over ranks."""
+    """UnavailableError for VLMs and references that do not work with sharded parameters."""
     name = f"{type(policy).__name__} under DeepSpeed ZeRO-3"
     if is_multimodal(policy):
         raise UnavailableError(f"{name}: models that take images are not trained so; use ZeRO stage 1 or 2")
@@ -142,14 +139,14 @@ def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None
         )
 
 
-def _can_be_switched_off(policy: Any) -> bool:
-    """True if the policy without its fresh adapter is the model that was given, now and after training."""
+def _can_be_disabled(policy: Any) -> bool:
+    """True if the policy without its new adapter is the user's model, now and after training."""
     names = active_adapters(policy)
     for name in names:
-        beginning = getattr(policy.peft_config[name], "init_lora_weights", True)
-        if isinstance(beginning, str) and beginning.lower() not in _BASE_STAYS:
+        init = getattr(policy.peft_config[name], "init_lora_weights", True)
+        if isinstance(init, str) and init.lower() not in _INITS_OVER_UNCHANGED_BASE:
             return False
-    # Biases of the base model train with some adapters, and stay when these are off.
+    # Some adapters train biases of the base model, which stay active when the adapter is disabled.
     return all(
         any(part in names for part in name.split("."))
         for name, parameter in policy.named_parameters()
@@ -158,8 +155,8 @@ def _can_be_switched_off(policy: Any) -> bool:
 
 
 @contextmanager
-def _trainability_kept(policy: Any) -> Iterator[None]:
-    """Which parameters train is put back as it was afterwards: switching adapters on and off changes it."""
+def _requires_grad_restored(policy: Any) -> Iterator[None]:
+    """Restores `requires_grad` of all parameters afterwards; disabling and enabling adapters changes it."""
     trainable = {name: parameter.requires_grad for name, parameter in policy.named_parameters()}
     try:
         yield

@@ -1,8 +1,8 @@
-"""Weights of a checkpoint back into the model that saved them, where it saved them under other names.
+"""Resumes models whose checkpoints have other weight names than the model in memory.
 
-transformers (5.0 on) gives the weights of some models, Qwen2-VL's for one, their published names when it saves them.
-`from_pretrained` turns them back, but `Trainer` does not when it resumes: it warns and goes on with the weights that it
-has. This can go when `Trainer` loads its checkpoints by `from_pretrained`'s rules.
+transformers 5 saves some models (Qwen2-VL) under their published weight names. `from_pretrained` maps these back, but
+`Trainer` does not when it resumes: it warns and continues with the weights in memory. This module can go when `Trainer`
+loads its checkpoints with `from_pretrained`'s name mapping.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
 def load_renamed(model: Any, folder: str | Path) -> bool:
-    """Load the weights of the checkpoint in `folder` into `model`, on its devices and in its dtypes, if they have other
-    names than the model's; whether that was so."""
+    """Loads the checkpoint in `folder` into `model` if its weights have other names than the model's; True if so."""
     if not isinstance(model, PreTrainedModel) or getattr(model, "is_quantized", False):
         return False
-    stored = _names(Path(folder))
-    if stored <= set(model.state_dict()):
+    saved = _saved_names(Path(folder))
+    if saved <= set(model.state_dict()):
         return False
-    # A seeded run draws the same numbers whether or not a model is made meanwhile.
+    # Initialising a model draws random numbers, which must not change a seeded run.
     with torch.random.fork_rng():
-        twin = type(model).from_pretrained(folder, config=model.config, dtype=torch.float32)
-    model.load_state_dict(twin.state_dict())
+        loaded = type(model).from_pretrained(folder, config=model.config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
     return True
 
 
-def _names(folder: Path) -> set[str]:
-    """Names of the weights in a checkpoint; empty without a file of weights."""
+def _saved_names(folder: Path) -> set[str]:
+    """Names of the weights in a checkpoint; empty without a safetensors file."""
     if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         return set(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"])
     if not (folder / SAFE_WEIGHTS_NAME).is_file():

@@ -1,4 +1,4 @@
-"""A look at the user's own model before a run: does the flat layout give its numbers, and what does a token cost?"""
+"""Start-up check: finds the fastest layout in which the user's model gives the log-probs of its dense forward pass."""
 
 from __future__ import annotations
 
@@ -27,38 +27,37 @@ from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.vlm import is_multimodal, placeholder_ids
 from groupgrad.types import Media, Prompt
 
-# Rounding alone makes about 1e-5 (float32) and some 0.05 (half precision) between two orders of the same additions; a
-# wrong mask or position makes several nats on a trained model and 0.01 or more on a random one.
+# Two orders of the same additions differ by about 1e-5 (float32) and 0.05 (half precision) by rounding alone. A wrong
+# mask or position makes several nats on a trained model and 0.01 or more on a random one.
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
-"""Nats that a log-prob may differ by: the largest of all tokens in float32, their mean in half precision."""
+"""Nats that log-probs may differ by: the largest over all tokens in float32, their mean in half precision."""
 
 TOLERANCE_HALF_BALANCE = 0.02
-"""Share of the load-balancing loss that rounding may come to in half precision: a token's experts may change."""
+"""Relative error allowed for the load-balancing loss in half precision, where rounding may reroute tokens."""
 
-_PROMPTS, _ROWS = (7, 12), ((0, 5), (1, 8), (0, 11), (1, 3), (0, 1))
-"""Prompt lengths, and (prompt, completion length) of the rows that are tried."""
+_PROMPT_LENGTHS, _ROWS = (7, 12), ((0, 5), (1, 8), (0, 11), (1, 3), (0, 1))
+"""Prompt lengths, and (prompt, completion length) of each row."""
 
 _COPIES_ON_GPU = 8
-"""Times that there are prompts and rows of these lengths on a GPU: kernels for short inputs are others there."""
+"""Repetitions of these prompts and rows on a GPU, where short inputs would run other kernels than long ones."""
 
-_ROWS_WITH_IMAGES = (4, 2)
-"""Completion lengths of rows that continue an example prompt with images."""
+_LENGTHS_WITH_IMAGES = (4, 2)
+"""Completion lengths of the rows that continue an example prompt with images."""
 
 
 @dataclass(slots=True, frozen=True)
 class LayoutReport:
-    """How a model will be run, and why."""
+    """The layout in which a model is run, and the reason."""
 
     layout: Layout
-    """What the model is run in."""
     tiled_head: bool
-    """Its output head is computed in tiles."""
+    """The output head is computed in tiles."""
     reason: str | None
-    """Why it is not the flat layout with a tiled head; None if it is."""
+    """Why this is not the shared layout with a tiled head; None if it is."""
     difference: float | None
-    """Nats between that and the plain dense computation on random tokens; None if they were not compared."""
+    """Nats between its log-probs and the plain dense ones on random tokens; None if they were not compared."""
     weighs_balance: bool = False
-    """The load-balancing loss of its experts can be had of shared prompts."""
+    """The load-balancing loss is right for prompts that are computed once for several rows."""
 
     def options(self, options: ForwardOptions) -> ForwardOptions:
         """`options` for a model with this report."""
@@ -76,44 +75,45 @@ def check_layout(
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     example: Prompt | None = None,
 ) -> LayoutReport:
-    """How `model` can be run: in the best way whose numbers are those of the plain dense one on random tokens.
+    """Finds the fastest layout and head that give the log-probs of the plain dense pass on random tokens.
 
-    A model that sees is tried on the images of the `example` too, a prompt made by the user's processor; ValueError if
-    it fails at them. No state is touched: no random stream, no mode, no gradient.
+    A VLM is also run on the images of `example`, a prompt made by the user's processor; ValueError if it fails on them.
+    Random streams, module modes and gradients stay as they are.
     """
-    reason = plannable(model)
-    batch, reasons, difference = random_batch(model, example), [] if reason is None else [reason], None
-    tiled = logit_transform(unwrap(model)) is not None
-    if not tiled:
+    obstacle = plannable(model)
+    batch, reasons, difference = random_batch(model, example), [] if obstacle is None else [obstacle], None
+    can_tile = logit_transform(unwrap(model)) is not None
+    if not can_tile:
         reasons.append("it is not known what the model makes of its output head")
     elif not _calls_its_head(model, batch, options, precision):
-        tiled = False
+        can_tile = False
         reasons.append("it multiplies with its output head's weight itself")
-    ways: list[tuple[Layout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
-    ways = [way for way in ways if (way[0] == "dense" or reason is None) and (tiled or not way[1])]
+    candidates: list[tuple[Layout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     with torch.no_grad(), evaluation_mode(model), precision():
         expected = _plain_scores(model, batch, options)
-        for layout, tiled_head in ways:
-            words = f"{layout} layout with the {'tiled' if tiled_head else 'plain'} head"
+        for layout, tiled_head in candidates:
+            if (tiled_head and not can_tile) or (layout != "dense" and obstacle is not None):
+                continue
+            name = f"{layout} layout with the {'tiled' if tiled_head else 'plain'} head"
             try:
-                way = replace(options, layout=layout, tiled_head=tiled_head, aux_loss=False)
-                difference = logprob_difference(score_tokens(model, batch, way).logprobs, expected.logprobs, model)
-            except Exception as error:  # whatever a model's own code raises, the dense layout is there
-                reasons.append(f"the {words} failed: {type(error).__name__}: {error}")
+                tried = replace(options, layout=layout, tiled_head=tiled_head, aux_loss=False)
+                difference = logprob_difference(score_tokens(model, batch, tried).logprobs, expected.logprobs, model)
+            except Exception as error:  # model code may raise anything; the dense layout remains
+                reasons.append(f"the {name} failed: {type(error).__name__}: {error}")
                 continue
             if difference <= tolerance(model):
                 balance = layout == "shared" and options.aux_loss and _weighs_balance(model, batch, options)
                 return LayoutReport(layout, tiled_head, "; ".join(reasons) or None, difference, balance)
-            reasons.append(f"log-probs of the {words} differ by {difference:.2g} nats on random tokens")
+            reasons.append(f"log-probs of the {name} differ by {difference:.2g} nats on random tokens")
     return LayoutReport("dense", False, "; ".join(reasons), difference)
 
 
 def _calls_its_head(
     model: nn.Module, batch: Batch, options: ForwardOptions, precision: Callable[[], AbstractContextManager[Any]]
 ) -> bool:
-    """True if a forward pass calls the output head as a module, where its work can be taken over."""
+    """True if the forward pass calls the output head as a module, where the tiled head can replace it."""
     head, calls = output_head(model), []
-    assert head is not None  # there is a recipe
+    assert head is not None  # logit_transform found one
     handle = head.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
         with torch.no_grad(), evaluation_mode(model), precision():
@@ -126,7 +126,7 @@ def _calls_its_head(
 def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
     try:
         return score_tokens(model, batch, replace(options, layout="dense", tiled_head=False, aux_loss=False))
-    except Exception as error:  # models raise what their parts raise
+    except Exception as error:  # model code may raise anything
         if batch.media is None:
             raise
         raise ValueError(
@@ -137,47 +137,51 @@ def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> To
 
 
 def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
-    """Random tokens of the model's vocabulary as a small ragged batch on its device.
+    """A small ragged batch of random token ids on the model's device.
 
-    Of a model that sees some rows continue the `example`, whose images are given, and have a placeholder of no image.
+    For a VLM some rows continue `example`, a prompt with images, and contain a placeholder that stands for no image.
     """
     device = next(model.parameters()).device
-    stream = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     copies = _copies(device)
-    prompt_lengths, lengths = list(_PROMPTS) * copies, [length for _, length in _ROWS] * copies
-    owners = [group + copy * len(_PROMPTS) for copy in range(copies) for group, _ in _ROWS]
-    num_tokens = sum(lengths) + sum(prompt_lengths)
-    *completions, prompts = random_ids(model, num_tokens, stream).split([*lengths, sum(prompt_lengths)])
-    groups = [prompt.tolist() for prompt in prompts.split(prompt_lengths)]
-    rows, media = [row.tolist() for row in completions], None
+    prompt_lengths, lengths = list(_PROMPT_LENGTHS) * copies, [length for _, length in _ROWS] * copies
+    prompt_of_row = [prompt + copy * len(_PROMPT_LENGTHS) for copy in range(copies) for prompt, _ in _ROWS]
+    ids = random_ids(model, sum(lengths) + sum(prompt_lengths), generator).split([*lengths, *prompt_lengths])
+    completions, prompts = ([row.tolist() for row in part] for part in (ids[: len(lengths)], ids[len(lengths) :]))
+    media = None
     if example is not None and example.media is not None and is_multimodal(model):
-        for ids in random_ids(model, sum(_ROWS_WITH_IMAGES), stream).split(list(_ROWS_WITH_IMAGES)):
-            rows.append([*ids.tolist(), *_sampled_placeholder(model), int(ids[0])])
-            owners.append(len(groups))
-        groups.append(example.ids)
+        for row in random_ids(model, sum(_LENGTHS_WITH_IMAGES), generator).split(list(_LENGTHS_WITH_IMAGES)):
+            completions.append([*row.tolist(), *_sampled_placeholder(model), int(row[0])])
+            prompt_of_row.append(len(prompts))
+        prompts.append(example.ids)
         media = (*[None] * len(prompt_lengths), example.media)
-    return build_batch(groups, owners, rows, media).to(device)
+    return build_batch(prompts, prompt_of_row, completions, media).to(device)
 
 
 def _copies(device: torch.device) -> int:
     return _COPIES_ON_GPU if device.type == "cuda" else 1
 
 
+def _text_config(model: nn.Module) -> Any:
+    inner: Any = unwrap(model)
+    return inner.config.get_text_config()
+
+
 def _sampled_placeholder(model: nn.Module) -> list[int]:
-    """A placeholder that the policy could sample, if there is one."""
-    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    return [token for token in placeholder_ids(model) if token < config.vocab_size][:1]
+    """One placeholder id within the vocabulary, if there is one."""
+    vocab_size = _text_config(model).vocab_size
+    return [token for token in placeholder_ids(model) if token < vocab_size][:1]
 
 
-def random_ids(model: nn.Module, count: int, stream: torch.Generator) -> torch.Tensor:
-    """(count,) token ids of the model's vocabulary that neither pad nor stand for images."""
-    config = unwrap(model).config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+def random_ids(model: nn.Module, count: int, generator: torch.Generator) -> torch.Tensor:
+    """(count,) random ids of the model's vocabulary, without the padding token and placeholders of images."""
+    config = _text_config(model)
     pad = getattr(config, "pad_token_id", None)
-    ids = torch.randint(0, config.vocab_size, (count,), generator=stream)
-    # Some models take the padding token for a hint that a mask is missing.
+    ids = torch.randint(0, config.vocab_size, (count,), generator=generator)
+    # Some models warn about a missing mask when they find the padding token.
     special = torch.tensor([-1 if pad is None else pad, *placeholder_ids(model)])
-    while bool((found := torch.isin(ids, special)).any()):
-        ids = torch.where(found, (ids + 1) % config.vocab_size, ids)
+    while bool((is_special := torch.isin(ids, special)).any()):
+        ids = torch.where(is_special, (ids + 1) % config.vocab_size, ids)
     return ids
 
 
@@ -187,7 +191,7 @@ def build_batch(
     completions: list[list[int]],
     media: tuple[Media | None, ...] | None = None,
 ) -> Batch:
-    """Completions and the prompts that they continue (places in `prompts`) as a batch on the CPU; all is trained."""
+    """A batch on the CPU of completions and the prompts (indices into `prompts`) they continue; all tokens train."""
     lengths, prompt_lengths = (torch.tensor([len(ids) for ids in rows]) for rows in (completions, prompts))
     num_rows, num_tokens = len(completions), int(lengths.sum())
     return Batch(
@@ -205,35 +209,36 @@ def build_batch(
 
 
 def reversed_prompts(batch: Batch) -> Batch:
-    """The same batch with its prompts reversed, so that none of them is shared with it."""
+    """The batch with each prompt's tokens reversed, so that it shares no prompt with the original."""
     bounds = batch.prompt_offsets.tolist()
     reversed_ids = [batch.prompt_ids[a:b].flip(0) for a, b in pairwise(bounds)]
     return replace(batch, prompt_ids=torch.cat(reversed_ids))
 
 
 def _weighs_balance(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
-    """True if the load-balancing loss of shared prompts, each counted once a row, is that of rows with their own."""
-    found = []
-    for layout in ("packed", "shared"):
-        try:
-            found.append(score_tokens(model, batch, replace(options, layout=layout, aux_loss=True)).aux_loss)
-        except Exception:  # whatever a model's own code raises, rows of their own are there
-            return False
-    if found[0] is None or found[1] is None:
+    """True if the load-balancing loss with shared prompts, each weighted by its rows, equals the unshared one."""
+    try:
+        packed, shared = (
+            score_tokens(model, batch, replace(options, layout=layout, aux_loss=True)).aux_loss
+            for layout in ("packed", "shared")
+        )
+    except Exception:  # model code may raise anything; the packed layout remains
         return False
-    share = TOLERANCE_HALF_BALANCE if _is_half(model) else TOLERANCE_FLOAT32
-    return bool((found[1] - found[0]).abs() <= share * found[0].abs())
+    if packed is None or shared is None:
+        return False
+    relative = TOLERANCE_HALF_BALANCE if _is_half(model) else TOLERANCE_FLOAT32
+    return bool((shared - packed).abs() <= relative * packed.abs())
 
 
-def logprob_difference(found: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:
-    """Nats between two sets of log-probs, as `tolerance` bounds them; inf if one of them is not finite."""
-    gaps = (found.float() - expected.float()).abs()
+def logprob_difference(measured: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:
+    """Nats between two sets of log-probs, comparable with `tolerance`; inf if a value is not finite."""
+    gaps = (measured.float() - expected.float()).abs()
     gap = float(gaps.mean() if _is_half(model) else gaps.max())
     return gap if math.isfinite(gap) else math.inf
 
 
 def tolerance(model: nn.Module) -> float:
-    """Nats that rounding may come to on `model`."""
+    """Nats that rounding may make in the precision of `model`."""
     return TOLERANCE_HALF if _is_half(model) else TOLERANCE_FLOAT32
 
 
@@ -241,6 +246,6 @@ def _is_half(model: nn.Module) -> bool:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if rounds_to_int8(model):
         return True
-    # Offloaded weights are nowhere until they are used.
+    # Offloaded weights are on the meta device until they are used.
     devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     return bool(dtypes - {torch.float32, torch.float64}) or any(map(torch.is_autocast_enabled, devices))

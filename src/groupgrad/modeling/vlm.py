@@ -1,11 +1,11 @@
-"""How a model that sees is given the images of a batch, whatever the layout of its tokens.
+"""Vision-language models (VLMs): the model inputs that carry a batch's images, for any layout of its tokens.
 
-The model's own forward pass embeds the images and puts them at their placeholders. What is made here is what it is
-given for that: the tensors of all prompts' images in the order in which the prompts lie, positions where these depend
-on the images, and which tokens see each other in both directions.
+The model's own forward pass embeds the images and puts the features at the placeholder tokens. This module prepares
+its inputs: the tensors of all prompts' images in the order of the prompts, rotary positions that depend on images, and
+the spans of tokens that attend to each other in both directions.
 
-A placeholder is an image's only where a prompt has it: a policy may sample any id. The model looks for placeholders in
-its input ids, so all others are hidden from it there and put back where ids are embedded.
+Only the placeholders of a prompt stand for its images; a policy may sample the same token ids. The model finds
+placeholders by token id, so sampled ones are replaced in its input ids and restored at its input embedding.
 """
 
 from __future__ import annotations
@@ -27,78 +27,81 @@ from groupgrad.types import Media
 
 @dataclass(slots=True, frozen=True, eq=False)
 class PromptImages:
-    """How a model sees the images of one prompt."""
+    """The images of one prompt with their token positions."""
 
     media: Media
     num_tokens: int
-    """P_i, of the prompt; images lie nowhere else."""
-    places: torch.Tensor
+    """P_i, length of the prompt."""
+    mask: torch.Tensor
     """(P_i,) bool, True for placeholders; on the CPU."""
     rope: torch.Tensor | None = None
-    """(3, P_i) int64, the prompt's rotary positions where they depend on its images; on the CPU."""
+    """(3, P_i) int64, the prompt's rotary positions; on the CPU. None if they do not depend on its images."""
     shift: int = 0
-    """What is added to the places of tokens behind the prompt to get their positions."""
+    """Added to the index of a completion token in its row to get its rotary position."""
     spans: tuple[tuple[int, int], ...] = ()
-    """(first, end) places of images whose tokens see each other in both directions."""
+    """(first, end) of each image whose tokens attend to each other in both directions."""
 
     def rope_at(self, first: int, length: int) -> torch.Tensor:
-        """(3, length) positions of the tokens from place `first` on, behind the prompt too."""
-        behind = torch.arange(max(first, self.num_tokens), first + length).expand(3, -1) + self.shift
+        """(3, length) rotary positions of the row's tokens from index `first` on, completion tokens included."""
+        end = first + length
+        completion = torch.arange(max(first, self.num_tokens), end).expand(3, -1) + self.shift
         if self.rope is None:
-            return torch.cat([torch.arange(first, min(first + length, self.num_tokens)).expand(3, -1), behind], dim=1)
-        return torch.cat([self.rope[:, first : first + length], behind], dim=1)
+            return torch.cat([torch.arange(first, min(end, self.num_tokens)).expand(3, -1), completion], dim=1)
+        return torch.cat([self.rope[:, first:end], completion], dim=1)
 
 
 @dataclass(slots=True, frozen=True)
 class ImageSegment:
-    """Consecutive tokens of a row, or of a prompt, in the input of a model."""
+    """Consecutive tokens of a row or a prompt in the flattened input of a model."""
 
     start: int
-    """Where the first of them lies in the flattened input."""
+    """Index of the first token in the flattened input."""
     length: int
     first: int
-    """Its place in the row, the prompt counted."""
+    """Index of the first token in its row, the prompt included."""
     prompt_images: PromptImages | None
-    """Of the row's prompt; None if it has no image."""
+    """Images of the row's prompt; None without images."""
 
 
 @dataclass(slots=True)
 class ModelInputs:
-    """What a model is given to see the images of an input."""
+    """Arguments of a forward pass. `ModelInputs(ids)` is the input of text alone."""
 
     ids: torch.Tensor
-    """Input ids without placeholders that are no image's, in the shape of the input."""
-    true_ids: torch.Tensor
-    """As they are."""
-    hidden: torch.Tensor | None
-    """bool, where `ids` is not `true_ids`; None if nowhere."""
-    inputs: dict[str, torch.Tensor]
+    """Input ids; placeholders that stand for no image are replaced by another token."""
+    true_ids: torch.Tensor | None = None
+    """Input ids with those placeholders, same shape as `ids`; None if `ids` has all of them."""
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Further arguments of the model."""
-    rope: torch.Tensor | None
-    """(3, *shape) positions; None where they are the tokens' places in their rows."""
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row, first, end) flat places: of the row's first token, and of tokens that see each other in both directions."""
+    rope: torch.Tensor | None = None
+    """(3, *shape) rotary positions; None where a token's position is its index in its row."""
+    spans: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """(row, first, end): flat indices of a row's first token, and of tokens that attend in both directions."""
 
     def attention_plan(self, plan: AttentionPlan) -> AttentionPlan:
-        """The attention plan in which images see themselves as the model asks."""
+        """`plan`, with bidirectional attention within images where the model has it."""
         return BidirectionalImagePlan(plan, self.spans) if self.spans else plan
 
     @contextmanager
     def embedding_true_ids(self, model: nn.Module) -> Iterator[None]:
-        """The true ids reach the model's input embedding inside."""
-        if self.hidden is None:
+        """Inside, the model's input embedding receives the true ids."""
+        if self.true_ids is None:
             yield
             return
-        true_ids, hidden = self.true_ids, self.hidden
+        true_ids, is_replaced = self.true_ids, self.true_ids != self.ids
 
-        def embed(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def restore(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
             ids = inputs[0]
             if ids.numel() != true_ids.numel():
                 return None
-            true, where = (tensor.view(ids.shape).to(ids.device) for tensor in (true_ids, hidden))
+            # The model may have replaced placeholders of images itself, so only the others are restored.
+            true, where = (tensor.view(ids.shape).to(ids.device) for tensor in (true_ids, is_replaced))
             return (torch.where(where, true, ids), *inputs[1:])
 
-        handle = _embedding(model).register_forward_pre_hook(torch.compiler.disable(embed))  # pyright: ignore
+        inner = pretrained(model)
+        assert inner is not None
+        embedding: Any = inner.get_input_embeddings()
+        handle = embedding.register_forward_pre_hook(torch.compiler.disable(restore))
         try:
             yield
         finally:
@@ -106,25 +109,25 @@ class ModelInputs:
 
 
 class BidirectionalImagePlan:
-    """An attention plan in which the tokens of an image see each other in both directions."""
+    """An attention plan in which the tokens of one image attend to each other in both directions."""
 
     def __init__(self, plan: AttentionPlan, spans: Sequence[tuple[int, int, int]]):
         self._plan, self._spans = plan, spans
-        self._places = torch.cat([torch.arange(first, end) for _, first, end in spans])
+        self._indices = torch.cat([torch.arange(first, end) for _, first, end in spans])
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
         output = self._plan.attend(query, key, value, call)
-        seen = [_two_way(query, key, value, span, call).to(output.dtype) for span in self._spans]
-        # Layers of a spread model may lie on several devices.
-        self._places = self._places.to(output.device)
-        return output.index_copy(0, self._places, torch.cat(seen))
+        in_spans = [_attend_in_span(query, key, value, span, call).to(output.dtype) for span in self._spans]
+        # The layers of a model with a device map lie on several devices.
+        self._indices = self._indices.to(output.device)
+        return output.index_copy(0, self._indices, torch.cat(in_spans))
 
 
-def _two_way(
+def _attend_in_span(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: tuple[int, int, int], call: AttentionCall
 ) -> torch.Tensor:
-    """(n, Hq, D) outputs of the tokens of a span, which see their row up to the span's end."""
+    """(n, Hq, D) outputs of the tokens of a span, which attend to their row up to the end of the span."""
     row, first, end = span
     heads, width = key.shape[0], end - row
     grouped = (query[:, first:end] * call.scale).unflatten(0, (heads, -1)).flatten(1, 2)
@@ -132,13 +135,13 @@ def _two_way(
     if call.softcap is not None:
         scores = (scores / call.softcap).tanh() * call.softcap
     if call.window is not None:
-        place = torch.arange(width, device=scores.device)
-        scores = scores.masked_fill(place[first - row :, None] - place >= call.window, float("-inf"))
+        index = torch.arange(width, device=scores.device)
+        scores = scores.masked_fill(index[first - row :, None] - index >= call.window, float("-inf"))
     if call.sinks is not None:
         scores = torch.cat([scores, call.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :width].to(value.dtype)
-    mixed = torch.bmm(weights.view(heads, -1, width), value[:, row:end])
-    return mixed.view(query.shape[0], -1, value.shape[2]).transpose(0, 1)
+    output = torch.bmm(weights.view(heads, -1, width), value[:, row:end])
+    return output.view(query.shape[0], -1, value.shape[2]).transpose(0, 1)
 
 
 def is_multimodal(model: nn.Module) -> bool:
@@ -147,46 +150,46 @@ def is_multimodal(model: nn.Module) -> bool:
 
 
 def placeholder_ids(model: nn.Module) -> tuple[int, ...]:
-    """The token ids for which the model looks in its input ids; empty for a model that does not see."""
+    """Token ids that the model replaces by image or video features; empty for a text-only model."""
     config = getattr(pretrained(model), "config", None)
-    found = [getattr(config, name, None) for name in IMAGE_TOKEN_FIELDS + VIDEO_TOKEN_FIELDS]
-    return tuple(sorted({int(value) for value in found if value is not None}))
+    ids = (getattr(config, name, None) for name in IMAGE_TOKEN_FIELDS + VIDEO_TOKEN_FIELDS)
+    return tuple(sorted({int(token) for token in ids if token is not None}))
 
 
 def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptImages:
-    """How `model` sees a prompt of the token ids `ids` (P_i,)."""
+    """The images `media` of a prompt with the token ids `ids` (P_i,), as `model` positions them."""
     ids = ids.cpu()
-    places = image_token_mask(model, ids, media)
+    mask = image_token_mask(model, ids, media)
     rope, shift = None, 0
-    owner: Any = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
-    if owner is not None:
-        asked = inspect.signature(owner.get_rope_index).parameters
-        given = {name: value for name, value in media.tensors.items() if name in asked}
-        if "mm_token_type_ids" in asked:
-            given["mm_token_type_ids"] = places.int()[None]
-        rope = owner.get_rope_index(ids[None], **given)[0][:, 0].cpu()
+    rope_owner: Any = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
+    if rope_owner is not None:
+        parameters = inspect.signature(rope_owner.get_rope_index).parameters
+        tensors = {name: value for name, value in media.tensors.items() if name in parameters}
+        if "mm_token_type_ids" in parameters:
+            tensors["mm_token_type_ids"] = mask.int()[None]
+        rope = rope_owner.get_rope_index(ids[None], **tensors)[0][:, 0].cpu()
         shift = int(rope.max()) + 1 - len(ids)
-    return PromptImages(media, len(ids), places, rope, shift, _spans(model, media))
+    return PromptImages(media, len(ids), mask, rope, shift, _bidirectional_spans(model, media))
 
 
 def image_token_mask(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Tensor:
-    """(T,) bool: which of the token ids `ids` (T,) are placeholders of images, of a prompt with tokens behind it.
+    """(T,) bool, True where the token ids `ids` (T,) of a prompt and its completion are placeholders of images.
 
-    Where the processor says nothing of tokens, all placeholders are.
+    Without token types from the processor all placeholder ids count.
     """
     ids = ids.cpu()
-    places = torch.isin(ids, torch.tensor(placeholder_ids(model)))
+    mask = torch.isin(ids, torch.tensor(placeholder_ids(model)))
     types = media.token_tensors.get("mm_token_type_ids", media.token_tensors.get("token_type_ids"))
     if types is not None and bool(types.any()):
-        places[: len(types)] &= types.cpu()[: len(ids)] != 0
-        places[len(types) :] = False
-    return places
+        mask[: len(types)] &= types.cpu()[: len(ids)] != 0
+        mask[len(types) :] = False
+    return mask
 
 
-def _spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:
+def _bidirectional_spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:
     types = media.token_tensors.get("token_type_ids")
-    kind = str(getattr(getattr(pretrained(model), "config", None), "model_type", ""))
-    if types is None or not has_bidirectional_images(kind):
+    model_type = str(getattr(getattr(pretrained(model), "config", None), "model_type", ""))
+    if types is None or not has_bidirectional_images(model_type):
         return ()
     spans, end = [], 0
     for value, run in groupby(types.tolist()):
@@ -197,95 +200,84 @@ def _spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:
 
 
 def flat_inputs(
-    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, laid: Sequence[ImageSegment]
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[ImageSegment]
 ) -> ModelInputs:
-    """What `model` is given for the flat tokens `ids` (T,) at the places `positions` (T,) of their rows.
+    """Model inputs for flat tokens `ids` (T,) with the indices `positions` (T,) in their rows.
 
-    `laid` has at least those tokens whose rows have images.
+    `segments` covers at least the tokens whose rows have images.
     """
-    if not any(part.prompt_images for part in laid):
-        return ModelInputs(ids, ids, None, {}, None)
-    view = _view(model, ids, laid)
-    if any(part.prompt_images is not None and part.prompt_images.rope is not None for part in laid):
+    with_images = [(segment, segment.prompt_images) for segment in segments if segment.prompt_images is not None]
+    made = _model_inputs(model, ids, with_images)
+    if any(images.rope is not None for _, images in with_images):
         rope = positions.cpu().repeat(3, 1)
-        for part in laid:
-            if part.prompt_images is not None:
-                rope[:, part.start : part.start + part.length] = part.prompt_images.rope_at(part.first, part.length)
-        view.rope = rope.to(ids.device)
-    for part in laid:
-        if part.prompt_images is not None and not part.first:
-            view.spans += [(part.start, part.start + a, part.start + b) for a, b in part.prompt_images.spans]
-    return view
+        for segment, images in with_images:
+            rope[:, segment.start : segment.start + segment.length] = images.rope_at(segment.first, segment.length)
+        made.rope = rope.to(ids.device)
+    for segment, images in with_images:
+        if not segment.first:
+            made.spans += [(segment.start, segment.start + a, segment.start + b) for a, b in images.spans]
+    return made
 
 
 def padded_inputs(
-    model: nn.Module, ids: torch.Tensor, sights: Sequence[PromptImages | None], starts: Sequence[int] | None = None
+    model: nn.Module, ids: torch.Tensor, row_images: Sequence[PromptImages | None], starts: Sequence[int] | None = None
 ) -> ModelInputs:
-    """What `model` is given for rows of token ids (B, T): from place `starts[i]` (0) on a prompt and more behind it."""
-    if not any(sights):
-        return ModelInputs(ids, ids, None, {}, None)
+    """Model inputs for rows of token ids (B, T); row i begins at column `starts[i]` (0) with its prompt."""
     num_rows, width = ids.shape
     starts = starts or [0] * num_rows
-    laid = [ImageSegment(i * width + starts[i], width - starts[i], 0, seen) for i, seen in enumerate(sights)]
-    view = _view(model, ids, laid)
-    present = [seen for seen in sights if seen is not None]
-    if any(seen.rope is not None for seen in present):
+    with_images = [(i, start, images) for i, (start, images) in enumerate(zip(starts, row_images)) if images]
+    segments = [(ImageSegment(i * width + start, width - start, 0, images), images) for i, start, images in with_images]
+    made = _model_inputs(model, ids, segments)
+    if any(images.rope is not None for *_, images in with_images):
         rope = torch.zeros(3, num_rows, width, dtype=torch.int64)
-        for i, (start, seen) in enumerate(zip(starts, sights)):
-            places = torch.arange(width - start).expand(3, -1)
-            rope[:, i, start:] = places if seen is None else seen.rope_at(0, width - start)
-        view.rope = rope.to(ids.device)
-    names = {name for seen in present for name in seen.media.token_tensors} & arguments(model)
+        for i, (start, images) in enumerate(zip(starts, row_images)):
+            rope[:, i, start:] = torch.arange(width - start) if images is None else images.rope_at(0, width - start)
+        made.rope = rope.to(ids.device)
+    names = {name for *_, images in with_images for name in images.media.token_tensors} & arguments(model)
     for name in names:
         types = torch.zeros(num_rows, width, dtype=torch.int64)
-        for i, (start, seen) in enumerate(zip(starts, sights)):
-            if seen is not None and name in seen.media.token_tensors:
-                own = seen.media.token_tensors[name][: seen.num_tokens]
-                types[i, start : start + len(own)] = own
-        view.inputs[name] = types.to(ids.device)
-    return view
+        for i, start, images in with_images:
+            if name in images.media.token_tensors:
+                prompt_types = images.media.token_tensors[name][: images.num_tokens]
+                types[i, start : start + len(prompt_types)] = prompt_types
+        made.inputs[name] = types.to(ids.device)
+    return made
 
 
-def _view(model: nn.Module, ids: torch.Tensor, laid: Sequence[ImageSegment]) -> ModelInputs:
-    """Ids and images; each prompt's images in the order in which the prompts begin."""
-    images = [part.prompt_images.media for part in laid if part.prompt_images is not None and not part.first]
-    if not images:
-        # Without images the model does not look at its input ids.
-        return ModelInputs(ids, ids, None, {}, None)
-    flat = torch.zeros(ids.numel(), dtype=torch.bool)
-    for part in laid:
-        if part.prompt_images is not None and part.first < part.prompt_images.num_tokens:
-            shown = part.prompt_images.places[part.first : part.first + part.length]
-            flat[part.start : part.start + len(shown)] = shown
-    special = torch.tensor(placeholder_ids(model), device=ids.device)
-    hidden = torch.isin(ids, special) & ~flat.view(ids.shape).to(ids.device)
-    inputs = {
-        name: value.to(ids.device, non_blocking=True)
-        for name, value in concat_media_tensors(images).items()
-        if name in arguments(model)
-    }
-    if not bool(hidden.any()):
-        return ModelInputs(ids, ids, None, inputs, None)
-    plain = next(i for i in range(len(special) + 1) if i not in special.tolist())
-    return ModelInputs(torch.where(hidden, plain, ids), ids, hidden, inputs, None)
+def _model_inputs(
+    model: nn.Module, ids: torch.Tensor, segments: Sequence[tuple[ImageSegment, PromptImages]]
+) -> ModelInputs:
+    """Input ids and image tensors; the images are in the order in which their prompts begin."""
+    media = [images.media for segment, images in segments if not segment.first]
+    if not media:
+        # Without images the model does not search its input ids for placeholders.
+        return ModelInputs(ids)
+    of_image = torch.zeros(ids.numel(), dtype=torch.bool)
+    for segment, images in segments:
+        mask = images.mask[segment.first : segment.first + segment.length]
+        of_image[segment.start : segment.start + len(mask)] = mask
+    special = placeholder_ids(model)
+    is_placeholder = torch.isin(ids, torch.tensor(special, device=ids.device))
+    is_sampled = is_placeholder & ~of_image.view(ids.shape).to(ids.device)
+    taken = arguments(model)
+    tensors = concat_media_tensors(media)
+    inputs = {name: value.to(ids.device, non_blocking=True) for name, value in tensors.items() if name in taken}
+    if not bool(is_sampled.any()):
+        return ModelInputs(ids, inputs=inputs)
+    substitute = next(token for token in range(len(special) + 1) if token not in special)
+    return ModelInputs(torch.where(is_sampled, substitute, ids), ids, inputs)
 
 
 def concat_media_tensors(media: Sequence[Media]) -> dict[str, torch.Tensor]:
-    """The tensors of several prompts' images one after another, filled with zeros where their shapes differ."""
+    """Image tensors of several prompts concatenated along dimension 0, other dimensions padded with zeros."""
     names = dict.fromkeys(name for item in media for name in item.tensors)
-    return {name: _joined([item.tensors[name] for item in media if name in item.tensors]) for name in names}
+    return {name: _concat_padded([item.tensors[name] for item in media if name in item.tensors]) for name in names}
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].dim())]
-    filled = []
-    for part in parts:
-        padding = [n for d in range(part.dim() - 1, 0, -1) for n in (0, sizes[d - 1] - part.shape[d])]
-        filled.append(nn.functional.pad(part, padding) if any(padding) else part)
-    return torch.cat(filled)
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    inner = pretrained(model)
-    assert inner is not None
-    return inner.get_input_embeddings()
+def _concat_padded(tensors: list[torch.Tensor]) -> torch.Tensor:
+    sizes = [max(tensor.shape[d] for tensor in tensors) for d in range(1, tensors[0].dim())]
+    padded = []
+    for tensor in tensors:
+        padding = [n for d in range(tensor.dim() - 1, 0, -1) for n in (0, sizes[d - 1] - tensor.shape[d])]
+        padded.append(nn.functional.pad(tensor, padding) if any(padding) else tensor)
+    return torch.cat(padded)

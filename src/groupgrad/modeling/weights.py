@@ -1,6 +1,6 @@
-"""The policy's weights as another program loads them: by the names of a checkpoint, without wrappers and adapters.
+"""The policy's weights and adapters under the names that `save_pretrained` writes, for another process to load.
 
-Everything here is a collective where parameters are sharded over ranks (ZeRO-3, FSDP 2): all ranks iterate to the end.
+With sharded parameters (ZeRO-3, FSDP 2) every iteration is a collective, so all ranks must iterate to the end.
 """
 
 from __future__ import annotations
@@ -16,59 +16,58 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.adapters import is_adapted
+from groupgrad.modeling.adapters import active_adapters, base_model, is_adapted
 from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.zero3 import gathered, is_sharded
 
-# Wrappers that put their own name between two modules.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# Wrappers that insert their own name into the names of parameters.
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(slots=True, frozen=True)
 class _Source:
-    """Where a tensor of the checkpoint comes from."""
+    """A tensor of the model with its name in the checkpoint."""
 
     name: str
     tensor: torch.Tensor
     layer: Any = None
-    """The adapted layer whose base it belongs to; None if there is none."""
+    """The adapted layer around the tensor's layer; None without an adapter."""
     inner_name: str = ""
-    """Its name within that layer's base."""
+    """The tensor's name in the layer under the adapter."""
 
 
-@torch.no_grad()  # for each turn of its loop alone: who iterates may stop half way
+@torch.no_grad()  # holds while the generator runs, not in the caller's loop body
 def checkpoint_weights(
     model: nn.Module, *, merge: bool = True, shapes_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of all weights, tied ones once, layer by layer, adapters merged; collective if they are sharded.
+    """Yields name and tensor of all weights, layer by layer, tied ones once, adapters merged. Collective if sharded.
 
-    Names and layouts are those that `save_pretrained` writes. Weights are merged in float32, in a copy of one layer at
-    a time: the training weights are not touched. Without `merge` they are those below the adapter. With `shapes_only`
-    the tensors are empty, on the meta device; their order, names and shapes are the same, and nothing is gathered or
-    merged.
+    Names and layouts are those of `save_pretrained`. Adapters are merged in float32 into a copy of one layer at a time,
+    and the training weights stay as they are. Without `merge` adapters are left out. With `shapes_only` the tensors are
+    on the meta device, in the same order and shapes; nothing is gathered or merged.
 
-    ValueError for adapters that cannot be merged (prompt tuning, quantized layers, ties).
+    ValueError for adapters that cannot be merged (prompt tuning, quantized layers, tied weights).
     """
     inner: Any = unwrap(model)
-    base = inner.get_base_model() if is_adapted(inner) else inner
-    for _, sources in groupby(_sources(inner, base), key=lambda source: _group(source.name)):
-        made: dict[str, torch.Tensor] = {}
+    base = base_model(inner)
+    for _, sources in groupby(_sources(inner, base), key=lambda source: _layer_name(source.name)):
+        tensors: dict[str, torch.Tensor] = {}
         merged: dict[int, dict[str, torch.Tensor]] = {}
         for source in sources:
             if shapes_only:
-                made[source.name] = _shape(source.tensor)
+                tensors[source.name] = _empty(source.tensor)
             else:
-                made[source.name] = _value(source, merged) if merge else _whole(source.tensor)
-        for name, tensor in _as_saved(base, made).items():
+                tensors[source.name] = _merged_value(source, merged) if merge else _unsharded(source.tensor)
+        for name, tensor in _as_saved(base, tensors).items():
             yield name, tensor.detach()
 
 
 @contextmanager
 def drained_checkpoint_weights(model: nn.Module, *, merge: bool = True) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """`checkpoint_weights`; where they are sharded, those not asked for are gathered at the end, also on errors.
+    """`checkpoint_weights`, iterated to the end on exit if they are sharded, also on errors.
 
-    So a rank that fails does its share, and none of the others waits for it.
+    A rank that fails still takes part in the remaining collectives, so that no other rank waits for it.
     """
     weights = checkpoint_weights(model, merge=merge)
     try:
@@ -84,35 +83,34 @@ class AdapterFiles:
     """An adapter as PEFT saves it."""
 
     config: dict[str, Any]
-    """Of `adapter_config.json`."""
+    """Content of `adapter_config.json`."""
     tensors: dict[str, torch.Tensor]
-    """Of `adapter_model.safetensors`."""
+    """Content of `adapter_model.safetensors`."""
 
 
 def adapter_files(model: nn.Module) -> AdapterFiles:
-    """The active LoRA adapter; collective if it is sharded. ValueError if it is of a kind that can only be merged."""
+    """The active LoRA adapter. ValueError for an adapter with an `adapter_obstacle`."""
     from peft import get_peft_model_state_dict
 
     problem = adapter_obstacle(model)
     if problem is not None:
         raise ValueError(f"{problem}; send the weights instead, adapters merged")
     inner: Any = unwrap(model)
-    (name,) = _active(inner)
+    name = _active_adapter(inner)
     config = inner.peft_config[name]
-    tensors = {key: _whole(tensor) for key, tensor in get_peft_model_state_dict(inner, adapter_name=name).items()}
+    tensors = {key: _unsharded(tensor) for key, tensor in get_peft_model_state_dict(inner, adapter_name=name).items()}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return AdapterFiles({**plain, "inference_mode": True}, tensors)
 
 
 def adapter_obstacle(model: nn.Module) -> str | None:
-    """Why no adapter can be sent alone, in words; None for a model with one LoRA adapter of the plain kind."""
+    """The reason why vLLM cannot load the adapter without the model; None for one plain LoRA adapter."""
     inner: Any = unwrap(model)
     if not is_adapted(inner):
         return f"{type(inner).__name__} has no adapter"
     from peft import PeftType
 
-    (name,) = _active(inner)
-    config = inner.peft_config[name]
+    config = inner.peft_config[_active_adapter(inner)]
     if config.peft_type != PeftType.LORA:
         return f"the adapter is of the kind {config.peft_type.value}, which vLLM does not load"
     if config.modules_to_save:
@@ -129,8 +127,7 @@ def adapter_obstacle(model: nn.Module) -> str | None:
 def adapter_rank(model: nn.Module) -> int:
     """The largest rank in the active LoRA adapter."""
     inner: Any = unwrap(model)
-    (name,) = _active(inner)
-    config = inner.peft_config[name]
+    config = inner.peft_config[_active_adapter(inner)]
     return max([int(config.r), *(int(rank) for rank in (getattr(config, "rank_pattern", None) or {}).values())])
 
 
@@ -156,7 +153,7 @@ def _sources(inner: Any, base: Any) -> Iterator[_Source]:
 
 
 def _source(name: str, tensor: torch.Tensor, layers: dict[str, Any], saved: dict[str, str]) -> _Source | None:
-    """None for what is not part of the checkpoint: adapters' own tensors, originals of modules that are trained."""
+    """None for tensors that a checkpoint lacks: adapters' own, and originals of modules that train as a whole."""
     for prefix, layer in layers.items():
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
@@ -168,10 +165,10 @@ def _source(name: str, tensor: torch.Tensor, layers: dict[str, Any], saved: dict
                     f"{prefix.rstrip('.')} carries several adapters, one in another; they cannot be merged"
                 )
             return _Source(prefix + rest, tensor, layer, rest)
-    for prefix, chosen in saved.items():
+    for prefix, active in saved.items():
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
-            return _Source(prefix + rest.removeprefix(chosen), tensor) if rest.startswith(chosen) else None
+            return _Source(prefix + rest.removeprefix(active), tensor) if rest.startswith(active) else None
     if "_fsdp_wrapped_module." in name:
         raise ValueError(
             "the model is sharded by FSDP 1, whose weights have no names of their own; set fsdp_version: 2"
@@ -180,7 +177,7 @@ def _source(name: str, tensor: torch.Tensor, layers: dict[str, Any], saved: dict
 
 
 def _adapted_modules(inner: Any, base: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Layers with an adapter by the prefix of their names, and which part of a module trained as a whole is in use."""
+    """Name prefix -> adapted layer, and name prefix of a `modules_to_save` wrapper -> name of its active part."""
     if not is_adapted(inner):
         return {}, {}
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -195,41 +192,42 @@ def _adapted_modules(inner: Any, base: Any) -> tuple[dict[str, Any], dict[str, s
         if isinstance(module, BaseTunerLayer):
             layers[prefix] = module
         elif isinstance(module, ModulesToSaveWrapper):
-            name = next((name for name in _active(inner) if name in module.modules_to_save), None)
-            saved[prefix] = "original_module." if name is None else f"modules_to_save.{name}."
+            name = _active_adapter(inner)
+            is_saved = name in module.modules_to_save
+            saved[prefix] = f"modules_to_save.{name}." if is_saved else "original_module."
     return layers, saved
 
 
-def _active(inner: Any) -> list[str]:
-    active = inner.active_adapters if hasattr(inner, "active_adapters") else [inner.active_adapter]
-    names = [active] if isinstance(active, str) else list(active)
+def _active_adapter(inner: Any) -> str:
+    names = active_adapters(inner)
     if len(names) != 1:
         raise ValueError(f"{len(names)} adapters are active ({', '.join(names)}); activate the one that is trained")
-    return names
+    return names[0]
 
 
-def _value(source: _Source, merged: dict[int, dict[str, torch.Tensor]]) -> torch.Tensor:
+def _merged_value(source: _Source, merged: dict[int, dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The tensor with the adapter merged into it; `merged` caches the tensors of merged layers."""
     if source.layer is None:
-        return _whole(source.tensor)
+        return _unsharded(source.tensor)
     if id(source.layer) not in merged:
-        merged[id(source.layer)] = _merged(source)
+        merged[id(source.layer)] = _merge_layer(source)
     return merged[id(source.layer)][source.inner_name].to(source.tensor.dtype)
 
 
-def _merged(source: _Source) -> dict[str, torch.Tensor]:
-    """The tensors of an adapted layer's base, in float32, with the active adapter added."""
+def _merge_layer(source: _Source) -> dict[str, torch.Tensor]:
+    """Tensors of the layer under the adapter, in float32, with the active adapter merged."""
     layer = source.layer
     if is_packed(source.tensor):
         raise ValueError(f"{source.name} is quantized: an adapter cannot be merged into it; send the adapter alone")
     with gathered(layer.parameters()):
-        own = copy.deepcopy(layer).float()
-        if not own.merged:
-            own.merge()
-        return dict(own.get_base_layer().state_dict())
+        clone = copy.deepcopy(layer).float()
+        if not clone.merged:
+            clone.merge()
+        return dict(clone.get_base_layer().state_dict())
 
 
 def _as_saved(base: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the names and in the layout of checkpoints, where transformers computes with others (fused experts)."""
+    """Tensors under their names and in their layouts in checkpoints; in memory transformers fuses experts, say."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if not hasattr(base, "config"):
@@ -237,24 +235,24 @@ def _as_saved(base: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return revert_weight_conversion(base, tensors)
 
 
-def _group(name: str) -> str:
-    """What is converted together: all that lies in one layer."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found.group(1) if found else name
+def _layer_name(name: str) -> str:
+    """The layer of a tensor. The tensors of one layer are converted to the checkpoint's layout together."""
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return match.group(1) if match else name
 
 
 def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
+    for wrapper in _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
 
 
-def _shape(tensor: Any) -> torch.Tensor:
-    # DeepSpeed keeps the shape of a sharded parameter beside its empty data.
+def _empty(tensor: Any) -> torch.Tensor:
+    # A parameter sharded by DeepSpeed has empty data and its shape in `ds_shape`.
     return torch.empty(tuple(getattr(tensor, "ds_shape", tensor.shape)), dtype=tensor.dtype, device="meta")
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _unsharded(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor().detach()
     if hasattr(tensor, "ds_id"):

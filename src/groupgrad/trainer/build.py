@@ -158,7 +158,7 @@ def build_policy(
     model = _load_model(model, config, quantization_config)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
-        model = add_adapter(model, peft_config, in_models_type=config.stochastic_rounding)
+        model = add_adapter(model, peft_config, keep_dtype=config.stochastic_rounding)
     check_adapter(model)
     if config.use_liger_kernel:
         apply_kernels(model, config.liger_kernel_config)
@@ -468,7 +468,7 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
             mapping(config.model_init_kwargs),
             trust_remote_code=config.trust_remote_code,
             quantization_config=quantization_config,
-            spread=config.world_size == 1 and not uses_deepspeed(config),
+            use_device_map=config.world_size == 1 and not uses_deepspeed(config),
         )
     if not isinstance(model, (PreTrainedModel, nn.Module)):
         raise TypeError(

@@ -80,7 +80,7 @@ def test_padding_counts_where_there_is_some(make_model, batch, monkeypatch, layo
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch):
-    monkeypatch.setattr(memory, "_free_in_control_group", lambda: 8000)
+    monkeypatch.setattr(memory, "_cgroup_free_bytes", lambda: 8000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_bytes(torch.device("cpu")) == 2000
 

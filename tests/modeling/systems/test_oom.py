@@ -77,7 +77,7 @@ def batch() -> Batch:
 @pytest.fixture
 def cramped(make_model, monkeypatch):
     """`cramped(most)`: a model that runs out of memory above so many tokens, and the tokens of its passes."""
-    shortage._tell.cache_clear()
+    shortage._warn_once.cache_clear()
 
     def make(most: int) -> tuple[Any, list[int]]:
         model, passes = make_model(initializer_range=0.1).eval(), []

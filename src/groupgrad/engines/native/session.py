@@ -358,7 +358,7 @@ class _Active:
 def _last_place(group: Group) -> int:
     """From where on a stored prompt is computed to know what follows it: its last token, unless that is an image's."""
     last = len(group.ids) - 1
-    return 0 if group.prompt_images is not None and bool(group.prompt_images.places[last]) else last
+    return 0 if group.prompt_images is not None and bool(group.prompt_images.mask[last]) else last
 
 
 def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:

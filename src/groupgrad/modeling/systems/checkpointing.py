@@ -1,5 +1,4 @@
-"""What a forward pass keeps for its backward pass, what is free, and gradient checkpointing where the one exceeds the
-other."""
+"""Gradient checkpointing for micro-batches whose activations exceed the free memory."""
 
 from __future__ import annotations
 
@@ -23,24 +22,23 @@ from groupgrad.types import Media, Prompt
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.6
-"""Share of the free memory that activations may take; gradients and scratch memory need some too."""
+"""Share of the free memory for activations; gradients and temporary tensors need the rest."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that new tensors of this process may take on `device` now.
+    """Free bytes on `device` for new tensors of this process.
 
-    On a CPU the limit of the process's control group counts, and the ranks of one machine share what is free.
+    On a CPU this is at most what the process's control group (cgroup) allows, divided among the machine's ranks.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    free = min(psutil.virtual_memory().available, _free_in_control_group())
+    free = min(psutil.virtual_memory().available, _cgroup_free_bytes())
     return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _free_in_control_group() -> int:
-    """Bytes left below the memory limit of a container; very many without one. Cached files can be dropped, so they
-    are free."""
+def _cgroup_free_bytes() -> int:
+    """Bytes left below a container's memory limit, cached files included; 2^62 without a limit."""
     versions = [
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -57,69 +55,67 @@ def _free_in_control_group() -> int:
 
 
 def activation_bytes_per_token(model: nn.Module, options: ForwardOptions) -> float:
-    """Bytes that a forward pass of `model` keeps for each token, measured on random tokens.
+    """Bytes that a forward pass of `model` saves for the backward pass per token, measured on random tokens.
 
-    What does not grow with the tokens (weights, copies of them in another precision) does not count.
+    Tensors that do not grow with the tokens (weights, copies of them in another precision) do not count.
     """
     small = random_batch(model)
     large = Batch.concat([small, reversed_prompts(small)])
-    kept = [_kept_bytes(model, batch, options) for batch in (small, large)]
-    return (kept[1] - kept[0]) / (_tokens(large) - _tokens(small))
+    saved = [_saved_bytes(model, batch, options) for batch in (small, large)]
+    return (saved[1] - saved[0]) / (_num_tokens(large) - _num_tokens(small))
 
 
 def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, example: Prompt, per_token: float) -> float:
-    """Bytes that a forward pass keeps for each number of the images' tensors, measured on the images of `example`.
+    """Bytes that a forward pass saves per element of the image tensors, measured on the images of `example`.
 
-    `per_token` is what it keeps for each token.
+    `per_token` is the result of `activation_bytes_per_token`.
     """
     batches = [random_batch(model), random_batch(model, example)]
-    kept = [_kept_bytes(model, batch, options) for batch in batches]
-    tokens = _tokens(batches[1]) - _tokens(batches[0])
-    values = sum(map(image_values, _images(model, options, batches[1])))
-    return max(0.0, (kept[1] - kept[0] - per_token * tokens) / max(1, values))
+    saved = [_saved_bytes(model, batch, options) for batch in batches]
+    num_tokens = _num_tokens(batches[1]) - _num_tokens(batches[0])
+    values = sum(map(image_values, _computed_images(model, options, batches[1])))
+    return max(0.0, (saved[1] - saved[0] - per_token * num_tokens) / max(1, values))
 
 
-def _images(model: nn.Module, options: ForwardOptions, batch: Batch) -> list[Media | None]:
-    """Those that a forward pass computes: where prompts are not shared, each row has its own copy."""
-    media, owners = list(batch.media or [None] * batch.num_prompts), batch.prompt_of_row.tolist()
-    own = list(batch.row_media or [None] * batch.num_rows)
+def _computed_images(model: nn.Module, options: ForwardOptions, batch: Batch) -> list[Media | None]:
+    """Images that a forward pass computes; without the shared layout these are a prompt's images once a row."""
+    if batch.media is None and batch.row_media is None:
+        return []
+    of_prompts = list(batch.media or [None] * batch.num_prompts)
+    of_rows = list(batch.row_media or [None] * batch.num_rows)
     if batch.num_rows and layout_for(model, options) != "shared":
-        return [images or media[q] for images, q in zip(own, owners)]
-    return [*media, *own]
+        return [images or of_prompts[q] for images, q in zip(of_rows, batch.prompt_of_row.tolist())]
+    return [*of_prompts, *of_rows]
 
 
 def image_values(media: Media | None) -> int:
-    """Numbers that the images of a prompt have for the model."""
+    """Number of elements in the image tensors of a prompt."""
     return 0 if media is None else sum(tensor.numel() for tensor in media.tensors.values())
 
 
-def _tokens(batch: Batch) -> int:
+def _num_tokens(batch: Batch) -> int:
     return len(batch.prompt_ids) + batch.num_tokens
 
 
-def _kept_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int:
+def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int:
     sizes: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def record(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     devices = [batch.completion_ids.device] if batch.completion_ids.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):
-        scores = score_tokens(model, batch, replace(options, aux_loss=False))
-    del scores
+    hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
+    with torch.random.fork_rng(devices), torch.enable_grad(), hooks:
+        score_tokens(model, batch, replace(options, aux_loss=False))
     return sum(sizes.values())
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class CheckpointingByNeed:
-    """Turns gradient checkpointing on for micro-batches whose activations would not fit, and off for all others."""
+    """Switches gradient checkpointing on for micro-batches whose activations would not fit, and off for the others."""
 
     def __init__(
         self,
@@ -131,11 +127,11 @@ class CheckpointingByNeed:
     ):
         self._model: Any = unwrap(model)
         self._options = options
-        self._arguments = dict(checkpointing_options or {"use_reentrant": False})
+        self._checkpointing_options = dict(checkpointing_options or {"use_reentrant": False})
         modes = {module: module.training for module in model.modules()}
         try:
             with precision():
-                model.train()  # dropout keeps masks, and may take another layout
+                model.train()  # dropout saves masks, and may need another layout
                 self._bytes_per_token = activation_bytes_per_token(model, options)
                 self._bytes_per_value = 0.0
                 if example is not None:
@@ -146,9 +142,9 @@ class CheckpointingByNeed:
         self.is_on = False
 
     def prepare(self, batch: Batch) -> None:
-        """Get the model ready for a forward pass of the batch."""
-        num_tokens = len(batch.prompt_ids) + batch.num_tokens
-        images = _images(self._model, self._options, batch)
+        """Switches gradient checkpointing for a forward pass of the batch."""
+        num_tokens = _num_tokens(batch)
+        images = _computed_images(self._model, self._options, batch)
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
             num_tokens = batch.num_rows * int(lengths.max())
@@ -167,10 +163,10 @@ class CheckpointingByNeed:
                 needed / 2**30,
                 free / 2**30,
             )
-            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._arguments)
-            if self._arguments.get("use_reentrant") and hasattr(self._model, "peft_config"):
-                self._model.enable_input_require_grads()
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._checkpointing_options)
         else:
             self._model.gradient_checkpointing_disable()
-            if self._arguments.get("use_reentrant") and hasattr(self._model, "peft_config"):
-                self._model.disable_input_require_grads()
+        # Reentrant checkpointing passes no gradient to an adapter unless the layer's input requires one.
+        if self._checkpointing_options.get("use_reentrant") and hasattr(self._model, "peft_config"):
+            name = "enable_input_require_grads" if self.is_on else "disable_input_require_grads"
+            getattr(self._model, name)()

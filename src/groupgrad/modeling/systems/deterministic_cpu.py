@@ -1,7 +1,7 @@
-"""Sums in a fixed order, so that two runs of a seed are equal to the last bit on a CPU.
+"""Deterministic sums on CPUs, so that two runs with one seed are bitwise equal.
 
-PyTorch's threads add what goes to one place in the order in which they come by, unless deterministic algorithms are
-asked for. groupgrad's own code does not leave it to them; the code of some models does (mixtures of experts).
+By default PyTorch's threads add values with the same index in the order in which they arrive. This package's code
+avoids such sums; the code of some models has them (mixtures of experts).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.utils import deterministic
 
 @contextmanager
 def deterministic_cpu(model: nn.Module) -> Iterator[None]:
-    """PyTorch's deterministic algorithms inside, if all of `model` lies on CPUs and they are not asked for already.
+    """Inside, PyTorch uses deterministic algorithms, if all of `model` is on CPUs and the user has not set them.
 
-    An operation without such a form warns and runs as ever. The setting is the process's, and restored afterwards.
+    An operation without such an algorithm warns and runs as usual. The setting is global and restored afterwards.
     """
-    is_asked = torch.are_deterministic_algorithms_enabled()
-    if is_asked or any(p.device.type != "cpu" for p in model.parameters()):
+    is_enabled = torch.are_deterministic_algorithms_enabled()
+    if is_enabled or any(p.device.type != "cpu" for p in model.parameters()):
         yield
         return
-    # The memory of new tensors is filled otherwise, which costs time and changes nothing here.
-    memory: Any = deterministic
-    fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # By default this mode also fills the memory of new tensors, which costs time and is not needed here.
+    settings: Any = deterministic
+    fills_memory, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False, warn_only=warns)
-        memory.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(False, warn_only=warn_only)
+        settings.fill_uninitialized_memory = fills_memory

@@ -1,4 +1,4 @@
-"""What ranks that each hold the whole model tell each other of a step: their gradients, or that one of them failed."""
+"""Gradient averaging and error propagation for plain data parallelism, once an optimizer step."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from groupgrad.modeling.systems.oom import release_frames
 
 
 class GradientSync:
-    """Joins the ranks of plain data parallelism, once at the beginning and once a step.
+    """Averages gradients over ranks that each hold the whole model.
 
-    DistributedDataParallel would reduce gradients within the step's last backward pass, so that all ranks had to make
-    the same passes. Here a rank makes as many as its memory and its rows need, and the gradients are averaged when they
-    are complete. That hides no communication behind a backward pass, which in a step that also samples its rows is
-    little, and saves the second copy of all gradients that the wrapper keeps.
+    DistributedDataParallel reduces gradients inside the step's last backward pass, so all ranks must make the same
+    passes. Here each rank makes as many passes as its memory and rows need, and the complete gradients are averaged.
+    This overlaps no communication with a backward pass, which matters little in a step that also samples, and saves the
+    wrapper's second copy of all gradients.
 
-    `buffers`: what the model computes with besides parameters is rank 0's too.
+    With `buffers` the model's buffers are copied from rank 0 too.
     """
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int = dist.BUCKET_BYTES, buffers: bool = True):
         self._model, self._bucket_bytes, self._buffers = model, bucket_bytes, buffers
 
     def begin(self) -> None:
-        """Collective. Every rank has rank 0's model."""
+        """Copies rank 0's model to all ranks. Collective."""
         dist.broadcast_module(self._model, buffers=self._buffers)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Collective at the end of the step's last micro-batch, which leaves the mean of the ranks' gradients, and
-        when something is raised inside, which is raised on all ranks. Inside there is no collective."""
+        """Averages gradients over ranks after the last micro-batch. An exception on one rank is raised on all.
+
+        Collective on exit from the last micro-batch and on errors; the body must not run one.
+        """
         try:
             yield
         except Exception as error:
             if dist.is_active():
-                release_frames(error)  # the others are told by way of the device, which may be full
+                release_frames(error)  # the error is sent over the device, which may be full
             dist.raise_on_all_ranks(error)
         if not is_last:
             return
@@ -52,7 +54,7 @@ class GradientSync:
 
 
 def _running_statistics(model: nn.Module) -> Iterator[torch.Tensor]:
-    """What batch normalisation remembers of the rows that it has seen, which differ from rank to rank."""
+    """Running statistics of batch normalisation, which differ between ranks."""
     for module in model.modules():
         if isinstance(module, _NormBase):
             yield from module.buffers(recurse=False)

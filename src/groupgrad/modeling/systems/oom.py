@@ -1,4 +1,4 @@
-"""Memory that ran out: telling it from other errors, and scoring a batch in parts where it does."""
+"""Out-of-memory errors: detection, cleanup, and scoring of a batch in parts."""
 
 from __future__ import annotations
 
@@ -18,39 +18,37 @@ logger = logging.getLogger(__name__)
 _MESSAGES = re.compile(
     r"out[ _]of[ _](device[ _]|host[ _])?memory"
     r"|can't allocate memory|cannot allocate memory|not enough memory|_alloc_failed"
-    # A CPU's matrix library, which allocates when it makes and runs its kernels. Without a *descriptor* there is no
-    # kernel for what was asked, and memory has nothing to do with it.
+    # oneDNN allocates when it creates and runs kernels. Messages about a *descriptor* mean a missing kernel instead.
     r"|could not (create|execute) a (primitive|memory)(?!.*descriptor)"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if memory ran out, on whatever device."""
-    kinds = (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))
-    return isinstance(error, kinds) or _MESSAGES.search(str(error).lower()) is not None
+    """True for an out-of-memory error of any device."""
+    classes = (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))
+    return isinstance(error, classes) or _MESSAGES.search(str(error).lower()) is not None
 
 
 def release_frames(error: BaseException) -> None:
-    """Free what an error that is still to be raised holds: the variables of the functions that it came through."""
-    part: BaseException | None = error
-    while part is not None:
-        traceback.clear_frames(part.__traceback__)
-        part = part.__cause__ or part.__context__
+    """Frees the local variables in the traceback of an error that will still be raised."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
     collect_what_failed()
 
 
 def collect_what_failed() -> None:
-    """Free what a pass that ran out of memory has left. Its error must be gone: the traceback holds its tensors."""
+    """Frees the tensors of a failed pass. Call it after the `except` block, since the error's traceback holds them."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def score_in_parts(batch: Batch, score: Callable[[Batch], TokenScores]) -> TokenScores:
-    """What `score` says of the batch; where memory runs out, of half of its rows at a time, and so on.
+    """Scores the batch, or on an out-of-memory error its halves, recursively.
 
-    For passes without a gradient and without an auxiliary loss, through a model that no other rank has to go through at
-    the same time. RuntimeError if one row alone does not fit.
+    For passes without gradient, auxiliary loss and collectives. RuntimeError if one row alone does not fit.
     """
     try:
         return score(batch)
@@ -64,7 +62,7 @@ def score_in_parts(batch: Batch, score: Callable[[Batch], TokenScores]) -> Token
                 "smaller model"
             ) from error
     collect_what_failed()
-    _tell()
+    _warn_once()
     middle = batch.num_rows // 2
     parts = [batch.select(range(*bounds)) for bounds in ((0, middle), (middle, batch.num_rows))]
     scores = [score_in_parts(part, score) for part in parts]
@@ -72,8 +70,7 @@ def score_in_parts(batch: Batch, score: Callable[[Batch], TokenScores]) -> Token
 
 
 @cache
-def _tell() -> None:
-    """Warn, once a run: the same batches come again and again."""
+def _warn_once() -> None:
     logger.warning(
         "scoring a batch without gradients does not fit into memory and is done in parts, with the same result; a "
         "lower per_device_train_batch_size or per_device_eval_batch_size avoids that"

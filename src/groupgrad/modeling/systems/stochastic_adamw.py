@@ -1,8 +1,7 @@
-"""AdamW over bfloat16 parameters alone, without float32 copies of them: what an update loses to rounding, it loses to
-chance.
+"""AdamW for bfloat16 weights with stochastic rounding, without float32 copies of the weights.
 
-Half of bfloat16's steps is more than most updates of a small learning rate, so that rounding to the nearest number
-would undo them. Rounded up or down at random, by the share of the way, they arrive on average.
+At a small learning rate most updates are smaller than half the spacing of bfloat16 values, so rounding to nearest would
+undo them. Rounding up with a probability that grows with the remainder keeps them on average.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import torch
 from torch import nn
 
 _LOW_BITS = 16
-"""Bits of a float32 that bfloat16 does not have."""
+"""Bits of a float32 that bfloat16 lacks."""
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """float32 `values` as bfloat16, each one of its two neighbours there; on average they are what they were.
+    """Rounds float32 `values` to one of the two neighbours in bfloat16, with the value as expectation.
 
-    The chance of a neighbour grows linearly with how near it is (arXiv:1502.02551, eq. 2). Numbers that bfloat16 has,
-    infinities and NaN stay.
+    The probability of a neighbour grows linearly with its nearness (arXiv:1502.02551, eq. 2). Values that bfloat16
+    represents, infinities and NaN stay.
     """
     bits = values.view(torch.int32)
     noise = torch.randint(0, 1 << _LOW_BITS, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
@@ -31,7 +30,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 
 
 def check_parameters(model: nn.Module) -> None:
-    """ValueError if a parameter of `model` that trains is not bfloat16."""
+    """ValueError if a trained parameter of `model` is not bfloat16."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.bfloat16:
             raise ValueError(
@@ -42,10 +41,10 @@ def check_parameters(model: nn.Module) -> None:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv:1711.05101, algorithm 2) computed in float32 over bfloat16 parameters, updates rounded at random.
+    """AdamW (arXiv:1711.05101, algorithm 2) in float32 for bfloat16 parameters, with stochastic rounding.
 
-    Moments are float32: with weights and gradients 12 bytes a parameter, where float32 weights need 16. The noise is a
-    function of `seed`, the parameter's number and its step: a resumed run continues bit for bit, and all ranks round
+    Moments are float32; with weights and gradients that is 12 bytes a parameter, float32 weights need 16. The noise
+    depends on `seed`, the parameter's index and its step alone, so a resumed run is bitwise equal and all ranks round
     alike.
     """
 
@@ -64,14 +63,14 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient; gives what `closure` gives."""
+        """Updates every parameter that has a gradient; returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         generators: dict[torch.device, torch.Generator] = {}
         parameters = ((group, p) for group in self.param_groups for p in group["params"])
-        for number, (group, parameter) in enumerate(parameters):
+        for index, (group, parameter) in enumerate(parameters):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter)
@@ -79,7 +78,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             updated = _updated(parameter, group, state)
             device = parameter.device
             generator = generators.setdefault(device, torch.Generator(device))
-            generator.manual_seed(_noise_seed(self._seed, number, state["step"]))
+            generator.manual_seed(_noise_seed(self._seed, index, state["step"]))
             parameter.copy_(round_stochastically(updated, generator))
         return loss
 
@@ -92,19 +91,19 @@ class StochasticAdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore `state_dict`'s moments as they are; the base class would round them to the parameters' type."""
+        """Restores float32 moments; the base class would round them to the parameters' dtype."""
         super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters):
-            saved = state_dict["state"].get(number, {})
+        for index, parameter in zip(indices, parameters):
+            saved = state_dict["state"].get(index, {})
             for name in ("exp_avg", "exp_avg_sq"):
                 if name in saved:
                     self.state[parameter][name] = saved[name].to(parameter.device, torch.float32, copy=True)
 
 
 def _updated(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
-    """The parameter after its step, in float32; takes the gradient into the moments."""
+    """Updates the moments and returns the parameter after its step, in float32."""
     rate, (beta1, beta2) = group["lr"], group["betas"]
     gradient = parameter.grad.float()  # pyright: ignore[reportOptionalMemberAccess]
     mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
@@ -114,6 +113,6 @@ def _updated(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, An
     return decayed.addcdiv_(mean, scale, value=-rate / (1 - beta1 ** state["step"]))
 
 
-def _noise_seed(seed: int, number: int, step: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{number}/{step}".encode(), digest_size=8).digest()
+def _noise_seed(seed: int, index: int, step: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{index}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

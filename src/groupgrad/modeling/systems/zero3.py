@@ -1,9 +1,9 @@
-"""Models whose parameters are spread over ranks (DeepSpeed ZeRO-3): when they are whole, and how a pass finds them so.
+"""Gathers the parameters of models that DeepSpeed ZeRO-3 shards over ranks.
 
-In training ZeRO's own hooks gather a module's parameters for its forward and for its backward pass. A pass through
-them is a collective, so every rank makes equally many, with the same modules in the same order; what a rank has nothing
-to do for, it does with a made-up token (`forward.py`). Outside of training there may be no hooks yet, and sampling
-wants whole parameters throughout: `gather_per_module` and `gather_all` are for these.
+In training ZeRO's own hooks gather each module's parameters for its forward and its backward pass. Such a pass is a
+collective, so all ranks must make the same number of passes; a rank without rows runs one dummy token (`forward.py`).
+Before training there are no hooks yet, and sampling needs all parameters throughout: `gather_per_module` and
+`gather_all` serve these cases.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if no rank has whole parameters (ZeRO-3, FSDP 2)."""
+    """True if parameters are sharded over ranks (ZeRO-3, FSDP 2)."""
     return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Numbers in the parameters of `model`, those on other ranks too."""
+    """Number of parameters of `model`, shards of other ranks included."""
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
 
 
 @contextmanager
 def gathered(parameters: Iterable[Any]) -> Iterator[None]:
-    """Collective at its beginning. The parameters whole inside, which must not be changed; sharded again afterwards."""
+    """Gathers the parameters, which must not be changed inside; they are sharded again afterwards. Collective."""
     absent = [parameter for parameter in parameters if _is_absent(parameter)]
     if not absent:
         yield
@@ -41,9 +41,9 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def gather_all(model: nn.Module) -> Iterator[None]:
-    """Collective at its beginning. All of `model` whole on every rank inside, to be run by each as often as it likes.
+    """Gathers all parameters of `model` on every rank; inside, its passes are not collectives. Collective on entry.
 
-    Takes the memory of all parameters. Nothing may be trained inside. A model that is whole is left as it is.
+    Needs memory for all parameters. Nothing may be trained inside. An unsharded model is left as it is.
     """
     if not any(_is_absent(parameter) for parameter in model.parameters()):
         yield
@@ -54,41 +54,40 @@ def gather_all(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gather_per_module(model: nn.Module) -> Iterator[None]:
-    """Inside, passes of `model` without a gradient find its parameters, also before training has begun. Each such pass
-    is a collective if they are sharded.
+    """Inside, passes of `model` without gradient gather its parameters, before training too. Each pass is a collective.
 
-    Without ZeRO's own hooks each module's parameters are gathered for the time that it computes, so that no rank needs
-    memory for more than the largest module beside its share.
+    Without ZeRO's own hooks each module's parameters are gathered while it computes, so a rank needs memory for its
+    shards and the largest module.
     """
     if _has_hooks(model) or not any(_is_absent(parameter) for parameter in model.parameters()):
         yield
         return
-    brought: dict[int, Any] = {}
+    gathered_now: dict[int, Any] = {}
 
-    def bring(module: nn.Module, _inputs: Any) -> None:
+    def gather(module: nn.Module, _inputs: Any) -> None:
         absent = [parameter for parameter in module.parameters(recurse=False) if _is_absent(parameter)]
         if absent:
             absent[0].all_gather(param_list=absent)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-            brought.update({id(parameter): parameter for parameter in absent})
+            gathered_now.update({id(parameter): parameter for parameter in absent})
 
     def release(module: nn.Module, _inputs: Any, _output: Any) -> None:
-        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in brought]
-        _partition([brought.pop(id(parameter)) for parameter in own])
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in gathered_now]
+        _partition([gathered_now.pop(id(parameter)) for parameter in own])
 
     modules = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
-    handles = [module.register_forward_pre_hook(bring) for module in modules]
+    handles = [module.register_forward_pre_hook(gather) for module in modules]
     handles += [module.register_forward_hook(release) for module in modules]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        _partition(list(brought.values()))
+        _partition(list(gathered_now.values()))
 
 
 @contextmanager
 def loading_unsharded() -> Iterator[None]:
-    """Inside, models that are loaded are whole on every rank; under ZeRO-3 transformers would spread each of them."""
+    """Inside, models are loaded unsharded on every rank; under ZeRO-3 transformers would shard each of them."""
     if not hf_deepspeed.is_deepspeed_zero3_enabled():
         yield
         return
@@ -101,18 +100,15 @@ def loading_unsharded() -> Iterator[None]:
 
 
 class ShardSnapshot:
-    """The weights of a sharded model as they are now, this rank's part of them, to be put in place of later ones.
-
-    Takes a rank's part of the weights in memory.
-    """
+    """A copy of this rank's shards of a model's current weights."""
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._kept = {name: p.ds_tensor.detach().clone() for name, p in _sharded_parameters(model)}
+        self._shards = {name: p.ds_tensor.detach().clone() for name, p in _sharded_parameters(model)}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model computes with these weights; afterwards it has its own again, to the bit."""
+        """Inside, the model computes with the copied weights; afterwards its own are restored bitwise."""
         self._swap()
         try:
             yield
@@ -121,12 +117,12 @@ class ShardSnapshot:
 
     def _swap(self) -> None:
         parameters = dict(_sharded_parameters(self._model))
-        # Small ones may stay whole between passes, and would be used as they are.
+        # ZeRO may keep small parameters gathered between passes and would use them instead of the shards.
         _partition([parameter for parameter in parameters.values() if not _is_absent(parameter)])
         for name, parameter in parameters.items():
-            other, kept = parameter.ds_tensor.detach().clone(), self._kept[name]
-            parameter.ds_tensor.data.copy_(kept)
-            kept.copy_(other)
+            current = parameter.ds_tensor.detach().clone()
+            parameter.ds_tensor.data.copy_(self._shards[name])
+            self._shards[name].copy_(current)
 
 
 def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -134,38 +130,37 @@ def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_absent(parameter: Any) -> bool:
-    """True if this rank has only its part of the parameter now."""
+    """True if this rank currently has only its shard of the parameter."""
     return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
 
 
 def _partition(parameters: list[Any]) -> None:
-    """Local. Drop what other ranks hold."""
+    """Frees the shards of other ranks. Not a collective."""
     if parameters:
         parameters[0].partition(param_list=parameters, has_been_updated=False)
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    return any(_is_of_zero(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(_is_zero_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 
-def _is_of_zero(hook: Any) -> bool:
+def _is_zero_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
 
 
 @contextmanager
 def _unhooked(model: nn.Module) -> Iterator[None]:
-    """The model without ZeRO's hooks, which would drop what was gathered; they are put back where they were."""
-    kept = [(hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-    for hooks, before in kept:
+    """Removes ZeRO's hooks, which would free gathered parameters, and restores them in their old order afterwards."""
+    saved = [(hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+    for hooks, before in saved:
         for key, hook in before.items():
-            if _is_of_zero(hook):
+            if _is_zero_hook(hook):
                 del hooks[key]
     try:
         yield
     finally:
-        for hooks, before in kept:
-            stayed = {key: hook for key, hook in hooks.items() if key in before}
+        for hooks, before in saved:
             added = {key: hook for key, hook in hooks.items() if key not in before}
-            ours = {key: hook for key, hook in before.items() if key in stayed or _is_of_zero(hook)}
+            restored = {key: hook for key, hook in before.items() if key in hooks or _is_zero_hook(hook)}
             hooks.clear()
-            hooks.update({**ours, **added})
+            hooks.update({**restored, **added})
