@@ -1,1 +1,1 @@
-"""Prompts, the order in which they come, and ragged batches made of their completions."""
+"""Data sets: their rows, their images, and the prompts made of them."""

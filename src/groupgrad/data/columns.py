@@ -1,4 +1,4 @@
-"""What a data set holds, read without decoding an image."""
+"""Reads rows and columns of a data set without decoding images."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from datasets import Dataset, Image, IterableDataset
 from groupgrad.data.images import COLUMNS, ImageError
 
 _COPIED_BYTES = 65_536
-"""Larger images are not copied out of the data set to look at their size."""
+"""Larger images are read in place, without a copy out of the data set."""
 
 _BROKEN = (OSError, SyntaxError, ValueError)
-"""What Pillow raises for a broken file."""
+"""Errors that Pillow raises for a broken file."""
 
 
 def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
-    """The first row, its images undecoded where that can be had; None if there is no row."""
+    """The first row, images undecoded unless a user's transform makes them; None for an empty data set."""
     if isinstance(dataset, IterableDataset):
         undecoded = dataset.decode(False) if dataset.features and hasattr(dataset, "decode") else dataset
         return next(iter(undecoded), None)
@@ -27,12 +27,14 @@ def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
     if _is_transformed(dataset):
         return dataset[0]
     table: Any = dataset.with_format("arrow")[0:1]
-    return {name: _light(table.column(name)[0]) for name in table.column_names}
+    return {name: _undecoded(table.column(name)[0]) for name in table.column_names}
 
 
 def prompt_rows(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
-    """Every row's `prompt` and image columns, images undecoded. Of a stream, the first row alone; of rows that a
-    transform of the user's makes, the images of the first alone."""
+    """Yields `prompt` and image columns of every row, images undecoded.
+
+    A stream yields its first row alone. Rows made by a user's transform have images in the first row alone.
+    """
     first = first_row(dataset)
     if first is None:
         return
@@ -43,15 +45,15 @@ def prompt_rows(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
     raw = _decodes(dataset.features.get("prompt")) and not _is_transformed(dataset)
     prompts = _raw_column(dataset, "prompt") if raw else iter(dataset["prompt"])
     if _is_transformed(dataset):
-        given: Iterator[dict[str, Any]] = iter([{name: first[name] for name in columns}])
+        images: Iterator[dict[str, Any]] = iter([{name: first[name] for name in columns}])
     else:
-        given = (dict(zip(columns, values)) for values in zip(*(_raw_column(dataset, name) for name in columns)))
+        images = (dict(zip(columns, values)) for values in zip(*(_raw_column(dataset, name) for name in columns)))
     for prompt in prompts:
-        yield {"prompt": prompt, **next(given, {})}
+        yield {"prompt": prompt, **next(images, {})}
 
 
 def read_row(dataset: Dataset, index: int) -> dict[str, Any]:
-    """One row as the data set gives it. ImageError with row and column if an image in it cannot be decoded."""
+    """One row of the data set. ImageError with row and column for an image that cannot be decoded."""
     try:
         return dataset[index]
     except _BROKEN as error:
@@ -68,12 +70,12 @@ def read_row(dataset: Dataset, index: int) -> dict[str, Any]:
 
 
 def _is_transformed(dataset: Dataset) -> bool:
-    """Whether rows are made by a function of the user's when they are read."""
+    """True if a user's function makes the rows when they are read."""
     return dataset.format["type"] == "custom"
 
 
 def _decodes(feature: Any) -> bool:
-    """Whether reading the feature decodes images."""
+    """True if reading the feature decodes images."""
     if isinstance(feature, Image):
         return feature.decode
     if isinstance(feature, Mapping):
@@ -88,17 +90,17 @@ def _raw_column(dataset: Dataset, name: str) -> Iterator[Any]:
     tables: Any = dataset.select_columns(name).with_format("arrow")
     for table in tables.iter(batch_size=256):
         for value in table.column(name):
-            yield _light(value)
+            yield _undecoded(value)
 
 
-def _light(value: Any) -> Any:
-    """An arrow value in Python's own types; many bytes stay where they are, as a file to read."""
+def _undecoded(value: Any) -> Any:
+    """An Arrow value as Python objects; large binary values become a file object over Arrow's memory."""
     if not value.is_valid:
         return None
     if isinstance(value, pa.StructScalar):
-        return {key: _light(value[key]) for key in value}
+        return {key: _undecoded(value[key]) for key in value}
     if isinstance(value, (pa.ListScalar, pa.LargeListScalar, pa.FixedSizeListScalar)):
-        return [_light(item) for item in value.values]
+        return [_undecoded(item) for item in value.values]
     if isinstance(value, (pa.BinaryScalar, pa.LargeBinaryScalar)) and not pa.types.is_string(value.type):
         buffer = None if pa.types.is_large_string(value.type) else value.as_buffer()
         if buffer is not None and buffer.size > _COPIED_BYTES:

@@ -1,4 +1,4 @@
-"""Rows of a data set to prompts of token ids, and the checks that a data set must pass before training starts."""
+"""Makes prompts of token ids from data-set rows, and checks a data set before training."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from groupgrad.data.columns import first_row, prompt_rows
 from groupgrad.data.images import ImageSource, column_images, image_blocks
 from groupgrad.types import Media, Messages, Prompt
 
-# A chat template may add this many tokens to the text of a conversation before a prompt is measured exactly.
+# Tokens that a chat template may add before the length of a prompt is measured exactly.
 TEMPLATE_ALLOWANCE = 1024
 
 DECODED_FIRST = 256
-"""Images of a data set that are read to the end before training; of the others only the beginning of the file."""
+"""Images of a data set that are decoded before training; of the others only the file header is read."""
 
 
 @dataclass(slots=True, frozen=True)
 class Encoded:
-    """A rendered text with its images as the model takes them."""
+    """Model inputs of a rendered text with its images."""
 
     ids: list[int]
-    """Placeholders of images included, as many as the model has features of each."""
+    """Token ids with one placeholder for each feature of an image."""
     media: Media | None
     """None without images."""
 
@@ -33,7 +33,7 @@ class Encoded:
 class PromptMaker:
     """Tokenises prompts: text as it is, messages through the chat template with a generation prompt.
 
-    Rows with images are refused; `no_images` says why, and what to do (`VisionPromptMaker` takes them).
+    Rows with images are rejected with the reason and remedy in `no_images`; `VisionPromptMaker` accepts them.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class PromptMaker:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.max_context = max_context
-        """Positions that the model has, prompt and completion together; None if unbounded."""
+        """Maximum length of prompt and completion together; None without a limit."""
         self._no_images = no_images
         self.checked: set[tuple[str, int | None]] = set()
-        """Data sets whose rows are known to be good, by fingerprint and context."""
+        """(fingerprint, max_context) of the data sets that passed `check_dataset`."""
 
     def __call__(self, row: dict[str, Any], group: int) -> Prompt:
-        """The prompt of a data-set row. ValueError for one with images, or that leaves no room for a completion."""
+        """The prompt of a data-set row. ValueError if it has images, no tokens, or no room for a completion."""
         self.check_images(row)
         ids = self.token_ids(row["prompt"])
         if not ids:
@@ -66,7 +66,7 @@ class PromptMaker:
         return Prompt(ids=ids, row=row, group=group)
 
     def token_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Token ids of a text or of a conversation."""
+        """Token ids of a text or a conversation."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt, add_special_tokens=True, verbose=False)["input_ids"])
         rendered = self.tokenizer.apply_chat_template(
@@ -80,55 +80,53 @@ class PromptMaker:
         return list(ids[0] if ids and isinstance(ids[0], list) else ids)
 
     def check_images(
-        self, row: dict[str, Any], place: ImageSource | None = None, *, decode: bool = False
+        self, row: dict[str, Any], source: ImageSource | None = None, *, decode: bool = False
     ) -> list[tuple[int, int]]:
-        """The (height, width) of a row's images; ValueError for images that no prompt can be made with. `place` names
-        the row in messages. With `decode` they are read to the end."""
+        """The (height, width) of a row's images, decoded only with `decode`. ValueError for images that are rejected.
+
+        `source` names the row in messages.
+        """
         column, images = column_images(row)
         if not images and not isinstance(row["prompt"], str):
             column, images = "prompt", list(image_blocks(row["prompt"]))
         if images:
-            raise ValueError(f"there is {replace(place or ImageSource(''), column=column)}, but {self._no_images}")
+            raise ValueError(f"there is {replace(source or ImageSource(''), column=column)}, but {self._no_images}")
         return []
 
-    def prompt_with_opened_images(self, row: dict[str, Any]) -> str | Messages:
-        """The row's prompt, its images in its messages."""
-        return row["prompt"]
-
-    def prompt_with_images(self, row: dict[str, Any]) -> str | Messages:
-        """The row's prompt, its images in their messages as they are."""
+    def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
+        """The row's prompt with its images in the messages, opened or as the row has them."""
         return row["prompt"]
 
     def conversation_images(self, messages: Messages) -> list[Any]:
-        """The images in a conversation that prompts are made with, in their order."""
+        """The images of a conversation that the model takes, in their order."""
         return []
 
     def template_messages(self, messages: Messages) -> Messages:
-        """The messages in the form that the chat template takes."""
+        """Messages in the form that the chat template renders."""
         return [as_text(message) for message in drop_empty_fields(messages)]
 
     def render(self, messages: Messages) -> str:
-        """A conversation as text, generation prompt included, with one placeholder for each image."""
+        """Renders a conversation with generation prompt, and one placeholder for each image."""
         return self.tokenizer.apply_chat_template(
             self.template_messages(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
         )
 
     def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
-        """Token ids of a rendered text, which begins a conversation if `is_start`. ValueError for images."""
+        """Token ids of a rendered text; `is_start` marks the start of a conversation. ValueError for images."""
         if images:
             raise ValueError(f"there are {len(images)} images in a conversation, but {self._no_images}")
         return Encoded(list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
 
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of images of these (height, width), as near as can be told without the images."""
+        """Number of tokens of images of these (height, width)."""
         return 0
 
     def num_tokens(self, row: dict[str, Any]) -> int:
-        """Tokens of a row's prompt."""
+        """Number of tokens of a row's prompt."""
         return len(self.token_ids(row["prompt"]))
 
     def too_long_message(self, prompt: Any, num_tokens: int) -> str:
-        """What to tell a user whose prompt does not fit."""
+        """Error message for a prompt that does not fit the model's context."""
         return (
             f"a prompt has {num_tokens} tokens, but the model has {self.max_context} positions for prompt and "
             f"completion together: {_excerpt(prompt)}; filter such rows out of the data set or use a model with a "
@@ -137,12 +135,12 @@ class PromptMaker:
 
 
 def drop_empty_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without the None entries that a columnar store adds to messages that lack a field."""
+    """Messages without the None values that Arrow adds for missing fields."""
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as a template for text takes it: content blocks become one text, in which an image is only named."""
+    """The message with its content blocks joined to one text; an image becomes its block type in brackets."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -150,12 +148,12 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False) -> None:
-    """Refuse a data set that cannot be trained on; `argument` names it in the message.
+    """Rejects a data set that cannot be trained on; `argument` names it in the message.
 
-    TypeError for something that is no data set; ValueError for a missing `prompt` column, empty or malformed prompts,
-    images that cannot be had or do not fit their messages, and prompts longer than the model's context (counted, one
-    shown). The first images are decoded, of the others only the file's beginning is read. Of a stream only the first
-    row is looked at. With `may_lack_prompts` the column may be missing.
+    TypeError for another class; ValueError for a missing `prompt` column (unless `may_lack_prompts`), empty or
+    malformed prompts, images that are unreadable or do not fit their messages, and prompts longer than the context. The
+    first `DECODED_FIRST` images are decoded, of the others only the header is read. Of a stream only the first row is
+    checked.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
@@ -172,17 +170,17 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may
             f"{argument} has the columns {sorted(first)}, but no 'prompt' column; rename the column that holds the "
             "prompts: dataset.rename_column('...', 'prompt')"
         )
-    # An evaluation set comes here before every evaluation.
-    known = (str(getattr(dataset, "_fingerprint", "")), prompt_maker.max_context)
-    if known[0] and known in prompt_maker.checked:
+    # Every evaluation calls this again with the same data set.
+    key = (str(getattr(dataset, "_fingerprint", "")), prompt_maker.max_context)
+    if key[0] and key in prompt_maker.checked:
         return
     _check_prompts(dataset, argument, prompt_maker)
-    prompt_maker.checked.add(known)
+    prompt_maker.checked.add(key)
 
 
 def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker) -> None:
     too_long: list[tuple[int, Any]] = []
-    is_tried, num_decoded = False, 0
+    is_encoded, num_decoded = False, 0
     for number, row in enumerate(prompt_rows(dataset)):
         prompt = row["prompt"]
         problem = _malformed(prompt, prompt_maker)
@@ -192,18 +190,18 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
             row, ImageSource("image", number, argument), decode=num_decoded < DECODED_FIRST
         )
         num_decoded += len(sizes)
-        longest = prompt_maker.max_context
-        if longest is not None and _may_exceed(prompt, longest - prompt_maker.num_image_tokens(sizes)):
+        limit = prompt_maker.max_context
+        if limit is not None and _may_exceed(prompt, limit - prompt_maker.num_image_tokens(sizes)):
             with _named(number, argument):
                 num_tokens = prompt_maker.num_tokens(row)
-            if num_tokens >= longest:
+            if num_tokens >= limit:
                 too_long.append((num_tokens, prompt))
                 continue
-        if sizes and not is_tried:
-            # Do its images, the processor and the chat template go together?
+        if sizes and not is_encoded:
+            # One prompt is encoded to test that its images, the processor and the chat template fit together.
             with _named(number, argument):
                 prompt_maker(row, 0)
-            is_tried = True
+            is_encoded = True
     if too_long:
         num_tokens, prompt = max(too_long, key=lambda item: item[0])
         raise ValueError(
@@ -214,7 +212,7 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
 
 @contextmanager
 def _named(number: int, argument: str) -> Iterator[None]:
-    """What is wrong with a row inside is said with the row's number."""
+    """Adds the row's number to the message of a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -244,7 +242,7 @@ def _malformed(prompt: Any, prompt_maker: PromptMaker) -> str | None:
 
 
 def _may_exceed(prompt: Any, max_context: int) -> bool:
-    """Quick test: a tokenizer gives at most one token a byte, plus what the template adds."""
+    """False if the prompt is certainly short enough: a text has at most one token a byte, plus the template's."""
     if isinstance(prompt, str):
         return len(prompt.encode()) + 2 >= max_context
     size = sum(len(str(as_text(message).get("content", "")).encode()) for message in prompt)

@@ -1,4 +1,4 @@
-"""Prompts with images: rows to messages with pictures in their places, and those to token ids and model inputs."""
+"""Prompts with images: puts a row's images into its messages, and makes token ids and model inputs of them."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from groupgrad.data.prompts import Encoded, PromptMaker, as_text, drop_empty_fie
 from groupgrad.types import Media, Messages, Prompt
 
 SIZES_TRIED = 64
-"""Sizes of images that a processor is tried at, if it does not say how many tokens they are."""
+"""Image sizes whose number of tokens is measured, for processors that do not compute it."""
 
 _PROBE = "Probe7Text"
 
 
 class VisionError(ValueError):
-    """A conversation and its images that do not fit each other, or the processor; the message says what to do."""
+    """Images that do not fit their conversation or the processor; the message says what to do."""
 
 
 def is_processor(processing_class: Any) -> bool:
-    """True if it makes model inputs of images as well as of text."""
+    """True for a processor of images and text."""
     return getattr(processing_class, "image_processor", None) is not None and callable(processing_class)
 
 
 def tokenizer_with_processor_template(processor: Any, tokenizer: Any) -> Any:
-    """The tokenizer with the processor's chat template, a copy if it has another or none. It shares its vocabulary."""
+    """The tokenizer with the processor's chat template; a shallow copy if its own template differs."""
     template = getattr(processor, "chat_template", None)
     if template is None or template == getattr(tokenizer, "chat_template", None):
         return tokenizer
-    speaking = copy.copy(tokenizer)
-    speaking.chat_template = template
-    return speaking
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
 
 
 class VisionPromptMaker(PromptMaker):
-    """Makes prompts of rows with and without images; the processor is called once a prompt, for that prompt alone.
+    """Makes prompts of rows with and without images; the processor is called once a prompt.
 
-    Images come from the row's `images` or `image` column and from content blocks. Those of a column take the places of
-    the blocks without an image of their own, or the front of the first user message if there is no block at all.
+    Images come from the row's `images` or `image` column and from content blocks. Images of a column fill the image
+    blocks without an image; without any image block they go in front of the first user message.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class VisionPromptMaker(PromptMaker):
         super().__init__(tokenizer_with_processor_template(processor, tokenizer), chat_template_kwargs, max_context)
         self.processor = processor
         self.placeholder: str | None = getattr(processor, "image_token", None)
-        """The text that stands for one image in a rendered conversation; None if the processor does not say."""
-        self._shown: dict[tuple[str, bool], bool] = {}
+        """Text of one image in a rendered conversation; None if the processor does not name it."""
+        self._template_writes: dict[tuple[str, bool], bool] = {}
         self._tokens_of_size: dict[tuple[int, int], int] = {}
 
     def __call__(self, row: dict[str, Any], group: int) -> Prompt:
-        """The prompt of a data-set row, with its images in the messages of `Prompt.row`.
+        """The prompt of a data-set row, with opened images in the messages of `Prompt.row`.
 
-        ImageError or VisionError for images that cannot be had or do not fit; ValueError for a prompt that leaves no
+        ImageError or VisionError for images that are unreadable or do not fit; ValueError for a prompt that leaves no
         room for a completion.
         """
         messages = messages_with_images(row)
@@ -86,37 +86,39 @@ class VisionPromptMaker(PromptMaker):
         return Prompt(ids=encoded.ids, row={**row, "prompt": messages}, group=group, media=encoded.media)
 
     def check_images(
-        self, row: dict[str, Any], place: ImageSource | None = None, *, decode: bool = False
+        self, row: dict[str, Any], source: ImageSource | None = None, *, decode: bool = False
     ) -> list[tuple[int, int]]:
-        """The (height, width) of a row's images, which are only decoded with `decode`.
+        """The (height, width) of a row's images, decoded only with `decode`. `source` names the row in messages.
 
-        ImageError or VisionError for images that are missing, cannot be read or do not fit the messages, and for a text
-        that has placeholders of its own.
+        ImageError or VisionError for images that are missing, unreadable or do not fit the messages, and for texts that
+        contain the placeholder of an image.
         """
         try:
-            messages = messages_with_images(row, place, opened=False)
+            messages = messages_with_images(row, source, opened=False)
         except VisionError as error:
-            raise VisionError(f"{_row_name(place)}{error}") from error
+            raise VisionError(f"{_row_name(source)}{error}") from error
         if messages is None:
-            self._check_text(row["prompt"], place)
+            self._check_text(row["prompt"], source)
             return []
-        self._check_text(messages, place)
+        self._check_text(messages, source)
         name = column_images(row)[0] or "prompt"
         sizes = []
         for i, image in enumerate(conversation_images(messages)):
-            at = _place_of(name, i, place)
-            sizes.append(size_of(open_image(image, at) if decode else image, at))
+            of_image = _image_source(name, i, source)
+            sizes.append(size_of(open_image(image, of_image) if decode else image, of_image))
         return sizes
 
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Tokens of images of these (height, width): the placeholders that the processor says; if it does not say,
-        what it makes of a blank image of the size, and for sizes after the first `SIZES_TRIED` the most it made so
-        far."""
+        """Number of tokens of images of these (height, width), as the processor computes it.
+
+        For a processor that does not, the number is measured on blank images of up to `SIZES_TRIED` sizes; further
+        sizes count as the largest number so far.
+        """
         if not sizes:
             return 0
         try:
             return sum(self.processor._get_num_multimodal_tokens(image_sizes=list(map(list, sizes))).num_image_tokens)
-        except Exception:  # a method of the library's own, which not every processor has, or has in full
+        except Exception:  # a private method that some processors lack or implement in part
             return sum(map(self._num_tokens_of_blank, sizes))
 
     def _num_tokens_of_blank(self, size: tuple[int, int]) -> int:
@@ -128,75 +130,70 @@ class VisionPromptMaker(PromptMaker):
             height, width = size
             try:
                 text = self.placeholder or self.render([{"role": "user", "content": [{"type": "image"}]}])
-                found = len(self.encode(text, [Image.new("RGB", (width, height))]).ids)
-            except Exception:  # templates and processors raise what they like; the row itself will tell
-                found = 0
-            self._tokens_of_size[size] = found
+                num_tokens = len(self.encode(text, [Image.new("RGB", (width, height))]).ids)
+            except Exception:  # templates and processors raise anything; a check of the row itself reports it
+                num_tokens = 0
+            self._tokens_of_size[size] = num_tokens
         return self._tokens_of_size[size]
 
     def num_tokens(self, row: dict[str, Any]) -> int:
-        """Tokens of a row's prompt, images included."""
+        """Number of tokens of a row's prompt, images included."""
         messages = messages_with_images(row)
         if messages is None:
             return super().num_tokens(row)
         return len(self.encode(self.render(messages), conversation_images(messages)).ids)
 
     def token_ids(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a text or of a conversation without images."""
+        """Token ids of a text or a conversation without images."""
         if isinstance(prompt, str):
             return super().token_ids(prompt)
         return self.encode(self.render(prompt)).ids
 
     def template_messages(self, messages: Messages) -> Messages:
-        """The messages in the form that the chat template shows: texts or content blocks, images as bare blocks."""
-        return [self._readable(message) for message in drop_empty_fields(messages)]
+        """Messages in the form that the chat template renders: texts or content blocks, image blocks without image."""
+        return [self._template_message(message) for message in drop_empty_fields(messages)]
 
-    def prompt_with_images(self, row: dict[str, Any]) -> str | Messages:
-        """The row's prompt, its images in their messages as they are."""
-        messages = messages_with_images(row, opened=False)
+    def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
+        """The row's prompt with its images in the messages, opened or as the row has them."""
+        messages = messages_with_images(row, opened=opened)
         return row["prompt"] if messages is None else messages
 
     def conversation_images(self, messages: Messages) -> list[Any]:
         """The images in a conversation, in their order."""
         return conversation_images(messages)
 
-    def prompt_with_opened_images(self, row: dict[str, Any]) -> str | Messages:
-        """The row's prompt, its images opened and in its messages."""
-        messages = messages_with_images(row)
-        return row["prompt"] if messages is None else messages
-
     def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
         """Token ids and model inputs of a rendered text with its images, in the order of their placeholders.
 
-        Unless it begins a conversation (`is_start`) no token is put before it. VisionError if there are not as many
-        placeholders as images, or the processor fails at them.
+        Only text at the start of a conversation (`is_start`) gets a beginning-of-sequence token. VisionError if the
+        numbers of placeholders and images differ, or the processor fails.
         """
-        self._check_places(text, len(images))
+        self._check_placeholders(text, len(images))
         adds_specials = is_start and self._adds_specials(text)
         if not images:
-            made = self.tokenizer(text, add_special_tokens=adds_specials, verbose=False)
-            return Encoded(list(made["input_ids"]), None)
+            encoded = self.tokenizer(text, add_special_tokens=adds_specials, verbose=False)
+            return Encoded(list(encoded["input_ids"]), None)
         try:
-            made = self.processor(
+            encoded = self.processor(
                 text=[text],
                 images=[list(images)],
                 return_tensors="pt",
                 add_special_tokens=adds_specials,
             )
-        except Exception as error:  # processors raise what their parts raise
+        except Exception as error:  # processors raise anything
             raise VisionError(
                 f"{type(self.processor).__name__} failed at a prompt with {len(images)} images of "
                 f"{', '.join(f'{image.width}x{image.height}' for image in images)} pixels: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return _encoded(made, images, getattr(self.processor, "image_token_id", None))
+        return _encoded(encoded, images, getattr(self.processor, "image_token_id", None))
 
     def _adds_specials(self, text: str) -> bool:
-        """Processors leave it to the tokenizer to begin a text, unless the template has begun it already."""
+        """True unless the chat template has written the beginning-of-sequence token already."""
         begin = self.tokenizer.bos_token
         return not (begin and text.startswith(begin))
 
-    def _check_places(self, text: str, num_images: int) -> None:
+    def _check_placeholders(self, text: str, num_images: int) -> None:
         if self.placeholder is None or text.count(self.placeholder) == num_images:
             return
         raise VisionError(
@@ -205,154 +202,163 @@ class VisionPromptMaker(PromptMaker):
             "writes it once for each content block of the type 'image' (processing_class.chat_template)"
         )
 
-    def _check_text(self, prompt: str | Messages, place: ImageSource | None) -> None:
-        """VisionError for a text in which the placeholder of an image is written out."""
+    def _check_text(self, prompt: str | Messages, source: ImageSource | None) -> None:
+        """VisionError for a text that contains the placeholder of an image."""
         texts = [prompt] if isinstance(prompt, str) else [str(as_text(message).get("content")) for message in prompt]
         if self.placeholder is not None and any(self.placeholder in text for text in texts):
             raise VisionError(
-                f"{_row_name(place)}its prompt has the text {self.placeholder!r}, which stands for an image and has "
+                f"{_row_name(source)}its prompt has the text {self.placeholder!r}, which stands for an image and has "
                 "none; use a content block of the type 'image' for an image, or take it out of the text"
             )
 
-    def _readable(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
         content, role = message.get("content"), str(message.get("role"))
         if isinstance(content, str):
-            if self._shows(role, blocks=False) or not self._shows(role, blocks=True):
+            if self._writes(role, blocks=False) or not self._writes(role, blocks=True):
                 return message
             return {**message, "content": [{"type": "text", "text": content}]}
         if not isinstance(content, list):
             return message
-        blocks = [_bare(block) for block in content]
-        texts = all(block.get("type") == "text" for block in blocks)
-        if texts and not self._shows(role, blocks=True):
+        blocks = [_without_image(block) for block in content]
+        is_text = all(block.get("type") == "text" for block in blocks)
+        if is_text and not self._writes(role, blocks=True):
             return {**message, "content": "".join(str(block.get("text", "")) for block in blocks)}
         return {**message, "content": blocks}
 
-    def _shows(self, role: str, *, blocks: bool) -> bool:
-        """Whether the template writes the text of such a message, as text or in content blocks."""
-        if (role, blocks) not in self._shown:
-            self._shown[role, blocks] = any(self._tries(role, blocks, around) for around in (blocks, not blocks))
-        return self._shown[role, blocks]
+    def _writes(self, role: str, *, blocks: bool) -> bool:
+        """True if the template writes the text of a message of this role, given as text or in content blocks."""
+        key = role, blocks
+        if key not in self._template_writes:
+            self._template_writes[key] = any(
+                self._writes_probe(role, blocks, around) for around in (blocks, not blocks)
+            )
+        return self._template_writes[key]
 
-    def _tries(self, role: str, blocks: bool, around: bool) -> bool:
+    def _writes_probe(self, role: str, blocks: bool, around: bool) -> bool:
+        """Renders a message between others, which have content blocks if `around`, and searches for its text."""
         before = {"assistant": ["user"], "tool": ["user", "assistant"]}.get(role, [])
         after = ["user"] if role in ("system", "developer") else []
         messages = [
-            *({"role": other, "content": _said("Other", around)} for other in before),
-            {"role": role, "content": _said(_PROBE, blocks)},
-            *({"role": other, "content": _said("Other", around)} for other in after),
+            *({"role": other, "content": _content("Other", around)} for other in before),
+            {"role": role, "content": _content(_PROBE, blocks)},
+            *({"role": other, "content": _content("Other", around)} for other in after),
         ]
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
-        except Exception:  # templates raise what they like
+        except Exception:  # templates raise anything
             return False
-        # A list that is written as Python shows it has its keys around the text.
+        # A template that prints a list as Python does puts the text in quotes.
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
 
 def messages_with_images(
-    row: Mapping[str, Any], at: ImageSource | None = None, *, opened: bool = True
+    row: Mapping[str, Any], source: ImageSource | None = None, *, opened: bool = True
 ) -> Messages | None:
     """The row's conversation with every image in its content block; None for a row without images.
 
-    Unless they are to be `opened`, images stay as the row has them; `at` names the row in messages. ImageError for one
-    that cannot be had; VisionError for a text prompt, and for columns and blocks that do not fit each other.
+    Images are opened, or stay as the row has them. `source` names the row in messages. ImageError for an unreadable
+    image; VisionError for a text prompt, and for a number of images that differs from the number of their blocks.
     """
     prompt = row.get("prompt")
-    column, given = column_images(row)
+    column, images = column_images(row)
     if isinstance(prompt, str) or prompt is None:
-        if given:
+        if images:
             raise VisionError(
                 f"a row has images in '{column}' and the text prompt {str(prompt)[:80]!r}, but images need "
                 'conversations; make the prompt a list of messages: [{"role": "user", "content": ...}]'
             )
         return None
     blocks = list(image_blocks(prompt))
-    if not given and not blocks:
+    if not images and not blocks:
         return None
     messages = [dict(message) for message in drop_empty_fields(prompt)]
     if not blocks:
-        _put_in_front(messages, len(given), column)
-    elif (places := sum(image_of_block(block) is None for block in blocks)) != len(given):
+        _insert_blocks(messages, len(images), column)
+    elif (num_empty := sum(image_of_block(block) is None for block in blocks)) != len(images):
         raise VisionError(
-            f"a row has {len(given)} images in {f'{column!r}' if column else 'its columns'}, but its messages have "
-            f"{places} places for them (content blocks of the type 'image' without an image of their own); give as "
+            f"a row has {len(images)} images in {f'{column!r}' if column else 'its columns'}, but its messages have "
+            f"{num_empty} places for them (content blocks of the type 'image' without an image of their own); give as "
             "many images as places, or leave the blocks out to have all images put before the first user message"
         )
-    waiting, number = iter(given), 0
+    remaining, number = iter(images), 0
     for message in messages:
         if not isinstance(message.get("content"), (list, tuple)):
             continue
-        filled: list[Any] = []
+        content: list[Any] = []
         for block in message["content"]:
             if not is_image_block(block):
-                filled.append(_filled(block))
+                content.append(_without_none(block))
                 continue
             image, name = image_of_block(block), "prompt"
             if image is None:
-                image, name = next(waiting), column
-            place = _place_of(name, number, at)
+                image, name = next(remaining), column
+            if opened:
+                image = open_image(image, _image_source(name, number, source))
             number += 1
-            filled.append({"type": "image", "image": open_image(image, place) if opened else image})
-        message["content"] = filled
+            content.append({"type": "image", "image": image})
+        message["content"] = content
     return messages
 
 
 def conversation_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The images in a conversation's blocks, in their order."""
+    """The images in a conversation's content blocks, in their order."""
     return [image_of_block(block) for block in image_blocks(messages)]
 
 
 def replace_ids(prompt: Prompt, ids: list[int]) -> Prompt:
-    """The prompt with token ids that somebody else made of it. VisionError if they have not as many placeholders of
-    images as the prompt's images are tokens."""
+    """The prompt with other token ids, which a `rollout_func` made of it.
+
+    VisionError if their number of image tokens is not that of the prompt's images.
+    """
     media = prompt.media
     if media is None or ids == prompt.ids:
         return replace(prompt, ids=ids)
     token_tensors = {}
     for name, types in media.token_tensors.items():
         type_of = {token: kind for token, kind in zip(prompt.ids, types.tolist()) if kind}
-        found = [type_of.get(token, 0) for token in ids]
-        wanted, given = int((types != 0).sum()), sum(kind != 0 for kind in found)
-        if given != wanted:
+        new_types = [type_of.get(token, 0) for token in ids]
+        expected, actual = int((types != 0).sum()), sum(kind != 0 for kind in new_types)
+        if actual != expected:
             raise VisionError(
-                f"there are {given} tokens of images among them, but the prompt's {len(media.images)} images are "
-                f"{wanted} tokens; make them with the trainer's own processor"
+                f"there are {actual} tokens of images among them, but the prompt's {len(media.images)} images are "
+                f"{expected} tokens; make them with the trainer's own processor"
             )
-        token_tensors[name] = torch.tensor(found, dtype=types.dtype)
+        token_tensors[name] = torch.tensor(new_types, dtype=types.dtype)
     return replace(prompt, ids=ids, media=replace(media, token_tensors=token_tensors))
 
 
 def example_prompt(
     processing_class: Any, *, images: Sequence[Any] | None = None, text: str = "Describe the image."
 ) -> Prompt | None:
-    """A prompt with a small picture (or `images`), made by the user's processor as those of the data set are, to try a
-    model on. None if it is no processor, or has no chat template to place images with."""
+    """A prompt with a small image (or `images`) from the user's processor, to test a model with.
+
+    None for a tokenizer, or a processor without chat template.
+    """
     if not is_processor(processing_class):
         return None
     maker = VisionPromptMaker(processing_class, processing_class.tokenizer)
     if not getattr(maker.tokenizer, "chat_template", None):
         return None
-    blocks = [{"type": "image", "image": image} for image in images or [_example_picture()]]
+    blocks = [{"type": "image", "image": image} for image in images or [_example_image()]]
     return maker({"prompt": [{"role": "user", "content": [*blocks, {"type": "text", "text": text}]}]}, 0)
 
 
-def _example_picture() -> Any:
-    """Stripes of all colours: no two patches look alike."""
+def _example_image() -> Any:
+    """An RGB image of which no two patches are equal."""
     from PIL import Image
 
     rows = [[(5 * x, 6 * y, (37 * x + 11 * y) % 256) for x in range(48)] for y in range(40)]
     return Image.fromarray(np.array(rows, dtype=np.uint8))
 
 
-def _encoded(made: Mapping[str, Any], images: Sequence[Any], placeholder: int | None) -> Encoded:
-    """What a processor gave for one prompt, taken apart into what belongs to tokens and what to images.
+def _encoded(encoded: Mapping[str, Any], images: Sequence[Any], placeholder: int | None) -> Encoded:
+    """Splits a processor's output for one prompt into tensors of tokens and of images.
 
-    Which tokens are images is always said, so that nobody takes a placeholder that the policy samples for one.
+    Token types are added where the processor returns none: they tell images from placeholders that the policy samples.
     """
-    ids = made["input_ids"]
+    ids = encoded["input_ids"]
     tensors, token_tensors = {}, {}
-    for name, value in made.items():
+    for name, value in encoded.items():
         if name in ("input_ids", "attention_mask") or not isinstance(value, torch.Tensor):
             continue
         if name.endswith("token_type_ids"):
@@ -364,23 +370,23 @@ def _encoded(made: Mapping[str, Any], images: Sequence[Any], placeholder: int | 
     return Encoded(ids[0].tolist(), Media(tuple(images), tensors, token_tensors, digest(images)))
 
 
-def _place_of(column: str, number: int, row: ImageSource | None) -> ImageSource:
-    """The place of one of a row's images; a column `image` has one alone."""
+def _image_source(column: str, number: int, row: ImageSource | None) -> ImageSource:
+    """The source of one of a row's images; the column `image` has only one."""
     return replace(row or ImageSource(column), column=column, number=None if column == "image" else number)
 
 
-def _row_name(place: ImageSource | None) -> str:
+def _row_name(source: ImageSource | None) -> str:
     """The beginning of a message about a row."""
-    return "" if place is None else f"row {place.row} of {place.dataset}: "
+    return "" if source is None else f"row {source.row} of {source.dataset}: "
 
 
-def _put_in_front(messages: Messages, num_images: int, column: str) -> None:
-    """Places for images before whatever the first user message says."""
+def _insert_blocks(messages: Messages, num_images: int, column: str) -> None:
+    """Inserts image blocks in front of the first user message's content."""
     for message in messages:
         if message.get("role") == "user":
             content = message.get("content")
-            said = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-            message["content"] = [*({"type": "image"} for _ in range(num_images)), *said]
+            blocks = _content(content, True) if isinstance(content, str) else list(content or [])
+            message["content"] = [*({"type": "image"} for _ in range(num_images)), *blocks]
             return
     raise VisionError(
         f"a row has {num_images} images in '{column}', but no message of the user's to put them in; add one, or "
@@ -388,17 +394,17 @@ def _put_in_front(messages: Messages, num_images: int, column: str) -> None:
     )
 
 
-def _filled(block: Any) -> Any:
-    """A block without the None entries that a columnar store adds."""
+def _without_none(block: Any) -> Any:
+    """A block without the None values that Arrow adds for missing keys."""
     return {key: value for key, value in block.items() if value is not None} if isinstance(block, Mapping) else block
 
 
-def _bare(block: Any) -> dict[str, Any]:
-    """A block as templates know it, without the image itself."""
+def _without_image(block: Any) -> dict[str, Any]:
+    """A block as templates read it, without the image itself."""
     if isinstance(block, str):
         return {"type": "text", "text": block}
-    return {"type": "image"} if is_image_block(block) else _filled(block)
+    return {"type": "image"} if is_image_block(block) else _without_none(block)
 
 
-def _said(text: str, blocks: bool) -> Any:
+def _content(text: str, blocks: bool) -> Any:
     return [{"type": "text", "text": text}] if blocks else text

@@ -212,7 +212,7 @@ class _Agent:
     async def _begin(self, messages: list[dict[str, Any]]) -> Prompt:
         """Reset the environment and make the prompt, with the observation that `reset` returned."""
         with _fails_rollout("the images of the prompt cannot be had"):
-            placed: Any = self._prompt_maker.prompt_with_images({**self._data, "prompt": messages})
+            placed: Any = self._prompt_maker.prompt_with_images({**self._data, "prompt": messages}, opened=False)
         if self._handle is not None:
             (outcome,) = await self._wait_for([self._handle.reset(self._data, self._rollouts.workers, self._timeout_s)])
             if outcome.problem:
@@ -228,7 +228,7 @@ class _Agent:
     def _make_prompt(self, placed: list[dict[str, Any]]) -> Prompt:
         maker = self._prompt_maker
         with _fails_rollout("the images of the prompt cannot be had"):
-            messages: Any = maker.prompt_with_opened_images({"prompt": placed})
+            messages: Any = maker.prompt_with_images({"prompt": placed}, opened=True)
         with _fails_rollout("the chat template cannot render the prompt"):
             text = self._chat.prompt_text(maker.template_messages(messages), self._toolbox.schemas)
             encoded = maker.encode(text, maker.conversation_images(messages))
