@@ -9,7 +9,7 @@ import torch
 from transformers import BertConfig, BertLMHeadModel
 
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.decoder_check import check_causal
+from groupgrad.modeling.self_check import check_causal
 
 SIZES: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -54,16 +54,22 @@ class PromptMaker:
 
     def __call__(self, row: dict[str, Any], group: int) -> Prompt:
         """The prompt of a data-set row. ValueError if it has images, no tokens, or no room for a completion."""
-        self.check_images(row)
-        ids = self.token_ids(row["prompt"])
-        if not ids:
+        prompt, encoded = self._encode_row(row)
+        if encoded.media is None:
+            self.check_images(row)
+        if not encoded.ids:
             raise ValueError(
                 f"the prompt {row['prompt']!r} gives no token at all, so there is nothing to continue; remove the row "
                 "or add text to it"
             )
-        if self.max_context is not None and len(ids) >= self.max_context:
-            raise ValueError(self.too_long_message(row["prompt"], len(ids)))
-        return Prompt(ids=ids, row=row, group=group)
+        if self.max_context is not None and len(encoded.ids) >= self.max_context:
+            raise ValueError(self.too_long_message(prompt, len(encoded.ids)))
+        row = row if prompt is row["prompt"] else {**row, "prompt": prompt}
+        return Prompt(encoded.ids, row, group, encoded.media)
+
+    def _encode_row(self, row: dict[str, Any]) -> tuple[str | Messages, Encoded]:
+        """A row's prompt with its images opened, and its model inputs."""
+        return row["prompt"], Encoded(self.token_ids(row["prompt"]), None)
 
     def token_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of a text or a conversation."""
@@ -122,8 +128,8 @@ class PromptMaker:
         return 0
 
     def num_tokens(self, row: dict[str, Any]) -> int:
-        """Number of tokens of a row's prompt."""
-        return len(self.token_ids(row["prompt"]))
+        """Number of tokens of a row's prompt, images included."""
+        return len(self._encode_row(row)[1].ids)
 
     def too_long_message(self, prompt: Any, num_tokens: int) -> str:
         """Error message for a prompt that does not fit the model's context."""

@@ -57,9 +57,10 @@ def add_adapter(model: nn.Module, peft_config: Any, *, keep_dtype: bool = False)
         config: Any = copy.deepcopy(peft_config)
         return get_peft_model(model, config, autocast_adapter_dtype=not keep_dtype)  # pyright: ignore
     except (ValueError, NotImplementedError) as error:
+        linear = [name for name, module in model.named_modules() if "Linear" in type(module).__name__]
         advice = (
-            f" Its linear layers are called {', '.join(_linear_names(model))}; name some of them in target_modules, or "
-            "set it to 'all-linear'"
+            f" Its linear layers are called {', '.join(_module_names(linear) or ['nothing'])}; name some of them in "
+            "target_modules, or set it to 'all-linear'"
         )
         if "feedforward_modules" in str(error):
             advice = "; name those of target_modules whose input it is to scale, or set it to [] for none"
@@ -92,8 +93,10 @@ def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = Non
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if problem is not None:
+        name = getattr(base, "name_or_path", "")
+        described = f"{type(base).__name__} ({name})" if name else type(base).__name__
         raise ValueError(
-            f"the adapter {adapter_id} does not fit {_description(base)}; it was made for another model: "
+            f"the adapter {adapter_id} does not fit {described}; it was made for another model: "
             f"{' '.join(str(problem).split())[:600]}. Use the base model that its adapter_config.json names, or train "
             "a new adapter (peft_config)"
         ) from cause
@@ -230,16 +233,6 @@ def _module_names(names: list[str], keep: int = 1) -> list[str]:
     """The distinct endings of dotted names, `keep` parts long, without numbers; 20 at most."""
     ends = (".".join(part for part in name.split(".")[-keep:] if not part.isdigit()) for name in names)
     return list(dict.fromkeys(end for end in ends if end))[:20]
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    linear = [name for name, module in model.named_modules() if "Linear" in type(module).__name__]
-    return _module_names(linear) or ["nothing"]
-
-
-def _description(model: Any) -> str:
-    name = getattr(model, "name_or_path", "")
-    return f"{type(model).__name__} ({name})" if name else type(model).__name__
 
 
 def _base_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Start-up check: finds the fastest layout in which the user's model gives the log-probs of its dense forward pass."""
+"""Start-up checks of the user's model: its attention is causal, and its fastest layout gives the dense log-probs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch, StepTotals, TokenScores
+from groupgrad.errors import UnavailableError
+from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.quantized import rounds_to_int8
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import (
@@ -43,6 +45,9 @@ _COPIES_ON_GPU = 8
 
 _LENGTHS_WITH_IMAGES = (4, 2)
 """Completion lengths of the rows that continue an example prompt with images."""
+
+_NUM_CAUSAL, _NUM_APPENDED = 9, 4
+"""Random tokens that `check_causal` compares, and tokens appended to them in its second pass."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,6 +141,31 @@ def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> To
         ) from error
 
 
+@torch.no_grad()
+def check_causal(model: nn.Module, precision: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    """UnavailableError if tokens appended to a text change the model's logits for the text.
+
+    Encoders fail this test, although transformers loads some of them as causal language models. For all other models it
+    shows that padding on the right, as in the dense layout, does not change a row. Module modes stay as they are.
+    """
+    generator = torch.Generator().manual_seed(2)
+    ids = random_ids(model, _NUM_CAUSAL + _NUM_APPENDED, generator).to(next(model.parameters()).device)
+    with evaluation_mode(model), precision():
+        # An adapter may put virtual tokens in front, so the rows are counted from the end.
+        alone, followed = (
+            model(input_ids=part[None], use_cache=False).logits[0, -len(part) :].float().log_softmax(dim=-1)
+            for part in (ids[:_NUM_CAUSAL], ids)
+        )
+    difference = logprob_difference(followed[:_NUM_CAUSAL], alone, model)
+    if difference > tolerance(model):
+        raise UnavailableError(
+            f"{type(base_model(unwrap(model))).__name__} looks to the right: more tokens behind a text change what it "
+            f"says of the text, by {difference:.2g} nats a token, as in an encoder. groupgrad trains decoder-only "
+            "language models, in which a token sees those before it; of some encoders the config's is_decoder=True "
+            "makes one"
+        )
+
+
 def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
     """A small ragged batch of random token ids on the model's device.
 
@@ -150,8 +180,10 @@ def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
     completions, prompts = ([row.tolist() for row in part] for part in (ids[: len(lengths)], ids[len(lengths) :]))
     media = None
     if example is not None and example.media is not None and is_multimodal(model):
+        vocab_size = _text_config(model).vocab_size
+        placeholder = [token for token in placeholder_ids(model) if token < vocab_size][:1]
         for row in random_ids(model, sum(_LENGTHS_WITH_IMAGES), generator).split(list(_LENGTHS_WITH_IMAGES)):
-            completions.append([*row.tolist(), *_sampled_placeholder(model), int(row[0])])
+            completions.append([*row.tolist(), *placeholder, int(row[0])])
             prompt_of_row.append(len(prompts))
         prompts.append(example.ids)
         media = (*[None] * len(prompt_lengths), example.media)
@@ -165,12 +197,6 @@ def _copies(device: torch.device) -> int:
 def _text_config(model: nn.Module) -> Any:
     inner: Any = unwrap(model)
     return inner.config.get_text_config()
-
-
-def _sampled_placeholder(model: nn.Module) -> list[int]:
-    """One placeholder id within the vocabulary, if there is one."""
-    vocab_size = _text_config(model).vocab_size
-    return [token for token in placeholder_ids(model) if token < vocab_size][:1]
 
 
 def random_ids(model: nn.Module, count: int, generator: torch.Generator) -> torch.Tensor:

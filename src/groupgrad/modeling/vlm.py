@@ -157,9 +157,16 @@ def placeholder_ids(model: nn.Module) -> tuple[int, ...]:
 
 
 def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptImages:
-    """The images `media` of a prompt with the token ids `ids` (P_i,), as `model` positions them."""
+    """The images `media` of a prompt with the token ids `ids` (P_i,), as `model` positions them.
+
+    Without token types from the processor all placeholder ids stand for images.
+    """
     ids = ids.cpu()
-    mask = image_token_mask(model, ids, media)
+    mask = torch.isin(ids, torch.tensor(placeholder_ids(model)))
+    types = media.token_tensors.get("mm_token_type_ids", media.token_tensors.get("token_type_ids"))
+    if types is not None and bool(types.any()):
+        mask[: len(types)] &= types.cpu()[: len(ids)] != 0
+        mask[len(types) :] = False
     rope, shift = None, 0
     rope_owner: Any = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
     if rope_owner is not None:
@@ -170,20 +177,6 @@ def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptIm
         rope = rope_owner.get_rope_index(ids[None], **tensors)[0][:, 0].cpu()
         shift = int(rope.max()) + 1 - len(ids)
     return PromptImages(media, len(ids), mask, rope, shift, _bidirectional_spans(model, media))
-
-
-def image_token_mask(model: nn.Module, ids: torch.Tensor, media: Media) -> torch.Tensor:
-    """(T,) bool, True where the token ids `ids` (T,) of a prompt and its completion are placeholders of images.
-
-    Without token types from the processor all placeholder ids count.
-    """
-    ids = ids.cpu()
-    mask = torch.isin(ids, torch.tensor(placeholder_ids(model)))
-    types = media.token_tensors.get("mm_token_type_ids", media.token_tensors.get("token_type_ids"))
-    if types is not None and bool(types.any()):
-        mask[: len(types)] &= types.cpu()[: len(ids)] != 0
-        mask[len(types) :] = False
-    return mask
 
 
 def _bidirectional_spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:

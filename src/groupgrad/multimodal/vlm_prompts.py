@@ -71,19 +71,15 @@ class VisionPromptMaker(PromptMaker):
         self._template_writes: dict[tuple[str, bool], bool] = {}
         self._tokens_of_size: dict[tuple[int, int], int] = {}
 
-    def __call__(self, row: dict[str, Any], group: int) -> Prompt:
-        """The prompt of a data-set row, with opened images in the messages of `Prompt.row`.
+    def _encode_row(self, row: dict[str, Any]) -> tuple[str | Messages, Encoded]:
+        """A row's prompt with its images opened, and its model inputs.
 
-        ImageError or VisionError for images that are unreadable or do not fit; ValueError for a prompt that leaves no
-        room for a completion.
+        ImageError or VisionError for images that are unreadable or do not fit the prompt.
         """
         messages = messages_with_images(row)
         if messages is None:
-            return super().__call__(row, group)
-        encoded = self.encode(self.render(messages), conversation_images(messages))
-        if self.max_context is not None and len(encoded.ids) >= self.max_context:
-            raise ValueError(self.too_long_message(messages, len(encoded.ids)))
-        return Prompt(ids=encoded.ids, row={**row, "prompt": messages}, group=group, media=encoded.media)
+            return super()._encode_row(row)
+        return messages, self.encode(self.render(messages), conversation_images(messages))
 
     def check_images(
         self, row: dict[str, Any], source: ImageSource | None = None, *, decode: bool = False
@@ -135,13 +131,6 @@ class VisionPromptMaker(PromptMaker):
                 num_tokens = 0
             self._tokens_of_size[size] = num_tokens
         return self._tokens_of_size[size]
-
-    def num_tokens(self, row: dict[str, Any]) -> int:
-        """Number of tokens of a row's prompt, images included."""
-        messages = messages_with_images(row)
-        if messages is None:
-            return super().num_tokens(row)
-        return len(self.encode(self.render(messages), conversation_images(messages)).ids)
 
     def token_ids(self, prompt: str | Messages) -> list[int]:
         """Token ids of a text or a conversation without images."""

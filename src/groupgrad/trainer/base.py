@@ -31,8 +31,8 @@ from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
+from groupgrad.modeling.load import load_renamed_checkpoint
 from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.renamed_weights import load_renamed
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
@@ -250,13 +250,13 @@ class TrainingRun(Trainer):
         self.run_state.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled or not load_renamed(unwrap(model or self.model), resume_from_checkpoint):
+        if self.is_fsdp_enabled or not load_renamed_checkpoint(unwrap(model or self.model), resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint
         is_spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if is_spread or folder is None or not load_renamed(unwrap(self.model), folder):
+        if is_spread or folder is None or not load_renamed_checkpoint(unwrap(self.model), folder):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -31,12 +31,11 @@ from groupgrad.errors import UnavailableError
 from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
-from groupgrad.modeling.decoder_check import check_causal
 from groupgrad.modeling.liger import apply_kernels, check_liger
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.modeling.self_check import LayoutReport, check_layout
+from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
 from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
 from groupgrad.modeling.systems.zero3 import gather_all, gather_per_module
