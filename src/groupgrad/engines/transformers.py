@@ -26,7 +26,7 @@ from transformers import (
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
-from groupgrad.modeling.vlm import ModelInputs, padded_inputs, prompt_images
+from groupgrad.modeling.vlm import ModelInputs, padded_image_inputs, prompt_images
 
 # With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
 _OWN_SAMPLER = frozenset(
@@ -287,7 +287,7 @@ def _view(model: nn.Module, ids: torch.Tensor, requests: list[Request]) -> Model
         None if request.media is None else prompt_images(model, torch.tensor(request.prompt_ids), request.media)
         for request in requests
     ]
-    return padded_inputs(model, ids, sights, [ids.shape[1] - len(request.prompt_ids) for request in requests])
+    return padded_image_inputs(model, ids, sights, [ids.shape[1] - len(request.prompt_ids) for request in requests])
 
 
 def _kind(request: Request) -> tuple[int, bool]:

@@ -192,7 +192,7 @@ def _bidirectional_spans(model: nn.Module, media: Media) -> tuple[tuple[int, int
     return tuple(spans)
 
 
-def flat_inputs(
+def flat_image_inputs(
     model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[ImageSegment]
 ) -> ModelInputs:
     """Model inputs for flat tokens `ids` (T,) with the indices `positions` (T,) in their rows.
@@ -212,7 +212,7 @@ def flat_inputs(
     return made
 
 
-def padded_inputs(
+def padded_image_inputs(
     model: nn.Module, ids: torch.Tensor, row_images: Sequence[PromptImages | None], starts: Sequence[int] | None = None
 ) -> ModelInputs:
     """Model inputs for rows of token ids (B, T); row i begins at column `starts[i]` (0) with its prompt."""

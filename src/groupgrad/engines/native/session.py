@@ -19,7 +19,7 @@ from groupgrad.engines.native.runner import DecodeRunner, EagerStep, RecordedSte
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Group, Scheduler, Sequence
 from groupgrad.engines.stop_strings import StopStrings
-from groupgrad.modeling.vlm import ImageSegment, PromptImages, flat_inputs, prompt_images
+from groupgrad.modeling.vlm import ImageSegment, PromptImages, flat_image_inputs, prompt_images
 
 PREFILL_TOKENS = 8192
 """Tokens of prompts that go through the model at once, unless a single prompt has more."""
@@ -226,7 +226,7 @@ class NativeSession:
             ImageSegment(segment.start, segment.length, start, seen)
             for segment, start, seen in zip(segments, starts, sights)
         ]
-        view = flat_inputs(self._model, flat, positions, laid)
+        view = flat_image_inputs(self._model, flat, positions, laid)
         plan, last = view.attention_plan(PrefillPlan(segments, self._store)), self._tensor([end - 1 for end in ends])
         with view.embedding_true_ids(self._model):
             positions = positions if view.rope is None else view.rope

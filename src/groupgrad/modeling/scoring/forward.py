@@ -26,7 +26,14 @@ from groupgrad.modeling.scoring.layout import FlatLayout, flat_layout
 from groupgrad.modeling.scoring.logit_transform import head_layer, logit_transform
 from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.zero3 import gather_per_module, is_sharded
-from groupgrad.modeling.vlm import ImageSegment, ModelInputs, PromptImages, flat_inputs, padded_inputs, prompt_images
+from groupgrad.modeling.vlm import (
+    ImageSegment,
+    ModelInputs,
+    PromptImages,
+    flat_image_inputs,
+    padded_image_inputs,
+    prompt_images,
+)
 
 # Logits are turned into entropies this many tokens at a time, which bounds the scratch memory to tokens x vocabulary.
 ENTROPY_TOKENS = 512
@@ -199,7 +206,7 @@ class _Input:
 
 def _dense_input(model: nn.Module, batch: Batch, options: ForwardOptions) -> _Input:
     ids, mask, rows, positions = _dense_layout(batch, options.pad_id)
-    view = padded_inputs(model, ids, _row_sights(model, batch, _sights(model, batch)))
+    view = padded_image_inputs(model, ids, _row_sights(model, batch, _sights(model, batch)))
     extra: dict[str, Any] = dict(view.inputs)
     if view.rope is not None:
         extra["position_ids"] = view.rope
@@ -218,7 +225,7 @@ def _flat_input(model: nn.Module, batch: Batch, options: ForwardOptions, layout:
         )
         for part in flat.stretches
     ]
-    view = flat_inputs(model, flat.ids, flat.positions, laid)
+    view = flat_image_inputs(model, flat.ids, flat.positions, laid)
     extra: dict[str, Any] = {"output_router_logits": True} if options.aux_loss else {}
     if options.aux_loss and layout == "shared":
         # The mask takes no part in attention, where the plan stands in its place; it weighs the tokens of the balance.
