@@ -42,8 +42,8 @@ def test_a_report_becomes_a_table(bench) -> None:
 def test_the_page_has_every_architecture_of_the_tests(bench) -> None:
     sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "helpers")]
     try:
-        from sights import NAMES as SEEING
         from test_paths import NAMES
+        from vlm_batches import NAMES as SEEING
     finally:
         del sys.path[:2]
     page = (ROOT / "docs" / "models.md").read_text()

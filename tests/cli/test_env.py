@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import vision
+import tiny_vlms
 from scripted_agents import with_tools
 
 from groupgrad.cli import main as cli
@@ -30,7 +30,7 @@ def test_it_describes_the_chat_templates_tool_calls(model_dir, make_tokenizer, c
 
 
 def test_a_vlm_is_tried_on_an_image(tmp_path, capsys):
-    built = vision.build("gemma3")
+    built = tiny_vlms.build("gemma3")
     built.model.save_pretrained(tmp_path)
     built.processor.tokenizer.save_pretrained(tmp_path)
     assert cli.main(["env", "--model", str(tmp_path)]) == 0

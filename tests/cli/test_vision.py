@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-import vision
+import tiny_vlms
 from datasets import Dataset
 
 from groupgrad.cli import train as train_command
@@ -20,11 +20,11 @@ REWARD = "def words(completions, **kwargs):\n    return [float(len(c[0]['content
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A VLM, its processor, rows with images and a reward function, all on disk."""
-    built = vision.build("gemma3")
+    built = tiny_vlms.build("gemma3")
     built.model.save_pretrained(tmp_path / "model")
     built.processor.save_pretrained(tmp_path / "model")
     rows = [
-        {"prompt": [{"role": "user", "content": "which?"}], "image": vision.picture(color)}
+        {"prompt": [{"role": "user", "content": "which?"}], "image": tiny_vlms.make_image(color)}
         for color in ("red", "blue", "green", "white")
     ]
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))

@@ -1,4 +1,4 @@
-"""What a data set holds, read without decoding an image."""
+"""Rows and columns of a data set, read without decoding images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import pytest
-import vision
+import tiny_vlms
 from datasets import Dataset, Image, List
 
 from groupgrad.data.columns import first_row, prompt_rows, read_row
@@ -14,12 +14,12 @@ from groupgrad.data.images import ImageError
 from groupgrad.data.prompts import check_dataset
 from groupgrad.multimodal.vlm_prompts import VisionPromptMaker
 
-RED = vision.picture("red")
+RED = tiny_vlms.make_image("red")
 
 
 @pytest.fixture(scope="module")
 def maker() -> VisionPromptMaker:
-    processor = vision.build("qwen2_vl").processor
+    processor = tiny_vlms.build("qwen2_vl").processor
     return VisionPromptMaker(processor, processor.tokenizer)
 
 
@@ -42,7 +42,7 @@ def broken(column: str) -> Dataset:
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
-def test_a_broken_image_is_found_and_named_with_row_and_column(column: str, maker):
+def test_a_broken_image_is_named_with_row_and_column(column: str, maker):
     dataset = broken(column)
     assert first_row(dataset) is not None
     assert len(list(prompt_rows(dataset))) == 2
@@ -53,7 +53,7 @@ def test_a_broken_image_is_found_and_named_with_row_and_column(column: str, make
         read_row(dataset, 1)
 
 
-def test_an_error_of_the_data_set_that_is_no_images_is_left_as_it_is():
+def test_other_errors_of_the_data_set_pass():
     def fail(rows: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("mine")
 
@@ -62,7 +62,7 @@ def test_an_error_of_the_data_set_that_is_no_images_is_left_as_it_is():
 
 
 def test_rows_that_a_transform_makes(maker):
-    """Their first row alone is looked at: making them may be costly."""
+    """Only their first row is checked, since making rows may be costly."""
     dataset = Dataset.from_list([asked()] * 2)
 
     def draw(rows: dict[str, Any]) -> dict[str, Any]:

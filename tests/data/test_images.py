@@ -1,4 +1,4 @@
-"""Images as rows and messages hold them."""
+"""Images of rows and messages: formats, modes, errors, digests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from groupgrad.data.images import (
 PLACE = ImageSource("image", 3, "train_dataset")
 
 
-def picture(size: tuple[int, int] = (4, 2), color: Any = "red") -> Image.Image:
+def make_image(size: tuple[int, int] = (4, 2), color: Any = "red") -> Image.Image:
     return Image.new("RGB", size, color)
 
 
@@ -37,14 +37,14 @@ def file_bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    (tmp_path / "a.png").write_bytes(file_bytes(picture()))
+    (tmp_path / "a.png").write_bytes(file_bytes(make_image()))
     return tmp_path / "a.png"
 
 
 def spelled(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     return {
-        "object": picture(),
+        "object": make_image(),
         "path": str(path),
         "Path": path,
         "file address": f"file://{path}",
@@ -53,7 +53,7 @@ def spelled(path: Path) -> dict[str, Any]:
         "dict of a path": {"bytes": None, "path": str(path)},
         "dict of both": {"bytes": data, "path": "only a name"},
         "data address": "data:image/png;base64," + base64.b64encode(data).decode(),
-        "array": np.array(picture()),
+        "array": np.array(make_image()),
         "file": io.BytesIO(data),
     }
 
@@ -63,20 +63,20 @@ def test_every_spelling_of_an_image_is_the_same_image(name: str, path: Path):
     image = open_image(spelled(path)[name], PLACE)
     assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (4, 2), (255, 0, 0))
     assert size_of(spelled(path)[name], PLACE) == (2, 4)
-    assert digest([image]) == digest([picture()])
+    assert digest([image]) == digest([make_image()])
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
 def test_every_mode_becomes_rgb(mode: str):
-    assert open_image(picture(color="white").convert(mode), PLACE).getpixel((0, 0)) == (255, 255, 255)
+    assert open_image(make_image(color="white").convert(mode), PLACE).getpixel((0, 0)) == (255, 255, 255)
 
 
 GREYS = np.array([[0, 255, 256, 0x8000, 0xFFFF]], dtype=np.uint16)
 
 
 @pytest.mark.parametrize("kind", ["array", "big-endian", "PNG", "TIFF", "PPM"])
-def test_of_16_bits_of_grey_the_upper_8_are_kept(kind: str):
-    """As of an RGB image with 16 bits a channel; a Pillow that keeps greys of a PNG in 32 bits makes no difference."""
+def test_16_bit_greys_keep_the_upper_8_bits(kind: str):
+    """As for RGB with 16 bits a channel, also where Pillow loads a PNG's greys in 32 bits."""
     value = {"array": GREYS, "big-endian": GREYS.astype(">u2")}.get(kind)
     if value is None:
         value = file_bytes(Image.fromarray(GREYS), kind)
@@ -93,7 +93,7 @@ def test_a_turned_image_of_16_bits_of_grey_is_put_upright():
 
 
 @pytest.mark.parametrize(("kind", "mode"), [(np.int32, "I"), (np.float32, "F")])
-def test_greys_of_no_known_range_are_refused(kind: Any, mode: str):
+def test_greys_without_a_fixed_range_are_rejected(kind: Any, mode: str):
     array = GREYS.astype(kind)
     message = f"'image' of row 3 of train_dataset is of Pillow's mode '{mode}', .*; scale them to 0 to 255"
     for value in (array, Image.fromarray(array), file_bytes(Image.fromarray(array), "TIFF")):
@@ -103,14 +103,14 @@ def test_greys_of_no_known_range_are_refused(kind: Any, mode: str):
 
 
 def test_an_rgb_image_in_memory_is_taken_as_it_is():
-    image = picture()
+    image = make_image()
     assert open_image(image, PLACE) is image
 
 
 def test_a_turned_photograph_is_put_upright():
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
-    assert open_image(file_bytes(picture((4, 2)), "JPEG", exif=exif), PLACE).size == (2, 4)
+    assert open_image(file_bytes(make_image((4, 2)), "JPEG", exif=exif), PLACE).size == (2, 4)
 
 
 WHERE = r"an image in 'image' of row 3 of train_dataset"
@@ -129,14 +129,14 @@ WHERE = r"an image in 'image' of row 3 of train_dataset"
         (7, rf"{WHERE} is a int; give a Pillow image"),
     ],
 )
-def test_what_cannot_be_had_is_named(value: Any, message: str):
+def test_unreadable_images_are_named(value: Any, message: str):
     with pytest.raises(ImageError, match=message):
         open_image(value, PLACE)
     with pytest.raises(ImageError, match=message):
         size_of(value, PLACE)
 
 
-def test_a_file_that_is_cut_off_is_found_when_it_is_decoded():
+def test_a_cut_off_file_is_found_when_it_is_decoded():
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     data = file_bytes(Image.fromarray(noise), "JPEG")
     data = data[: len(data) // 2]
@@ -146,7 +146,7 @@ def test_a_file_that_is_cut_off_is_found_when_it_is_decoded():
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP"])
-def test_a_file_that_is_cut_off_is_found_behind_a_picture_that_is_not_read_yet(kind: str, tmp_path: Path):
+def test_a_cut_off_file_is_found_in_a_lazy_image(kind: str, tmp_path: Path):
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     data = file_bytes(Image.fromarray(noise), kind)
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
@@ -155,11 +155,11 @@ def test_a_file_that_is_cut_off_is_found_behind_a_picture_that_is_not_read_yet(k
         open_image(image, PLACE)
 
 
-def test_pictures_are_told_apart_by_every_pixel_and_their_shape():
-    other = picture()
+def test_the_digest_depends_on_every_pixel_and_the_shape():
+    other = make_image()
     other.putpixel((3, 1), (255, 0, 1))
-    keys = [digest([p]) for p in (picture(), other, picture((2, 4)))]
-    keys += [digest([picture(), other]), digest([other, picture()]), digest([])]
+    keys = [digest([p]) for p in (make_image(), other, make_image((2, 4)))]
+    keys += [digest([make_image(), other]), digest([other, make_image()]), digest([])]
     assert len(set(keys)) == 6
 
 
@@ -172,7 +172,7 @@ def test_images_wins_over_image():
         column_images({"images": "a.png"})
 
 
-def test_blocks_and_what_is_in_them():
+def test_image_blocks():
     messages = [
         {"role": "system", "content": "look"},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image", "image": 5}]},

@@ -1,4 +1,4 @@
-"""Rows to token ids, and what a data set must be."""
+"""Prompts of rows, and the checks of data sets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_conversations_are_measured_with_their_template(tokenizer):
         ([{"question": "a", "answer": "b"}], r"columns \['answer', 'question'\], but no 'prompt'"),
     ],
 )
-def test_rows_that_cannot_be_prompts(rows: list[dict[str, Any]], message: str, tokenizer):
+def test_bad_prompts_are_rejected(rows: list[dict[str, Any]], message: str, tokenizer):
     with pytest.raises(ValueError, match=message):
         check(rows, tokenizer)
 
@@ -123,14 +123,14 @@ def test_an_empty_data_set(tokenizer):
 
 
 @pytest.mark.parametrize("thing", [({"prompt": "a"},), "path/to/data", {"train": 1}])
-def test_something_that_is_no_data_set(thing: Any, tokenizer):
+def test_other_classes_than_data_sets_are_rejected(thing: Any, tokenizer):
     with pytest.raises(TypeError, match=type(thing).__name__):
         check(thing, tokenizer)
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
 @pytest.mark.parametrize("first", [True, False])
-def test_image_columns_are_refused_wherever_the_images_are(column: str, first: bool, tokenizer):
+def test_image_columns_are_rejected_in_any_row(column: str, first: bool, tokenizer):
     value = "picture" if column == "image" else ["picture"]
     rows = [{"prompt": "a", column: value}, {"prompt": "b", column: None}]
     number = 0 if first else 1

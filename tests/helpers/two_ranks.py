@@ -1,4 +1,4 @@
-"""A script run by two processes that know of each other."""
+"""Runs a script on two ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 
 
 
 def run_on_two(script: Path, *arguments: object, timeout_s: float, **environment: str) -> None:
-    """Run `script` to its end on two CPU ranks; AssertionError with what they wrote if one of them fails.
+    """Runs `script` on two CPU ranks; AssertionError with their output if one of them fails.
 
-    `environment` goes before the variables that there are.
+    `environment` overrides variables of this process.
     """
     process = subprocess.Popen(
         [sys.executable, *_LAUNCHER, str(script), *map(str, arguments)],
@@ -23,10 +23,10 @@ def run_on_two(script: Path, *arguments: object, timeout_s: float, **environment
         text=True,
     )
     try:
-        _, said = process.communicate(timeout=timeout_s)
+        _, output = process.communicate(timeout=timeout_s)
     except BaseException:
-        # Killed, the launcher would leave its ranks behind; told to end, it ends them.
+        # SIGTERM makes the launcher end its ranks; SIGKILL would leave them running.
         process.terminate()
         process.communicate()
         raise
-    assert process.returncode == 0, said[-6000:]
+    assert process.returncode == 0, output[-6000:]

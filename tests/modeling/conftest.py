@@ -1,4 +1,4 @@
-"""Batches, and the plain computation that fast paths must equal."""
+"""Batches, and the reference computation of their logits."""
 
 from __future__ import annotations
 

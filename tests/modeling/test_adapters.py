@@ -1,4 +1,4 @@
-"""Adapters are put on, loaded, and refused where they do not fit."""
+"""Adapters are added, loaded, and rejected where they do not fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(case: str, build):
+def test_a_misfit_is_rejected_by_name(case: str, build):
     settings, message = REFUSED[case]
     model = build("qwen3")
     before = [name for name, _ in model.named_parameters()]
@@ -63,13 +63,13 @@ def test_what_does_not_fit_is_refused_by_name(case: str, build):
     assert [name for name, p in model.named_parameters() if p.requires_grad] == before
 
 
-def test_ranks_that_move_are_refused(build):
+def test_adalora_is_rejected(build):
     with pytest.raises(ValueError, match=r"peft_config is an AdaLoraConfig.*use LoraConfig"):
         add_adapter(build("qwen3"), peft.AdaLoraConfig(target_modules=["q_proj"], total_step=5))
 
 
-def test_feedforward_modules_that_are_not_there_are_refused(build):
-    """peft takes no notice of them."""
+def test_unknown_feedforward_modules_are_rejected(build):
+    """peft ignores them silently."""
     config = peft.IA3Config(target_modules="all-linear", feedforward_modules=["down_proj", "fc2"])
     with pytest.raises(ValueError, match="feedforward_modules names fc2, and this Qwen3ForCausalLM has no such module"):
         add_adapter(build("qwen3"), config)
@@ -80,7 +80,7 @@ def test_feedforward_modules_of_an_architecture_that_peft_does_not_know(build):
         add_adapter(build("qwen3-moe"), peft.IA3Config(target_modules=["k_proj"]))
 
 
-def test_names_among_others_that_are_not_there_are_a_warning(build):
+def test_unknown_target_modules_among_known_ones_are_a_warning(build):
     with pytest.warns(UserWarning, match="target_modules names Wqkv, .* on the others alone"):
         model = add_adapter(build("qwen3"), lora(target_modules=["q_proj", "Wqkv"]))
     adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
@@ -88,7 +88,7 @@ def test_names_among_others_that_are_not_there_are_a_warning(build):
 
 
 def test_one_configuration_serves_several_architectures(build):
-    """peft writes the modules that it chose into the configuration that it is given."""
+    """peft writes the modules that it chose into its config."""
     config = lora(target_modules=None)
     for architecture, name in (("gpt2", "c_attn"), ("qwen3", "q_proj")):
         model = add_adapter(build(architecture), config)
@@ -110,7 +110,7 @@ def test_an_adapter_by_its_directory(build, batch, tmp_path: Path):
 
 
 def test_an_adapter_whose_base_model_lies_elsewhere(build, tmp_path: Path):
-    """As after its directory was copied to another machine."""
+    """The adapter's directory was copied to another machine."""
     build("qwen3").save_pretrained(tmp_path / "base")
     add_adapter(load_policy(str(tmp_path / "base"), {}, **LOADING), lora()).save_pretrained(tmp_path / "adapter")
     (tmp_path / "base").rename(tmp_path / "moved")
@@ -132,7 +132,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_an_adapter_of_another_architecture_is_refused(case: str, build, tmp_path: Path):
+def test_an_adapter_of_another_architecture_is_rejected(case: str, build, tmp_path: Path):
     architecture, settings, message = MISFITS[case]
     add_adapter(build("qwen3"), lora()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -163,7 +163,7 @@ def test_another_base_model_by_name_is_a_warning(build, tmp_path: Path):
         check_adapter(model)
 
 
-def test_a_merged_adapter_is_refused(build):
+def test_a_merged_adapter_is_rejected(build):
     model = add_adapter(build("qwen3"), lora())
     model.merge_adapter()
     with pytest.raises(ValueError, match=r"the adapter is merged into the weights .*model\.unmerge_adapter\(\)"):
@@ -172,7 +172,7 @@ def test_a_merged_adapter_is_refused(build):
     check_adapter(model)
 
 
-def test_an_adapter_that_is_not_in_use_is_refused(build):
+def test_an_inactive_adapter_is_rejected(build):
     model = add_adapter(build("qwen3"), lora())
     model.add_adapter("second", lora())
     check_adapter(model)
@@ -185,12 +185,12 @@ def test_an_adapter_that_is_not_in_use_is_refused(build):
         check_adapter(model)
 
 
-def test_several_kinds_in_one_are_refused(build):
+def test_mixed_adapters_are_rejected(build):
     with pytest.raises(TypeError, match="a PeftMixedModel, which mixes kinds of adapters"):
         check_adapter(peft.get_peft_model(build("qwen3"), lora(), mixed=True))
 
 
-def test_weights_that_train_and_are_not_saved_are_a_warning(build):
+def test_trained_weights_that_are_not_saved_are_a_warning(build):
     model = add_adapter(build("qwen3"), lora())
     model.get_base_model().lm_head.weight.requires_grad_(True)
     with pytest.warns(

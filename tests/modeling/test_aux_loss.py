@@ -1,4 +1,4 @@
-"""Models whose configuration speaks of a load-balancing loss, and those that have one."""
+"""The weight of the load-balancing loss, for models with and without one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_weight_is_the_users_or_the_models_own(build: Any) -> None:
         configured_aux_loss_weight(build("qwen3"), 0.5)
 
 
-def test_a_model_that_has_one_keeps_its_weight(build: Any) -> None:
+def test_a_model_with_the_loss_keeps_its_weight(build: Any) -> None:
     model = build("qwen3-moe").train()
     assert effective_aux_loss_weight(model, OPTIONS, 0.25, None) == 0.25
     assert effective_aux_loss_weight(model, OPTIONS, 0.25, 0.25) == 0.25
@@ -51,7 +51,7 @@ def test_a_model_that_has_one_keeps_its_weight(build: Any) -> None:
     assert model.training
 
 
-def test_one_that_has_none_gets_none_unless_it_was_asked_for(silent: Any) -> None:
+def test_a_model_without_the_loss_gets_weight_0_or_an_error(silent: Any) -> None:
     assert effective_aux_loss_weight(silent, OPTIONS, 0.001, None) == 0.0
     with pytest.raises(
         ValueError, match=r"router_aux_loss_coef=0.1, but Lfm2MoeForCausalLM computes no load-balancing"

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the load-balancing loss of true tokens, and the same experts in sampling and in training."""
+"""Mixtures of experts: the load-balancing loss, and the same expert choices in sampling and training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def routers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def router_inputs(model: Any) -> Iterator[list[list[torch.Tensor]]]:
-    """By layer, the hidden states (T, H) of every call of its router."""
+    """Hidden states (T, H) of every call of a layer's router, by layer."""
     seen: list[list[torch.Tensor]] = [[] for _ in routers(model)]
 
     def note(layer: int) -> Callable[..., None]:
@@ -75,7 +75,7 @@ def load_balancing(model: Any, batch: Batch) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["dense", "packed", "shared"])
 def test_the_balancing_loss_counts_true_tokens_once_a_row(family: str, layout: Any, build: Any, batch: Batch) -> None:
-    """Neither padding nor, where prompts are shared, the saving of their copies shows in it."""
+    """Padding does not count, and a shared prompt counts once a row."""
     model = build(family)
     scores = score_tokens(model, batch, replace(AUX, layout=layout))
     assert scores.aux_loss is not None
@@ -99,7 +99,7 @@ def test_its_gradient_is_the_same_in_every_layout(family: str, build: Any, batch
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_are_shared_beside_a_balancing_loss_that_can_be_weighed(family: str, build: Any) -> None:
+def test_prompts_are_shared_with_a_loss_that_uses_the_mask(family: str, build: Any) -> None:
     model = build(family)
     report = check_layout(model, AUX)
     assert (report.layout, report.weighs_balance, report.reason) == ("shared", True, None)
@@ -108,8 +108,8 @@ def test_prompts_are_shared_beside_a_balancing_loss_that_can_be_weighed(family: 
     assert not check_layout(model, ForwardOptions()).weighs_balance
 
 
-def test_prompts_stay_apart_beside_one_that_cannot(build: Any) -> None:
-    """A model that counts what it computes, whatever the mask says."""
+def test_prompts_stay_unshared_with_a_loss_that_ignores_the_mask(build: Any) -> None:
+    """A model that ignores the mask in its loss."""
     model = build("qwen3-moe")
 
     def count(_module: Any, _inputs: Any, output: Any) -> None:
@@ -124,7 +124,7 @@ def test_prompts_stay_apart_beside_one_that_cannot(build: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_and_training_choose_the_same_experts(family: str, build: Any) -> None:
-    """Token by token and layer by layer, so that no choice of the sampler's need be replayed; log-probs agree."""
+    """For every token and layer, so no choice of the sampler needs a replay; log-probs agree too."""
     model, options = build(family), SamplingOptions(max_new_tokens=6)
     stream = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 48, (length,), generator=stream).tolist() for length in (7, 4)]
@@ -156,8 +156,8 @@ def test_sampling_and_training_choose_the_same_experts(family: str, build: Any) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_sampled_together_choose_as_rows_alone(family: str, build: Any) -> None:
-    """Experts have no capacity that neighbours could fill: text and log-probs of a row are its own."""
+def test_the_experts_of_a_row_do_not_depend_on_its_neighbours(family: str, build: Any) -> None:
+    """Experts have no capacity limit, so text and log-probs of a row do not depend on others."""
     model, options = build(family), SamplingOptions(max_new_tokens=6)
     stream = torch.Generator().manual_seed(4)
     requests = [Request(torch.randint(3, 48, (3 + i,), generator=stream).tolist(), i, 6) for i in range(5)]

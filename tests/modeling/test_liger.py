@@ -1,4 +1,4 @@
-"""Liger's kernels. Without a GPU: what is asked of the library, and what its forward pass may do to the scores."""
+"""Liger kernels without a GPU: the calls of the library, and the scores under a forward pass like Liger's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from groupgrad.modeling.self_check import check_layout
 
 @pytest.fixture
 def library(monkeypatch: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """A liger-kernel that knows Llama and Qwen3 and notes what it is asked for: (model, keywords)."""
+    """A fake liger-kernel with kernels for Llama and Qwen3 that records its calls: (model, keywords)."""
     asked: list[tuple[Any, dict[str, Any]]] = []
     package, kernels, patches = (
         ModuleType(name)
@@ -42,26 +42,26 @@ def test_all_kernels_but_those_of_a_loss_on_labels(build: Any, library: Any) -> 
     ]
 
 
-def test_an_adapters_base_gets_them(build: Any, library: Any) -> None:
+def test_the_model_under_an_adapter_gets_the_kernels(build: Any, library: Any) -> None:
     peft = pytest.importorskip("peft")
     base = build("llama")
     apply_kernels(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])), None)
     assert library[0][0] is base
 
 
-def test_a_model_type_without_kernels_is_refused(build: Any, library: Any) -> None:
+def test_a_model_type_without_kernels_is_rejected(build: Any, library: Any) -> None:
     with pytest.raises(ConfigError, match=r"has no kernels for the model type 'gpt2'.*use_liger_kernel=False"):
         apply_kernels(build("gpt2"), None)
     assert library == []
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps"])
-def test_devices_without_triton_are_refused(kind: str) -> None:
+def test_devices_without_triton_are_rejected(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"on the device '{kind}'.*Set use_liger_kernel=False"):
         check_liger(torch.device(kind))
 
 
-def test_while_training_the_library_is_asked_for_the_same() -> None:
+def test_the_trainer_applies_the_same_kernels() -> None:
     args: Any = SimpleNamespace(use_liger_kernel=True, liger_kernel_config=None)
     with pytest.raises(KeyError), configured_kernels(args):
         assert args.liger_kernel_config == kernel_config(None)
@@ -73,7 +73,7 @@ def test_while_training_the_library_is_asked_for_the_same() -> None:
 
 
 def test_a_forward_pass_with_a_fused_loss_keeps_the_tiled_head(build: Any, batch: Batch) -> None:
-    """As Liger's does: no logits beside labels, and otherwise the head's own output."""
+    """Like Liger's: no logits with labels, else the head's own output."""
     model = build("qwen3")
     expected = score_tokens(model, batch, ForwardOptions()).logprobs
     heights: list[int] = []

@@ -1,4 +1,4 @@
-"""What is loaded, and what is changed on the model."""
+"""Loading of models and tokenizers, and changes of the loaded model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_loaded_model_is_the_saved_one(model_dir, make_model):
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-def test_further_arguments_reach_the_loading(model_dir):
+def test_further_arguments_reach_from_pretrained(model_dir):
     assert load_policy(model_dir, {"attn_implementation": "eager"}).config._attn_implementation == "eager"
 
 
@@ -71,7 +71,7 @@ def tiny_t5() -> T5ForConditionalGeneration:
     )
 
 
-def test_encoder_decoders_are_refused(tmp_path):
+def test_encoder_decoders_are_rejected(tmp_path):
     tiny_t5().save_pretrained(tmp_path)
     with pytest.raises(UnavailableError, match=r"encoder-decoder \(t5\)"):
         load_policy(tmp_path)
@@ -186,7 +186,7 @@ def test_heads_that_cannot_be_cast(build):
         load.cast_head_to_float32(adapted)
 
 
-def test_an_adapted_models_head_is_cast_where_the_adapter_does_not_touch_it(build):
+def test_the_head_is_cast_under_an_adapter_on_other_layers(build):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(build("qwen3").to(torch.bfloat16), config)

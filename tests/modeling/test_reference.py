@@ -1,4 +1,4 @@
-"""The reference stays what the policy was."""
+"""The reference keeps the policy's weights from before training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lora(**changes: Any) -> Any:
 
 
 def shift(model: nn.Module, by: float = 0.5, only: str = "") -> None:
-    """An in-place change of the weights that train."""
+    """Changes the trained weights in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and only in name:
@@ -50,9 +50,9 @@ def trainable(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_a_full_model_is_copied_as_given_and_frozen(build, batch):
+def test_a_full_model_is_copied_from_memory_and_frozen(build, batch):
     policy = build("qwen3").train()
-    shift(policy, 0.01)  # changed in memory: a load by name would not know
+    shift(policy, 0.01)  # changed in memory, which a load by name would miss
     given = logprobs(policy, batch)
     reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
@@ -72,7 +72,7 @@ def test_tied_weights_stay_tied_in_the_copy(build):
     assert reference.get_output_embeddings().weight is reference.get_input_embeddings().weight  # pyright: ignore
 
 
-def test_a_fresh_adapter_is_switched_off(build, batch):
+def test_a_new_adapter_is_disabled(build, batch):
     base = build("qwen3")
     given = logprobs(base, batch)
     policy = add_adapter(base, lora())
@@ -88,7 +88,7 @@ def test_a_fresh_adapter_is_switched_off(build, batch):
 
 
 def adapted(build: Any, kind: str) -> nn.Module:
-    """A small model with an adapter of one kind, moved off its beginning."""
+    """A small model with a trained adapter."""
     qv = ["q_proj", "v_proj"]
     configs = {
         "rsLoRA": lambda: lora(use_rslora=True),
@@ -110,7 +110,7 @@ def adapted(build: Any, kind: str) -> nn.Module:
 
 
 def randomize(model: nn.Module, seed: int) -> None:
-    """Noise on what trains; a shift by one number would cancel out in a softmax."""
+    """Adds noise to the trained weights; a constant would cancel out in the softmax."""
     stream = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -123,7 +123,7 @@ KINDS += ["experts", "IA3", "LoHa", "VeRA"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trained_adapter_of_any_kind_is_kept_and_followed(kind: str, build, batch):
+def test_a_trained_adapter_of_any_kind_is_copied_and_synced(kind: str, build, batch):
     policy = adapted(build, kind)
     names, given = trainable(policy), logprobs(policy, batch)
     reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
@@ -140,8 +140,8 @@ def test_a_trained_adapter_of_any_kind_is_kept_and_followed(kind: str, build, ba
 
 
 @pytest.mark.parametrize("settings", [{"bias": "all"}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
-def test_where_switching_off_is_not_enough_a_fresh_adapter_is_kept(settings: dict[str, Any], build, batch):
-    """Biases of the base model train; some beginnings are taken out of the base model's weights."""
+def test_a_new_adapter_that_changes_the_base_is_copied(settings: dict[str, Any], build, batch):
+    """The adapter trains biases of the base model, or its initialisation is subtracted from the base weights."""
     base = build("qwen3", attention_bias=True)
     with torch.no_grad():
         base.model.layers[0].self_attn.q_proj.bias.normal_()
@@ -154,7 +154,7 @@ def test_where_switching_off_is_not_enough_a_fresh_adapter_is_kept(settings: dic
         assert float((logprobs(policy, batch) - given).abs().max()) > 1e-3
 
 
-def test_a_kept_adapter_follows_its_policy_into_another_precision(build, batch):
+def test_a_copied_adapter_takes_the_dtype_of_its_policy(build, batch):
     policy = adapted(build, "LoRA")
     reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     policy.to(torch.bfloat16)
@@ -163,7 +163,7 @@ def test_a_kept_adapter_follows_its_policy_into_another_precision(build, batch):
     torch.testing.assert_close(reference_logprobs(reference, batch), given, rtol=0, atol=0)
 
 
-def test_what_trains_is_restored_also_after_an_error(build):
+def test_trained_parameters_are_restored_after_an_error(build):
     policy = peft.get_peft_model(build("qwen3"), lora())
     reference = Reference(policy, adapter_is_fresh=False, is_synced=False)
     own = {name: id(parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad}
@@ -182,7 +182,7 @@ def test_training_goes_on_after_the_reference_was_active(build, batch):
     assert with_gradient == trainable(policy)
 
 
-def test_a_full_reference_follows_by_its_share(build):
+def test_a_full_reference_is_synced_with_its_mixup(build):
     policy = build("qwen3")
     reference = Reference(policy, adapter_is_fresh=False, is_synced=True)
     start = copy.deepcopy(policy.state_dict())
@@ -196,7 +196,7 @@ def test_a_full_reference_follows_by_its_share(build):
         torch.testing.assert_close(value, start[name] + 1.0, rtol=1e-5, atol=1e-6)
 
 
-def test_a_reference_follows_a_policy_of_lower_precision(build):
+def test_a_reference_is_synced_with_a_policy_of_lower_precision(build):
     policy = build("qwen3")
     reference = Reference(policy, adapter_is_fresh=False, is_synced=True)
     reference.sync(policy.to(torch.bfloat16), 0.5)
@@ -205,7 +205,7 @@ def test_a_reference_follows_a_policy_of_lower_precision(build):
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_an_adapter_reference_follows_by_its_share(fresh: bool, build):
+def test_an_adapter_reference_is_synced_with_its_mixup(fresh: bool, build):
     policy = peft.get_peft_model(build("qwen3"), lora())
     reference = Reference(policy, adapter_is_fresh=fresh, is_synced=True)
     start = {n: p.detach().clone() for n, p in policy.named_parameters()}
@@ -221,7 +221,7 @@ def test_an_adapter_reference_follows_by_its_share(fresh: bool, build):
 
 
 @pytest.mark.parametrize("adapted", [True, False])
-def test_a_followers_state_survives_being_saved(adapted: bool, build, batch):
+def test_the_state_of_a_synced_reference_is_restored(adapted: bool, build, batch):
     def make() -> tuple[nn.Module, Reference]:
         policy = peft.get_peft_model(build("qwen3"), lora()) if adapted else build("qwen3")
         return policy, Reference(policy, adapter_is_fresh=True, is_synced=True)
@@ -231,7 +231,7 @@ def test_a_followers_state_survives_being_saved(adapted: bool, build, batch):
     reference.sync(policy, 0.5)
     state = reference.state_dict()
     shift(policy, 1.0)
-    reference.sync(policy, 0.5)  # must not reach into the saved state
+    reference.sync(policy, 0.5)  # must not change the saved state
     _, restored = make()
     before = reference_logprobs(restored, batch)
     restored.load_state_dict(state)

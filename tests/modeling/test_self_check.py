@@ -1,18 +1,22 @@
-"""The look at the user's own model before a run."""
+"""The start-up check of the user's model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import BertConfig, BertLMHeadModel
 
+from groupgrad.errors import UnavailableError
 from groupgrad.modeling import self_check as startup
 from groupgrad.modeling.scoring import flex_attention as flex
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.layout import flat_layout
-from groupgrad.modeling.self_check import check_layout, logprob_difference, random_batch, tolerance
+from groupgrad.modeling.self_check import check_causal, check_layout, logprob_difference, random_batch, tolerance
 
 
-def test_every_architecture_gets_the_best_way_that_it_can_run(any_model):
+def test_every_architecture_gets_its_fastest_layout(any_model):
     report = check_layout(any_model, ForwardOptions())
     name = type(any_model).__name__
     dense = {"MambaForCausalLM", "Mamba2ForCausalLM", "Qwen3_5ForCausalLM"}  # recurrent layers
@@ -24,8 +28,8 @@ def test_every_architecture_gets_the_best_way_that_it_can_run(any_model):
     assert report.difference < 1e-4
 
 
-def test_a_model_whose_attention_looks_elsewhere_is_run_dense(build, monkeypatch):
-    """A layer that mixes neighbouring tokens by itself is right in rows, wrong where rows lie end to end."""
+def test_a_model_with_unknown_attention_is_run_dense(build, monkeypatch):
+    """A layer that mixes neighbouring tokens is right in the dense layout and wrong for packed rows."""
     model = build("llama")
     attention = model.model.layers[0].self_attn
     plain = type(attention).forward
@@ -42,14 +46,14 @@ def test_a_model_whose_attention_looks_elsewhere_is_run_dense(build, monkeypatch
     assert report.options(ForwardOptions()).layout == "dense"
 
 
-def test_a_model_that_does_more_after_its_head_keeps_its_own(build):
+def test_a_model_that_changes_its_logits_keeps_its_own_head(build):
     model = build("llama")
     model.register_forward_hook(lambda module, inputs, output: output.__setitem__("logits", output.logits * 1.5))
     report = check_layout(model, ForwardOptions())
     assert (report.layout, report.tiled_head) == ("shared", False)
 
 
-def test_a_failing_flat_pass_leaves_the_dense_one(build, monkeypatch):
+def test_a_failing_flat_pass_falls_back_to_dense(build, monkeypatch):
     model = build("llama")
     monkeypatch.setattr(startup, "plannable", lambda model: None)
     attention = model.model.layers[0].self_attn
@@ -66,7 +70,7 @@ def test_a_failing_flat_pass_leaves_the_dense_one(build, monkeypatch):
     assert "failed: RuntimeError: rows only" in str(report.reason)
 
 
-def test_nothing_is_touched(build):
+def test_the_check_changes_no_state(build):
     model = build("qwen3").train()
     before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
     check_layout(model, ForwardOptions())
@@ -87,7 +91,7 @@ def test_differences_are_measured_by_precision(build):
     assert logprob_difference(torch.tensor([float("nan"), 0.0]), expected, model) == float("inf")
 
 
-def test_mixed_precision_is_no_full_precision(build):
+def test_mixed_precision_has_the_tolerance_of_half_precision(build):
     model = build("qwen3")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert tolerance(model) == startup.TOLERANCE_HALF
@@ -106,8 +110,8 @@ def test_the_random_batch_is_ragged_and_shares_prompts(build):
     assert not bool((batch.completion_ids == 0).any())
 
 
-def test_a_gpu_is_tried_with_the_kernels_of_long_inputs(build, monkeypatch):
-    """As many prompts and rows as on a GPU, here: two tiles of flex attention are full."""
+def test_a_gpu_is_checked_with_long_inputs(build, monkeypatch):
+    """The prompts and rows of a GPU check fill two tiles of flex attention."""
     copies = startup._copies(torch.device("cuda", 1))
     monkeypatch.setattr(startup, "_copies", lambda device: copies)
     model = build("qwen3")
@@ -121,3 +125,39 @@ def test_a_gpu_is_tried_with_the_kernels_of_long_inputs(build, monkeypatch):
 def test_the_padding_token_is_not_drawn(build, pad):
     batch = random_batch(build("qwen3", pad_token_id=pad))
     assert pad is None or not bool((batch.prompt_ids == pad).any())
+
+
+BERT_SIZES: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def make_bert(**config: Any) -> BertLMHeadModel:
+    torch.manual_seed(0)
+    return BertLMHeadModel(BertConfig(vocab_size=48, **BERT_SIZES, **{"initializer_range": 0.3, **config}))
+
+
+def test_decoders_are_causal(any_model: Any) -> None:
+    """Appended tokens, padding too, change no logits: recurrent, convolutional, sliding-window and expert models."""
+    check_causal(any_model)
+
+
+def test_an_encoder_is_rejected() -> None:
+    with pytest.raises(
+        UnavailableError, match=r"BertLMHeadModel looks to the right: .* nats a token, as in an encoder"
+    ):
+        check_causal(make_bert())
+
+
+def test_an_encoder_with_is_decoder_is_causal() -> None:
+    check_causal(make_bert(is_decoder=True))
+
+
+def test_virtual_tokens_are_left_out(build: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    check_causal(peft.get_peft_model(build("qwen3"), config))
+
+
+def test_causality_in_half_precision_and_modes(build: Any) -> None:
+    model = build("qwen3").to(torch.bfloat16).train()
+    check_causal(model)
+    assert all(module.training for module in model.modules())

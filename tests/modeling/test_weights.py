@@ -1,4 +1,4 @@
-"""The policy's weights as another program loads them."""
+"""The policy's weights under the names of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen3-moe", "gpt2", "gemma2 (soft caps)"])
-def test_names_and_values_are_those_that_a_checkpoint_has(name: str, build: Any, tmp_path: Path) -> None:
+def test_names_and_values_are_those_of_a_checkpoint(name: str, build: Any, tmp_path: Path) -> None:
     model = build(name)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -65,7 +65,7 @@ def test_merged_weights_compute_what_the_adapter_computes(changes: dict[str, Any
     ]
 
 
-def test_the_weights_below_an_adapter_are_those_it_was_put_on(build: Any) -> None:
+def test_unmerged_weights_are_those_under_the_adapter(build: Any) -> None:
     before = {key: value.clone() for key, value in build("qwen3").state_dict().items()}
 
     served = dict(checkpoint_weights(adapted(build("qwen3")), merge=False))
@@ -99,17 +99,17 @@ def test_an_adapter_is_what_peft_saves(build: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"), [({"use_dora": True}, "DoRA"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")]
 )
-def test_adapters_that_vllm_does_not_load_are_to_be_merged(changes: dict[str, Any], words: str, build: Any) -> None:
+def test_adapters_that_vllm_cannot_load_are_named(changes: dict[str, Any], words: str, build: Any) -> None:
     with pytest.raises(ValueError, match=rf"{words}.*send the weights instead"):
         adapter_files(adapted(build("qwen3"), **changes))
 
 
-def test_an_adapter_on_tied_embeddings_is_refused(build: Any) -> None:
+def test_an_adapter_on_tied_embeddings_is_rejected(build: Any) -> None:
     with pytest.raises(ValueError, match="tied to another weight"):
         list(checkpoint_weights(adapted(build("qwen3-tied"), target_modules=["embed_tokens"])))
 
 
-def test_a_prompt_adapter_is_refused(build: Any) -> None:
+def test_a_prompt_adapter_is_rejected(build: Any) -> None:
     model = peft.get_peft_model(
         build("qwen3"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, num_layers=2)
     )
@@ -117,8 +117,8 @@ def test_a_prompt_adapter_is_refused(build: Any) -> None:
         list(checkpoint_weights(model))
 
 
-def test_weights_that_are_not_asked_for_to_the_end_leave_gradients_on(model: Any) -> None:
-    """As when a push fails half way and is made again while the first is still held by its error."""
+def test_an_unfinished_iteration_leaves_gradients_enabled(model: Any) -> None:
+    """A push that failed half way is retried while its error still holds the first generator."""
     first = checkpoint_weights(model)
     next(first)
     assert torch.is_grad_enabled()

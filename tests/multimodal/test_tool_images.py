@@ -1,12 +1,12 @@
-"""Agents that see: images of rows, of environments and of tools."""
+"""Agents with images: of rows, of environments and of tools."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import tiny_vlms
 import torch
-import vision
 from PIL import Image
 from scripted_agents import EOS, SEED, PlayingEngine, ask, call
 
@@ -21,7 +21,7 @@ from groupgrad.multimodal.vlm_prompts import VisionPromptMaker
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
 from groupgrad.types import Rollout
 
-RED, BLUE = vision.picture("red"), vision.picture("blue", (48, 24))
+RED, BLUE = tiny_vlms.make_image("red"), tiny_vlms.make_image("blue", (48, 24))
 
 
 def look(place: str) -> Image.Image:
@@ -39,7 +39,7 @@ def lose() -> list[dict[str, Any]]:
 
 
 def agents(
-    built: vision.Built, script: dict[int, list[str]], tools: Any = (), environment: Any = None
+    built: tiny_vlms.TinyVLM, script: dict[int, list[str]], tools: Any = (), environment: Any = None
 ) -> tuple[AgentRollouts, PlayingEngine]:
     maker = VisionPromptMaker(built.processor, built.processor.tokenizer)
     engine = PlayingEngine(maker.tokenizer, script)
@@ -65,9 +65,9 @@ def asked(**columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": "what?"}], **columns}
 
 
-@pytest.fixture(scope="module", params=vision.NAMES)
-def built(request: pytest.FixtureRequest) -> vision.Built:
-    return vision.build(request.param)
+@pytest.fixture(scope="module", params=tiny_vlms.NAMES)
+def built(request: pytest.FixtureRequest) -> tiny_vlms.TinyVLM:
+    return tiny_vlms.build(request.param)
 
 
 def test_a_prompt_with_images_is_made_once_a_group(built, monkeypatch):
@@ -89,17 +89,17 @@ def test_a_prompt_with_images_is_made_once_a_group(built, monkeypatch):
     assert [block["type"] for block in first.prompt.row["prompt"][0]["content"]] == ["image", "image", "text"]
 
 
-def conversation(built: vision.Built, first: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The ids of a rollout, and what the processor makes of all its images in one call."""
+def conversation(built: tiny_vlms.TinyVLM, first: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The ids of a rollout, and the processor's inputs for all its images in one call."""
     images = [*first.prompt.media.images, *first.media.images[len(first.prompt.media.images) :]]
     placeholder = built.processor.image_token
     made = built.processor(text=[placeholder * len(images)], images=[images], return_tensors="pt")
     return torch.tensor([first.prompt.ids + first.completion_ids]), dict(made)
 
 
-def test_images_of_tools_are_seen_in_completions_and_by_training(built):
-    """Sampled text is as it was, the tool's image is in the completion, and a forward pass over the whole conversation
-    with all images at once gives the numbers that training gives."""
+def test_tool_images_are_in_completions_and_in_training(built):
+    """Sampled text is unchanged, the tool's image is in the completion, and one forward pass over the conversation with
+    all images gives the log-probs of training."""
     script = {0: [call("look", place="sea"), "blue"], 1: ["red"]}
     makers, engine = agents(built, script, [look])
     first, second = makers(ask({0: asked(image=RED)}, size=2))
@@ -107,10 +107,10 @@ def test_images_of_tools_are_seen_in_completions_and_by_training(built):
     assert first.completion[1]["content"] == [{"type": "image", "image": BLUE}]
     assert first.media.images == (RED, BLUE)
     assert second.media is None
-    # The second turn is asked for with both images, the first with that of the prompt.
+    # The request of the second turn has both images, that of the first the prompt's.
     assert [len(request.media.images) for request in engine.asked] == [1, 1, 2]
     assert engine.asked[2].media.key != engine.asked[0].media.key
-    # What the tool brought is not trained on.
+    # Tokens of the tool reply are not trained.
     own = [len(built.processor.tokenizer(text)["input_ids"]) + 1 for text in script[0]]
     flags = first.sampled
     assert flags[: own[0]] == [True] * own[0]
@@ -137,14 +137,14 @@ def test_images_of_tools_are_seen_in_completions_and_by_training(built):
     for layout in ("shared", "packed", "dense"):
         found = score_tokens(built.model, batch, ForwardOptions(layout=layout)).logprobs[: len(flags)]
         torch.testing.assert_close(found[mine], expected[mine], atol=2e-5, rtol=0, msg=f"{layout} layout")
-    # The second row alone is what it was beside the first.
+    # The second row does not depend on the first.
     alone = score_tokens(built.model, batch.select([1]), ForwardOptions()).logprobs
     beside = score_tokens(built.model, batch, ForwardOptions()).logprobs[len(flags) :]
     torch.testing.assert_close(alone, beside, atol=2e-5, rtol=0)
 
 
 def test_a_row_that_ends_at_its_budget_keeps_its_own_images_alone(built):
-    """The reply with the image does not fit, so the row ends before it; its neighbour's images are untouched."""
+    """The reply with the image does not fit, so the row ends before it; its neighbour keeps its images."""
     script = {0: [call("look", place="sea") + "x" * 390, ""], 1: [call("look", place="sea"), "b"]}
     makers, _ = agents(built, {0: [script[0][0]], 1: script[1]}, [look])
     first, second = makers(ask({0: asked(image=RED)}, size=2))
@@ -153,8 +153,8 @@ def test_a_row_that_ends_at_its_budget_keeps_its_own_images_alone(built):
     assert second.media.images == (RED, BLUE)
 
 
-def test_an_image_that_a_tool_has_not_is_told_to_the_model():
-    built = vision.build("qwen2_vl")
+def test_a_missing_tool_image_is_an_error_message_to_the_model():
+    built = tiny_vlms.build("qwen2_vl")
     makers, _ = agents(built, {0: [call("lose"), "a"]}, [lose])
     (rollout,) = makers(ask({0: asked()}))
     assert "no such file" in rollout.completion[1]["content"]
@@ -163,7 +163,7 @@ def test_an_image_that_a_tool_has_not_is_told_to_the_model():
 
 
 class Gallery:
-    """An environment that begins with a picture of its own."""
+    """An environment whose first message has an image."""
 
     def reset(self, image: Any = None, **row: Any) -> Any:
         return [{"type": "text", "text": "beside:"}, {"type": "image", "image": BLUE}]
@@ -178,13 +178,13 @@ class Gallery:
 
 
 class Window:
-    """An environment that begins with nothing but a picture."""
+    """An environment whose first message is an image alone."""
 
     def reset(self, **row: Any) -> Any:
         return BLUE
 
 
-def test_what_an_environment_shows_stands_behind_the_images_of_the_row(built):
+def test_images_of_an_environment_follow_those_of_the_row(built):
     makers, engine = agents(built, {0: [call("look", place="x"), "a"], 1: ["b"]}, environment=Gallery)
     first, second = makers(ask({0: asked(image=RED)}, size=2))
     content = first.prompt.row["prompt"][0]["content"]
@@ -192,20 +192,20 @@ def test_what_an_environment_shows_stands_behind_the_images_of_the_row(built):
     assert first.prompt.media.images == (RED, BLUE)
     assert first.prompt is second.prompt
     assert first.media.images == (RED, BLUE, RED)
-    # The tool may answer before the second rollout is asked for.
+    # The tool may answer before the second rollout is requested.
     assert sorted(len(request.media.images) for request in engine.asked) == [2, 2, 3]
     makers.close()
 
 
 def test_an_environment_may_begin_with_a_picture_alone():
-    makers, _ = agents(vision.build("gemma3"), {0: ["a"]}, environment=Window)
+    makers, _ = agents(tiny_vlms.build("gemma3"), {0: ["a"]}, environment=Window)
     (rollout,) = makers(ask({0: asked()}))
     assert rollout.prompt.media.images == (BLUE,)
     makers.close()
 
 
 def test_images_of_rows_survive_selecting_and_joining():
-    built = vision.build("idefics3")
+    built = tiny_vlms.build("idefics3")
     script = {0: [call("look", place="sea"), "a"], 1: ["b"], 2: [call("look", place="hill"), "c"]}
     makers, _ = agents(built, script, [look])
     rollouts = makers(ask({0: asked(image=RED)}, size=3))

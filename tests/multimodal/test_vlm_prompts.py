@@ -1,4 +1,4 @@
-"""Rows with images to prompts, and the checks of data sets that have some."""
+"""Prompts of rows with images, and the checks of data sets with images."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_vlms
 import torch
-import vision
 from datasets import Dataset, IterableDataset
 
 from groupgrad.data.images import ImageError
@@ -24,21 +24,21 @@ from groupgrad.multimodal.vlm_prompts import (
     tokenizer_with_processor_template,
 )
 
-RED, BLUE, GREEN = vision.picture("red"), vision.picture("blue", (48, 24)), vision.picture("green")
+RED, BLUE, GREEN = tiny_vlms.make_image("red"), tiny_vlms.make_image("blue", (48, 24)), tiny_vlms.make_image("green")
 
 
 def maker(processor: Any, max_context: int | None = None) -> VisionPromptMaker:
     return VisionPromptMaker(processor, processor.tokenizer, None, max_context)
 
 
-@pytest.fixture(scope="module", params=vision.NAMES)
+@pytest.fixture(scope="module", params=tiny_vlms.NAMES)
 def processor(request: pytest.FixtureRequest) -> Any:
-    return vision.build(request.param).processor
+    return tiny_vlms.build(request.param).processor
 
 
 @pytest.fixture(scope="module")
 def qwen() -> Any:
-    return vision.build("qwen2_vl").processor
+    return tiny_vlms.build("qwen2_vl").processor
 
 
 def asked(text: str = "hi", **columns: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_a_prompt_is_what_the_processor_makes_of_the_conversation(processor):
     assert prompt.media.images == (RED, BLUE)
     assert prompt.group == 3
     assert prompt.row == {**row, "prompt": said}
-    # Of each token it is said whether it is an image's.
+    # Token types mark the tokens of images.
     places = next(iter(prompt.media.token_tensors.values()))
     assert places.shape == (len(prompt.ids),)
     marked = {token for token, place in zip(prompt.ids, places.tolist()) if place}
@@ -92,8 +92,8 @@ def test_a_text_prompt_is_tokenised_as_it_is(qwen):
 
 
 def test_the_same_pictures_are_the_same_media(qwen):
-    first, second = (maker(qwen)(asked(image=vision.picture("red")), group) for group in (0, 1))
-    other = maker(qwen)(asked(image=vision.picture("green")), 2)
+    first, second = (maker(qwen)(asked(image=tiny_vlms.make_image("red")), group) for group in (0, 1))
+    other = maker(qwen)(asked(image=tiny_vlms.make_image("green")), 2)
     assert first.identity == second.identity
     assert first.ids == other.ids
     assert first.identity != other.identity
@@ -112,7 +112,7 @@ def test_images_go_to_the_front_of_the_first_user_message():
     assert row["prompt"][1]["content"] == "a"
 
 
-def test_images_take_the_places_that_are_left_open():
+def test_images_fill_the_empty_blocks():
     blocks = [
         {"type": "text", "text": "a", "image": None},
         {"type": "image", "text": None, "image": None},
@@ -126,13 +126,13 @@ def test_images_take_the_places_that_are_left_open():
 
 
 @pytest.mark.parametrize(("places", "images"), [(1, [RED, BLUE]), (2, [RED]), (1, [])])
-def test_places_and_images_must_be_as_many(places: int, images: list[Any]):
-    row = {"prompt": vision.question("a", places), "images": images}
+def test_blocks_and_images_must_be_equally_many(places: int, images: list[Any]):
+    row = {"prompt": tiny_vlms.question("a", places), "images": images}
     with pytest.raises(VisionError, match=f"has {len(images)} images in .*, but its messages have {places} places"):
         messages_with_images(row)
 
 
-def test_a_conversation_without_a_user_has_no_front():
+def test_images_need_a_user_message():
     row = {"prompt": [{"role": "system", "content": "a"}], "image": RED}
     with pytest.raises(VisionError, match="1 images in 'image', but no message of the user's to put them in"):
         messages_with_images(row)
@@ -148,37 +148,37 @@ def test_a_placeholder_in_a_text_is_no_image(processor):
 
 
 def test_a_template_that_leaves_images_out_is_an_error(qwen):
-    deaf = vision.build("qwen2_vl").processor
+    deaf = tiny_vlms.build("qwen2_vl").processor
     deaf.chat_template = "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}"
     with pytest.raises(VisionError, match="1 images, but its rendered text has 0 times the placeholder"):
         maker(deaf)(asked(image=RED), 0)
 
 
-def test_what_a_processor_fails_at_is_told_with_the_images(qwen):
+def test_a_failing_processor_is_reported_with_the_images(qwen):
     with pytest.raises(VisionError, match=r"Qwen2VLProcessor failed at a prompt with 1 images of 1000x2 pixels: Value"):
-        maker(qwen)(asked(image=vision.picture("red", (1000, 2))), 0)
+        maker(qwen)(asked(image=tiny_vlms.make_image("red", (1000, 2))), 0)
 
 
 # ----------------------------------------------------------------------------------------------------- templates
 
 
-def test_messages_take_the_form_that_the_template_shows(qwen):
-    """A template of content blocks alone gets blocks, one of texts alone gets texts, and one of both keeps them."""
+def test_messages_take_the_form_that_the_template_renders(qwen):
+    """A template for content blocks gets blocks, one for texts gets texts, and one for both gets messages unchanged."""
     text, blocks = {"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}
     templates = {
         "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}": (blocks, blocks),
         "{% for m in messages %}{{ m.content }}{% endfor %}": (text, text),
-        vision.chat_template("<|image_pad|>"): (text, blocks),
+        tiny_vlms.chat_template("<|image_pad|>"): (text, blocks),
     }
     for template, expected in templates.items():
-        processor = vision.build("qwen2_vl").processor
+        processor = tiny_vlms.build("qwen2_vl").processor
         processor.chat_template = template
         made = maker(processor)
         assert (made.template_messages([text])[0], made.template_messages([blocks])[0]) == expected
         assert made.token_ids([text]) == made.token_ids([blocks])
 
 
-def test_the_processors_template_speaks_and_the_tokenizer_is_left_alone(qwen):
+def test_the_processors_template_is_used_on_a_copy_of_the_tokenizer(qwen):
     plain = qwen.tokenizer
     assert plain.chat_template is None
     speaking = tokenizer_with_processor_template(qwen, plain)
@@ -188,11 +188,11 @@ def test_the_processors_template_speaks_and_the_tokenizer_is_left_alone(qwen):
     assert tokenizer_with_processor_template(plain, plain) is plain
 
 
-def test_a_text_is_begun_once():
-    """Where neither template nor prompt begins a text, the tokenizer does, as processors leave it to."""
+def test_a_text_gets_one_beginning_of_sequence_token():
+    """The tokenizer adds the token unless the template or the prompt has it."""
     from tokenizers.processors import TemplateProcessing
 
-    processor = vision.build("llava_next").processor
+    processor = tiny_vlms.build("llava_next").processor
     begin = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     processor.tokenizer._tokenizer.post_processor = begin
     rows = [asked(), asked(image=RED)]
@@ -216,13 +216,13 @@ def test_example_prompt(processor):
 def test_there_is_no_example_without_a_processor_or_its_template(qwen):
     assert example_prompt(qwen.tokenizer) is None
     assert not is_processor(qwen.tokenizer)
-    silent = vision.build("qwen2_vl").processor
+    silent = tiny_vlms.build("qwen2_vl").processor
     silent.chat_template = None
     assert example_prompt(silent) is None
 
 
-def test_ids_that_somebody_else_made(processor):
-    """Further text around the same images is fine; fewer tokens of images are not."""
+def test_replaced_ids(processor):
+    """More text around the same images is allowed, fewer image tokens are not."""
     prompt = maker(processor)(asked(image=RED), 0)
     extra = processor.tokenizer("abc")["input_ids"]
     other = replace_ids(prompt, [*extra, *prompt.ids])
@@ -256,7 +256,7 @@ def test_good_rows_pass(processor, tmp_path: Path):
     check([asked(images=[RED, BLUE]), asked(images=[]), asked(images=None), asked(images=[RED])], processor)
     check([asked(image=str(tmp_path / "a.png")), asked(image=None)], processor)
     check([asked(image=png(RED))], processor)
-    check([{"prompt": vision.question("a", 2), "images": [RED, BLUE]}], processor)
+    check([{"prompt": tiny_vlms.question("a", 2), "images": [RED, BLUE]}], processor)
     block = {"type": "image", "image": RED}
     check([{"prompt": [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}]}], processor)
     check(Dataset.from_list([asked(image=RED)]).to_iterable_dataset(), processor)
@@ -276,7 +276,10 @@ def test_good_rows_pass(processor, tmp_path: Path):
         ([asked(images=[png(RED)]), asked(images=[png(RED), b"x"])], ImageError, "image 1 in 'images' of row 1"),
         ([asked(image="http://a/b.png")], ImageError, "row 0 of train_dataset is the address"),
         (
-            [{"prompt": vision.question("a", 1), "images": [RED]}, {"prompt": vision.question("a", 1), "images": []}],
+            [
+                {"prompt": tiny_vlms.question("a", 1), "images": [RED]},
+                {"prompt": tiny_vlms.question("a", 1), "images": []},
+            ],
             VisionError,
             "row 1 of train_dataset: a row has 0 images in .*, but its messages have 1 places",
         ),
@@ -284,13 +287,13 @@ def test_good_rows_pass(processor, tmp_path: Path):
         ([asked(), asked("see <|image_pad|>")], VisionError, "row 1 of train_dataset: its prompt has the text"),
     ],
 )
-def test_rows_that_cannot_be_had_are_named(rows: list[dict[str, Any]], error: type[Exception], message: str, qwen):
+def test_bad_rows_are_named(rows: list[dict[str, Any]], error: type[Exception], message: str, qwen):
     with pytest.raises(error, match=message):
         check(rows, qwen)
 
 
 def test_a_file_that_is_cut_off_is_named_wherever_it_is_decoded(qwen, tmp_path: Path):
-    """The first images are decoded before training; later, when a row's number is not known, its file is named."""
+    """The first images are decoded before training; later, without a row number, the file is named."""
     (tmp_path / "cut.png").write_bytes(png(RED)[:60])
     (tmp_path / "whole.png").write_bytes(png(RED))
     row = asked(image=str(tmp_path / "cut.png"))
@@ -302,7 +305,7 @@ def test_a_file_that_is_cut_off_is_named_wherever_it_is_decoded(qwen, tmp_path: 
         maker(qwen)(asked(image={"path": row["image"], "bytes": None}), 0)
 
 
-def test_every_row_is_looked_at_and_only_the_first_is_processed(qwen, monkeypatch):
+def test_every_row_is_checked_and_only_the_first_is_processed(qwen, monkeypatch):
     opened: list[Any] = []
     made = VisionPromptMaker.__call__
 
@@ -315,7 +318,7 @@ def test_every_row_is_looked_at_and_only_the_first_is_processed(qwen, monkeypatc
     assert len(opened) == 1
 
 
-def test_a_data_set_is_looked_at_once(qwen, monkeypatch):
+def test_a_data_set_is_checked_once(qwen, monkeypatch):
     looked: list[Any] = []
     check_images = VisionPromptMaker.check_images
     monkeypatch.setattr(
@@ -329,7 +332,7 @@ def test_a_data_set_is_looked_at_once(qwen, monkeypatch):
     assert count >= 2
     check_dataset(rows, "eval_dataset", made)
     assert len(looked) == count
-    # Another context, and other rows, are looked at again.
+    # Another context or other rows are checked again.
     made.max_context = 400
     check_dataset(rows, "eval_dataset", made)
     assert len(looked) == 2 * count
@@ -338,7 +341,7 @@ def test_a_data_set_is_looked_at_once(qwen, monkeypatch):
 
 
 def test_prompts_whose_images_leave_no_room_are_counted(qwen):
-    """A prompt is 50 tokens, 26 of them its images'; the text alone would fit."""
+    """A prompt has 50 tokens, 26 of them of images; the text alone would fit."""
     rows = [asked(images=[RED, BLUE]), asked(), asked(images=[RED, BLUE])]
     assert len(maker(qwen)(rows[0], 0).ids) == 50
     check(rows, qwen, max_context=51)
@@ -349,7 +352,7 @@ def test_prompts_whose_images_leave_no_room_are_counted(qwen):
 
 
 def test_tokens_of_images_are_known_by_their_sizes(processor):
-    """Placeholders alone, or with the tokens around them."""
+    """Of the placeholders alone, or with the tokens around them."""
     made = maker(processor)
     with_both, without = made(asked(images=[RED, BLUE]), 0).ids, made(asked(), 0).ids
     found = made.num_image_tokens([(RED.height, RED.width), (BLUE.height, BLUE.width)])
@@ -360,14 +363,14 @@ def test_tokens_of_images_are_known_by_their_sizes(processor):
 
 @pytest.fixture(scope="module")
 def silent() -> Any:
-    """A processor that does not say how many tokens an image of some size is."""
-    processor = vision.build("smolvlm").processor
+    """A processor that does not compute the number of tokens of an image size."""
+    processor = tiny_vlms.build("smolvlm").processor
     assert not hasattr(processor, "_get_num_multimodal_tokens")
     return processor
 
 
-def test_a_processor_that_does_not_say_shows_it_before_training(silent):
-    """An image of 32x32 is 34 tokens, so that this prompt fits by its text alone."""
+def test_image_tokens_are_measured_where_the_processor_does_not_compute_them(silent):
+    """An image of 32x32 has 34 tokens, so only the text of this prompt would fit."""
     made = maker(silent)
     num_tokens = len(made(asked(images=[RED, GREEN]), 0).ids)
     assert made.num_image_tokens([(32, 32), (32, 32)]) == 68
@@ -377,7 +380,7 @@ def test_a_processor_that_does_not_say_shows_it_before_training(silent):
         check(rows, silent, max_context=num_tokens)
 
 
-def test_a_processor_that_does_not_say_is_asked_once_for_a_size_and_for_a_few_sizes(silent, monkeypatch):
+def test_each_image_size_is_measured_once_up_to_a_limit(silent, monkeypatch):
     monkeypatch.setattr("groupgrad.multimodal.vlm_prompts.SIZES_TRIED", 2)
     made = maker(silent)
     asked_for: list[tuple[int, int]] = []
@@ -385,12 +388,12 @@ def test_a_processor_that_does_not_say_is_asked_once_for_a_size_and_for_a_few_si
     monkeypatch.setattr(made, "encode", lambda text, images: asked_for.append(images[0].size) or encode(text, images))
     assert made.num_image_tokens([(24, 48), (24, 48), (32, 32), (24, 48)]) == 3 * 21 + 34
     assert asked_for == [(48, 24), (32, 32)]
-    # Of any other size, the largest number that was seen is taken.
+    # Further sizes count as the largest number so far.
     assert made.num_image_tokens([(20, 10)]) == 34
     assert len(asked_for) == 2
 
 
-def test_a_processor_that_does_not_say_and_fails_is_asked_no_more(silent, monkeypatch):
+def test_a_failed_measurement_is_not_repeated(silent, monkeypatch):
     made = maker(silent)
     tries: list[int] = []
 
@@ -403,8 +406,8 @@ def test_a_processor_that_does_not_say_and_fails_is_asked_no_more(silent, monkey
     assert tries == [1]
 
 
-def test_images_before_a_model_that_reads_text_alone(tokenizer):
-    for rows in ([asked(image=RED)], [asked(image=None), asked(image=RED)], [{"prompt": vision.question("a")}]):
+def test_images_for_a_text_only_model(tokenizer):
+    for rows in ([asked(image=RED)], [asked(image=None), asked(image=RED)], [{"prompt": tiny_vlms.question("a")}]):
         dataset = Dataset.from_list(rows)
         with pytest.raises(ValueError, match="but nobody can see"):
             check_dataset(dataset, "train_dataset", PromptMaker(tokenizer, no_images="nobody can see"))
@@ -412,7 +415,7 @@ def test_images_before_a_model_that_reads_text_alone(tokenizer):
         PromptMaker(tokenizer, no_images="nobody can see")(asked(image=RED), 0)
 
 
-def test_blocks_of_text_are_a_text_to_a_model_of_text(tokenizer):
+def test_text_blocks_become_one_text_for_a_text_only_model(tokenizer):
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     prompt = PromptMaker(tokenizer)({"prompt": [{"role": "user", "content": blocks}]}, 0)
     assert prompt.ids == PromptMaker(tokenizer)(asked("ab"), 0).ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from unordered import UnorderedSums
+from unordered_sums import UnorderedSums
 
 from groupgrad.objectives.ragged import PerRow, layout_of, spread
 

@@ -153,13 +153,13 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     model = settings.pop("model", None) or first_model()
     if settings.pop("images", False):
         sys.path.insert(0, str(TESTS / "helpers"))
-        import vision
+        import tiny_vlms
 
-        built = vision.build("qwen2_vl")
+        built = tiny_vlms.build("qwen2_vl")
         model, tokenizer = built.model, built.processor
         dataset = Dataset.from_list(
             [
-                {"prompt": vision.question(f"what {i}", 0), "images": [vision.picture("red")] * (i % 4 == 0)}
+                {"prompt": tiny_vlms.question(f"what {i}", 0), "images": [tiny_vlms.make_image("red")] * (i % 4 == 0)}
                 for i in range(16)
             ]
         )

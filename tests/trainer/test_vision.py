@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import tiny_vlms
 import torch
-import vision
 from datasets import Dataset
 from PIL import Image
 from transformers import GenerationConfig
@@ -18,7 +18,11 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.multimodal import vlm_prompts as vision_data
 from groupgrad.multimodal.vlm_prompts import VisionPromptMaker
 
-RED, BLUE, GREEN = vision.picture("red"), vision.picture("blue", (48, 24)), vision.picture("green", (24, 48), "white")
+RED, BLUE, GREEN = (
+    tiny_vlms.make_image("red"),
+    tiny_vlms.make_image("blue", (48, 24)),
+    tiny_vlms.make_image("green", (24, 48), "white"),
+)
 
 
 def asked(text: str, *images: Image.Image, **columns: Any) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def make_seeing(make_trainer):
     """`make_seeing(name, **config fields)`: a trainer of a small vision-language model with its processor."""
 
     def make(name: str = "qwen2_vl", *, trainer: dict[str, Any] | None = None, **settings: Any):
-        built = vision.build(name)
+        built = tiny_vlms.build(name)
         built.model.generation_config = GenerationConfig(eos_token_id=[1, *range(30, 50)], pad_token_id=0)
         arguments = {
             "model": built.model,
@@ -48,7 +52,7 @@ def make_seeing(make_trainer):
     return make
 
 
-@pytest.mark.parametrize("name", vision.NAMES)
+@pytest.mark.parametrize("name", tiny_vlms.NAMES)
 def test_a_model_that_sees_trains(name: str, make_seeing):
     """Sampling and training agree on every token, the reference is the model at first, and what looks at pictures is
     trained with what reads."""
@@ -69,8 +73,8 @@ def test_a_model_that_sees_trains(name: str, make_seeing):
 def test_the_images_matter(make_seeing):
     """The same run with other images differs from its first step on."""
 
-    def course(picture: Image.Image) -> tuple[float, float]:
-        data = Dataset.from_list([asked(text, picture) for text in "abcd"])
+    def course(make_image: Image.Image) -> tuple[float, float]:
+        data = Dataset.from_list([asked(text, make_image) for text in "abcd"])
         trainer = make_seeing(train_dataset=data, max_steps=1, seed=3)
         trainer.train()
         entry = trainer.state.log_history[0]
@@ -164,7 +168,7 @@ def test_evaluation_on_images(make_seeing):
 
 def test_a_saved_model_is_loaded_with_its_processor(make_seeing, make_trainer, tmp_path: Path):
     """The model is loaded from its folder, in the class that its config names."""
-    built = vision.build("gemma3")
+    built = tiny_vlms.build("gemma3")
     folder = tmp_path / "model"
     built.model.save_pretrained(folder)
     built.processor.save_pretrained(folder)
@@ -181,7 +185,7 @@ def test_a_saved_model_is_loaded_with_its_processor(make_seeing, make_trainer, t
 
 
 def test_a_tokenizer_alone_trains_on_text(make_seeing, caplog):
-    built = vision.build("qwen2_vl")
+    built = tiny_vlms.build("qwen2_vl")
     built.processor.tokenizer.chat_template = built.processor.chat_template
     tokenizer = {"processing_class": built.processor.tokenizer}
     text = Dataset.from_list([asked("a"), asked("b")])
@@ -198,7 +202,7 @@ def test_a_tokenizer_alone_trains_on_text(make_seeing, caplog):
 
 
 def test_a_processor_without_a_chat_template(make_seeing):
-    processor = vision.build("qwen2_vl").processor
+    processor = tiny_vlms.build("qwen2_vl").processor
     processor.chat_template = None
     with pytest.raises(
         ValueError, match=r"row 0 of train_dataset.*no chat template; set processing_class.chat_template"

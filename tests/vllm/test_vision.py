@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from real_vllm import SETTINGS, Served
-from seeing import build_seeing, change_sight, difference, seeing_requests
+from vlm_requests import build_vlm, difference, perturb_vision_tower, vlm_requests
 
 TORCHVISION = Path(sys.prefix) / "vision"
 PREPARED = """
@@ -51,7 +51,7 @@ def test_vllm_in_the_process_sees_what_the_policy_sees(prepared: None) -> None:
 
 @pytest.mark.slow
 def test_a_server_sees_what_the_policy_sees(prepared: None, serve: Callable[..., Served], tmp_path: Path) -> None:
-    built = build_seeing()
+    built = build_vlm()
     folder = tmp_path / "seeing"
     built.model.save_pretrained(folder)
     built.processor.save_pretrained(folder)
@@ -60,8 +60,8 @@ def test_a_server_sees_what_the_policy_sees(prepared: None, serve: Callable[...,
         "--load-format", "dummy", "--limit-mm-per-prompt", '{"image": 2}', "--max-model-len", "256", of=folder
     ).start()
     engine = served.engine()
-    rows = seeing_requests(built)
+    rows = vlm_requests(built)
     for version in range(2):
-        engine.push(change_sight(built.model, version), version)
+        engine.push(perturb_vision_tower(built.model, version), version)
         assert difference(built, rows, engine) < 1e-5
     served.kill()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from sights import ADAPTERS, NAMES, Seen, adapted, joined_media, make_batch, make_hybrid, make_seen
-from vision import picture
+from tiny_vlms import make_image
+from vlm_batches import ADAPTERS, NAMES, VLMSetup, adapted, concat_media, make_batch, make_hybrid, make_vlm_setup
 
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions, open_session, sample_all
@@ -37,23 +37,23 @@ PROMPTS = (0, 1, 2, 0, 2, 1, 0)
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def seen(request) -> Seen:
-    return make_seen(request.param)
+def seen(request) -> VLMSetup:
+    return make_vlm_setup(request.param)
 
 
-def requests(seen: Seen, prompts: Sequence[int] = PROMPTS) -> list[Request]:
+def requests(seen: VLMSetup, prompts: Sequence[int] = PROMPTS) -> list[Request]:
     made = [seen.cases[number].prompt for number in prompts]
     return [Request(prompt.ids, seed=i, max_new_tokens=LENGTH, media=prompt.media) for i, prompt in enumerate(made)]
 
 
-def generated(model: Any, seen: Seen, number: int) -> list[int]:
+def generated(model: Any, seen: VLMSetup, number: int) -> list[int]:
     """What transformers' `generate` says on its own, with what the processor gives."""
     inputs = seen.cases[number].inputs
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def mismatch(model: Any, seen: Seen, samples: list[Sample], prompts: Sequence[int] = PROMPTS) -> float:
+def mismatch(model: Any, seen: VLMSetup, samples: list[Sample], prompts: Sequence[int] = PROMPTS) -> float:
     """The largest difference between log-probs of sampling and training."""
     batch = make_batch(seen, [(number, []) for number in prompts], samples)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def mismatch(model: Any, seen: Seen, samples: list[Sample], prompts: Sequence[in
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 @pytest.mark.parametrize("name", NAMES)
 def test_path(name: str, engine: str, adapters: str):
-    seen = make_seen(name)
+    seen = make_vlm_setup(name)
     model = adapted(seen.model, adapters)
     sampler: Any = NativeEngine(model) if engine == "native" else TransformersEngine(model)
     found = sampler.sample(requests(seen), GREEDY)
@@ -78,7 +78,7 @@ def test_path(name: str, engine: str, adapters: str):
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
-def test_a_row_of_its_own_says_the_same_as_among_others(seen: Seen, kind: Any):
+def test_a_row_of_its_own_says_the_same_as_among_others(seen: VLMSetup, kind: Any):
     together = kind(seen.model).sample(requests(seen), FREE)
     for place in (0, 1, 4):
         alone = kind(seen.model).sample([requests(seen)[place]], FREE)
@@ -86,7 +86,7 @@ def test_a_row_of_its_own_says_the_same_as_among_others(seen: Seen, kind: Any):
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
-def test_placeholders_may_be_sampled(seen: Seen, kind: Any):
+def test_placeholders_may_be_sampled(seen: VLMSetup, kind: Any):
     """Two tokens alone can be sampled, one of them the placeholder of images."""
     vocabulary = seen.model.config.get_text_config().vocab_size
     others = [token for token in range(vocabulary) if token not in (seen.placeholder, 40)]
@@ -99,7 +99,7 @@ def test_placeholders_may_be_sampled(seen: Seen, kind: Any):
     torch.testing.assert_close(scores, sampled, rtol=0, atol=1e-5)
 
 
-def test_a_prompt_is_computed_once_with_its_images(seen: Seen, monkeypatch):
+def test_a_prompt_is_computed_once_with_its_images(seen: VLMSetup, monkeypatch):
     calls, plain = [], seen.model.model.get_image_features
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -114,8 +114,8 @@ def test_a_prompt_is_computed_once_with_its_images(seen: Seen, monkeypatch):
 
 
 def test_the_same_words_under_another_picture_are_another_prompt():
-    seen = make_seen("qwen2_vl")
-    prompts = [example_prompt(seen.processor, images=[picture(color)]) for color in ("red", "blue")]
+    seen = make_vlm_setup("qwen2_vl")
+    prompts = [example_prompt(seen.processor, images=[make_image(color)]) for color in ("red", "blue")]
     assert prompts[0].ids == prompts[1].ids
     made = [Request(prompt.ids, seed=0, max_new_tokens=LENGTH, media=prompt.media) for prompt in prompts]
     first, second = NativeEngine(seen.model).sample(made, FREE)
@@ -125,7 +125,7 @@ def test_the_same_words_under_another_picture_are_another_prompt():
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
 def test_rows_that_gave_way_go_on_behind_their_images(name: str):
     """Memory for one long prompt and a few rows: the others wait, give way and are computed anew."""
-    seen = make_seen(name)
+    seen = make_vlm_setup(name)
     free = NativeEngine(seen.model)
     expected = free.sample(requests(seen, PROMPTS * 2), FREE)
     tight = NativeEngine(seen.model, kv_memory=free.statistics.peak_bytes // 3)
@@ -136,7 +136,7 @@ def test_rows_that_gave_way_go_on_behind_their_images(name: str):
 
 
 @pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
-def test_turns_go_on_behind_images(seen: Seen, way: str):
+def test_turns_go_on_behind_images(seen: VLMSetup, way: str):
     """A second turn, whose context has a placeholder that is no image's."""
     engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
     first, between = seen.cases[0].prompt, [seen.placeholder, 30, 31]
@@ -155,7 +155,7 @@ def test_turns_go_on_behind_images(seen: Seen, way: str):
 
 
 @pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
-def test_new_images_come_between_turns(seen: Seen, way: str):
+def test_new_images_come_between_turns(seen: VLMSetup, way: str):
     """The second turn's context has an image more than the first one's, the third's only text."""
     engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
     prompt, tool = seen.cases[0].prompt, seen.cases[2].prompt
@@ -170,7 +170,7 @@ def test_new_images_come_between_turns(seen: Seen, way: str):
             told += said.logprobs or []
             context = [*prompt.ids, *row]
             if not turn:
-                media = joined_media(prompt.media, len(said.ids), tool.media)
+                media = concat_media(prompt.media, len(said.ids), tool.media)
     if way == "kept":
         # What a turn without images kept is of no use to one with another; the last one goes on where it was.
         assert engine.statistics.num_restored == LENGTH - 1
@@ -180,7 +180,7 @@ def test_new_images_come_between_turns(seen: Seen, way: str):
     torch.testing.assert_close(scores, torch.tensor(told), rtol=0, atol=1e-5)
 
 
-def test_the_engine_is_chosen_with_images_in_sight(seen: Seen):
+def test_the_engine_is_chosen_with_images_in_sight(seen: VLMSetup):
     chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
     assert (chosen.name, chosen.reason) == (
         "native",
@@ -189,7 +189,7 @@ def test_the_engine_is_chosen_with_images_in_sight(seen: Seen):
 
 
 def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(monkeypatch, caplog):
-    seen = make_seen("gemma3")
+    seen = make_vlm_setup("gemma3")
     monkeypatch.setattr(vision, "has_bidirectional_images", lambda _type: False)
     assert choose_engine(seen.model, EngineOptions(), FREE).name == "native"
     chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
@@ -208,9 +208,9 @@ def test_a_model_that_carries_a_state_is_sampled_by_generate():
 
 
 @pytest.mark.parametrize("adapters", ["full", "lora_text", "lora_all"])
-def test_decoders_of_a_known_kind_take_the_direct_step(seen: Seen, adapters: str, caplog):
+def test_decoders_of_a_known_kind_take_the_direct_step(seen: VLMSetup, adapters: str, caplog):
     """Also under adapters of what sees alone; Gemma's layers have other norms."""
-    model = adapted(make_seen(seen.name).model, adapters)
+    model = adapted(make_vlm_setup(seen.name).model, adapters)
     probe = ProbePlan()
     with torch.no_grad(), evaluation_mode(model):
         last_logits(model, *[torch.zeros(1, dtype=torch.int64)] * 2, probe, torch.zeros(1, dtype=torch.int64))
@@ -225,7 +225,7 @@ def test_decoders_of_a_known_kind_take_the_direct_step(seen: Seen, adapters: str
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava_next"])
 def test_positions_that_are_no_places_are_left_to_the_model(name: str, monkeypatch):
     """The direct step takes a position for a place: rows behind images of Qwen's are none of its, all others are."""
-    seen, left, plain = make_seen(name), [], DecodeRunner.leave_direct
+    seen, left, plain = make_vlm_setup(name), [], DecodeRunner.leave_direct
 
     def leave(steps: DecodeRunner) -> None:
         left.append(steps)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from unordered import UnorderedSums
+from unordered_sums import UnorderedSums
 
 from groupgrad.modeling.scoring.forward import (
     ForwardOptions,

@@ -1,4 +1,4 @@
-"""Fixtures of a step over a policy small enough to see through."""
+"""Fixtures of a small policy and its batches."""
 
 from bigram_step import policy, sample, step
 

@@ -1,4 +1,4 @@
-"""What a forward pass keeps, and checkpointing where that does not fit."""
+"""The memory of activations, and gradient checkpointing where it does not fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sights import make_batch, make_seen
+from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.modeling.systems import checkpointing as memory
@@ -16,7 +16,7 @@ from groupgrad.multimodal.vlm_prompts import example_prompt
 
 
 def test_activations_are_measured_on_the_model(make_model):
-    """A layer keeps at least its inputs and the MLP's four intermediate values; twice the layers keep twice as much."""
+    """A layer saves at least its inputs and the MLP's four intermediate values; twice the layers save twice as much."""
     two, four = (activation_bytes_per_token(make_model(num_hidden_layers=n), ForwardOptions()) for n in (2, 4))
     per_layer = (four - two) / 2
     assert per_layer > 4 * (2 * 32 + 4 * 48)
@@ -28,7 +28,7 @@ def test_free_memory_is_that_of_the_device():
     assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
 
 
-def test_a_control_group_bounds_it(monkeypatch, tmp_path):
+def test_a_control_group_limits_free_memory(monkeypatch, tmp_path):
     texts = {"memory.max": "5000\n", "memory.current": "2500\n", "memory.stat": "anon 7\ninactive_file 500\n"}
 
     def read(self: Path) -> str:
@@ -42,7 +42,7 @@ def test_a_control_group_bounds_it(monkeypatch, tmp_path):
     assert free_bytes(torch.device("cpu")) > 2**20
 
 
-def test_checkpointing_goes_on_and_off_by_need(make_model, batch, monkeypatch, caplog):
+def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplog):
     model = make_model().train()
     by_need = CheckpointingByNeed(model, ForwardOptions())
     by_need.prepare(batch)
@@ -69,7 +69,7 @@ def test_checkpointing_goes_on_and_off_by_need(make_model, batch, monkeypatch, c
 
 
 @pytest.mark.parametrize("layout", ["shared", "dense"])
-def test_padding_counts_where_there_is_some(make_model, batch, monkeypatch, layout):
+def test_padding_counts_in_the_dense_layout(make_model, batch, monkeypatch, layout):
     by_need = CheckpointingByNeed(make_model(), ForwardOptions(layout=layout))
     asked = []
     monkeypatch.setattr(memory, "free_bytes", lambda device: asked.append(1) or 1 << 40)
@@ -86,7 +86,7 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch):
 
 
 def test_copies_of_weights_in_another_precision_are_no_activations(make_model):
-    """Under autocast a pass keeps bfloat16 copies of the weights, which do not grow with its tokens."""
+    """Under autocast a pass saves bfloat16 copies of the weights, which do not grow with its tokens."""
     model = make_model()
     plain = activation_bytes_per_token(model, ForwardOptions())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -115,26 +115,25 @@ def test_modes_are_left_as_they_were_by_a_measurement_that_fails(make_model, mon
     assert [name for name, module in model.named_modules() if module.training] == ["lm_head"]
 
 
-def test_what_images_keep_is_measured():
-    """Two layers of the vision tower keep at least their states and what their MLPs make of them, 16 patches each."""
-    seen = make_seen("gemma3")
-    example = example_prompt(seen.processor)
+def test_activations_of_images_are_measured():
+    """Two layers of the vision tower save at least their states and their MLPs' values for 16 patches each."""
+    vlm = make_vlm_setup("gemma3")
+    example = example_prompt(vlm.processor)
     assert memory.image_values(example.media) == 3 * 16 * 16
-    per_token = activation_bytes_per_token(seen.model, ForwardOptions())
-    per_value = memory.activation_bytes_per_value(seen.model, ForwardOptions(), example, per_token)
+    per_token = activation_bytes_per_token(vlm.model, ForwardOptions())
+    per_value = memory.activation_bytes_per_value(vlm.model, ForwardOptions(), example, per_token)
     least = 2 * 16 * 4 * (2 * 16 + 2 * 32)
     assert least < 3 * 16 * 16 * per_value < 20 * least
 
 
 @pytest.mark.parametrize(("layout", "images"), [("shared", 3), ("dense", 7)])
 def test_images_count_where_they_are_computed(monkeypatch, layout, images):
-    """Prompts of two images, of one and of none: once in the shared layout, else once a row, of which two, two and
-    three have them."""
-    seen = make_seen("gemma3")
-    by_need = CheckpointingByNeed(seen.model, ForwardOptions(layout=layout), example=example_prompt(seen.processor))
+    """Prompts with two, one and no image count once in the shared layout, else once for each of their rows."""
+    vlm = make_vlm_setup("gemma3")
+    by_need = CheckpointingByNeed(vlm.model, ForwardOptions(layout=layout), example=example_prompt(vlm.processor))
     by_need._bytes_per_token, by_need._bytes_per_value = 0.0, 1.0
     need = images * 3 * 16 * 16
-    batch = make_batch(seen, [(0, [20]), (0, [21]), (1, [22]), (2, [23]), (2, [24]), (2, [25])])
+    batch = make_batch(vlm, [(0, [20]), (0, [21]), (1, [22]), (2, [23]), (2, [24]), (2, [25])])
     for share, is_on in ((0.99, True), (1.01, False)):
         monkeypatch.setattr(memory, "free_bytes", lambda device, share=share: share * need / memory.FREE_SHARE)
         by_need.prepare(batch)

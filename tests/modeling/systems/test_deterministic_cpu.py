@@ -1,4 +1,4 @@
-"""Deterministic algorithms while a model on a CPU is trained, and what was set before afterwards."""
+"""Deterministic algorithms while a model trains on a CPU, and the earlier setting afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_setting_holds_inside_and_is_restored_also_on_errors():
     assert setting() == before and not before[0]
 
 
-def test_what_the_user_asked_for_stays():
+def test_the_users_setting_stays():
     torch.use_deterministic_algorithms(True)
     try:
         before = setting()
@@ -42,8 +42,8 @@ def test_models_elsewhere_are_left_alone():
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_gradients_of_one_place_are_summed_in_order():
-    # Large and small numbers: another order gives other sums. Without the setting this fails in most rounds.
+def test_gradients_with_one_index_are_summed_in_order():
+    # Large and small values: another order gives other sums. Without the setting this fails in most repetitions.
     draw = torch.Generator().manual_seed(0)
     places, pull = torch.randint(40, (4000,), generator=draw), torch.randn(4000, 64, generator=draw)
     pull = pull * 10.0 ** torch.randint(-4, 5, pull.shape, generator=draw)

@@ -1,4 +1,4 @@
-"""Memory that runs out where no gradient is computed."""
+"""Out-of-memory errors in passes without gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ERRORS: list[Exception] = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:30])
-def test_what_is_an_error_of_memory(error):
+def test_out_of_memory_errors(error):
     assert is_out_of_memory(error)
 
 
@@ -52,13 +52,13 @@ def test_what_is_an_error_of_memory(error):
         "mat1 and mat2 shapes cannot be multiplied",
     ],
 )
-def test_what_is_not(text):
+def test_other_errors_are_no_out_of_memory_errors(text):
     assert not is_out_of_memory(RuntimeError(text))
 
 
 @pytest.fixture
 def batch() -> Batch:
-    """Five rows of 4, 0, 6, 3 and 5 tokens behind two prompts."""
+    """Five rows of 4, 0, 6, 3 and 5 tokens that continue two prompts."""
     lengths = torch.tensor([4, 0, 6, 3, 5])
     stream = torch.Generator().manual_seed(0)
     return Batch(
@@ -76,7 +76,7 @@ def batch() -> Batch:
 
 @pytest.fixture
 def cramped(make_model, monkeypatch):
-    """`cramped(most)`: a model that runs out of memory above so many tokens, and the tokens of its passes."""
+    """`cramped(most)`: a model that runs out of memory above `most` tokens, and the tokens of its passes."""
     shortage._warn_once.cache_clear()
 
     def make(most: int) -> tuple[Any, list[int]]:
@@ -126,7 +126,7 @@ def test_one_row_that_does_not_fit_is_an_error(cramped, batch):
     assert passes == [21, 6, 18, 8]
 
 
-def test_a_model_that_ranks_go_through_together_is_not_asked_for_parts(cramped, batch, monkeypatch):
+def test_a_sharded_model_is_not_scored_in_parts(cramped, batch, monkeypatch):
     model, passes = cramped(12)
     monkeypatch.setattr(forward, "is_sharded", lambda model: True)
     with pytest.raises(RuntimeError, match="could not create a primitive"):
@@ -147,10 +147,10 @@ def test_other_errors_pass(batch):
 
 
 class _Large:
-    """Stands for a tensor."""
+    """Replaces a tensor."""
 
 
-def test_an_error_that_is_still_to_be_raised_holds_nothing_of_what_failed():
+def test_release_frames_frees_the_locals_of_the_failed_functions():
     held: list[Any] = []
 
     def attempt() -> None:

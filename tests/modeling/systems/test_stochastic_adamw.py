@@ -1,4 +1,4 @@
-"""Updates smaller than half a step of bfloat16 arrive on average, and the same run rounds alike."""
+"""Updates below half the spacing of bfloat16 are kept on average, and runs with one seed round alike."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def stream(seed: int = 0) -> torch.Generator:
     ("value", "below", "above"),
     [(1.001, 1.0, 1.0078125), (-1.001, -1.0, -1.0078125), (3.3e-5, 3.2901764e-5, 3.3140182e-5), (300.5, 300.0, 302.0)],
 )
-def test_a_number_becomes_one_of_its_neighbours_and_on_average_itself(value: float, below: float, above: float):
-    """bfloat16 has 7 bits behind the leading one: 1/128 between 1 and 2, 2 between 256 and 512."""
+def test_rounding_gives_a_neighbour_and_on_average_the_value(value: float, below: float, above: float):
+    """bfloat16 has 7 mantissa bits: its spacing is 1/128 between 1 and 2, and 2 between 256 and 512."""
     found = round_stochastically(torch.full((200_000,), value), stream()).float()
     low, high = (torch.tensor(x).bfloat16().float() for x in (below, above))
     assert set(found.unique().tolist()) == {low.item(), high.item()}
@@ -32,7 +32,7 @@ def test_a_number_becomes_one_of_its_neighbours_and_on_average_itself(value: flo
     assert float(found.double().mean()) == pytest.approx(value, rel=2e-5)
 
 
-def test_what_bfloat16_has_stays():
+def test_bfloat16_values_stay():
     values = torch.tensor([0.0, -0.0, 1.0, -2.5, 1e30, math.inf, -math.inf, math.nan]).bfloat16().float()
     for seed in range(20):
         found = round_stochastically(values, stream(seed)).float()
@@ -50,8 +50,8 @@ def step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: to
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_one_step_is_adamws_rounded(decay: float):
-    """Within one step of bfloat16 of what float32 weights become, on either side."""
+def test_one_step_is_that_of_adamw_rounded(decay: float):
+    """Within one bfloat16 spacing of the update of float32 weights, on either side."""
     gradient = torch.linspace(-1, 1, 4096)
     ours, plain = weight(torch.bfloat16), weight(torch.float32)
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": decay}
@@ -70,7 +70,7 @@ def test_one_step_is_adamws_rounded(decay: float):
 
 
 def test_small_updates_add_up():
-    """A hundred steps of 1e-4 on weights about 1, where half a step of bfloat16 is 0.0039."""
+    """A hundred updates of 1e-4 on weights about 1, where half the spacing of bfloat16 is 0.0039."""
     ours, plain = weight(torch.bfloat16), weight(torch.bfloat16)
     first, second = StochasticAdamW([ours], lr=1e-4), torch.optim.AdamW([plain], lr=1e-4, weight_decay=0.0)
     start = ours.detach().clone()
@@ -84,7 +84,7 @@ def test_small_updates_add_up():
 
 
 def test_the_noise_follows_from_seed_parameter_and_step():
-    """Whatever else draws random numbers; a resumed run goes on bit for bit, from moments in float32."""
+    """Other random numbers do not matter; a resumed run with float32 moments is bitwise equal."""
 
     def run(seed: int, resume: bool = False) -> list[torch.Tensor]:
         parameters = [weight(torch.bfloat16), weight(torch.bfloat16)]
@@ -125,7 +125,7 @@ def test_parameters_without_a_gradient_and_a_closure():
     assert float((used - weight(torch.bfloat16, 8)).float().max()) < -0.09
 
 
-def test_other_types_are_refused():
+def test_other_dtypes_are_rejected():
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}).to(torch.bfloat16)
     check_parameters(model)
     model["b"].to(torch.float32).requires_grad_(False)

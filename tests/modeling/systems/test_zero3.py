@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from sights import make_seen
 from torch import nn
+from vlm_batches import make_vlm_setup
 
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
@@ -27,7 +27,7 @@ class Status(Enum):
 
 
 class OneRank:
-    """All of a model's parameters, on the one rank that there is; `most` numbers were whole at the same time."""
+    """A single rank with all shards of a model; `most` is the largest number of elements gathered at once."""
 
     def __init__(self, model: nn.Module):
         self.now = self.most = 0
@@ -58,19 +58,19 @@ def batch(model: Any) -> Any:
     return random_batch(model)
 
 
-def test_passes_find_each_modules_parameters_and_let_them_go(model, batch):
+def test_passes_gather_and_free_the_parameters_of_each_module(model, batch):
     options = ForwardOptions(temperature=0.7)
     expected, size = score_without_gradient(model, batch, options), num_parameters(model)
     rank = OneRank(model)
     found = score_without_gradient(model, batch, options)
-    # Norms of sharded models are computed by the model.
+    # A sharded model computes its norms itself.
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=2e-6)
     torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=2e-6)
     assert rank.now == 0 and 0 < rank.most < size / 4
     assert is_sharded(model) and num_parameters(model) == size
 
 
-def test_the_layout_is_tried_on_parts(model):
+def test_the_layout_check_runs_on_a_sharded_model(model):
     expected = check_layout(model, ForwardOptions())
     rank = OneRank(model)
     with gather_per_module(model):
@@ -79,7 +79,7 @@ def test_the_layout_is_tried_on_parts(model):
 
 
 def test_the_head_gives_the_scores_and_their_gradient(model, batch):
-    """With the parameters there for the backward pass, as ZeRO's hooks see to."""
+    """The parameters are gathered for the backward pass, as ZeRO's hooks do."""
 
     def gradients() -> list[Any]:
         model.zero_grad()
@@ -100,7 +100,7 @@ def test_the_head_gives_the_scores_and_their_gradient(model, batch):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_rank_without_rows_goes_through_the_model(model, batch, sharded):
+def test_a_rank_without_rows_runs_the_model(model, batch, sharded):
     if sharded:
         OneRank(model)
     passes: list[int] = []
@@ -110,7 +110,7 @@ def test_a_rank_without_rows_goes_through_the_model(model, batch, sharded):
     assert passes == [1]
 
 
-def test_earlier_weights_take_the_place_of_later_ones_to_the_bit(model, batch):
+def test_a_snapshot_replaces_later_weights_bitwise(model, batch):
     rank = OneRank(model)
     expected = score_without_gradient(model, batch, ForwardOptions()).logprobs
     reference = Reference(model, adapter_is_fresh=True, is_synced=False)
@@ -119,7 +119,7 @@ def test_earlier_weights_take_the_place_of_later_ones_to_the_bit(model, batch):
     for parameter in parameters:
         parameter.ds_tensor += 0.5 * torch.randn_like(parameter.ds_tensor)
     later = [parameter.ds_tensor.clone() for parameter in parameters]
-    rank.all_gather(parameters[:2])  # small ones stay whole between passes
+    rank.all_gather(parameters[:2])  # ZeRO keeps small parameters gathered between passes
     for _ in range(2):
         with reference.active() as module:
             assert torch.equal(score_without_gradient(module, batch, ForwardOptions()).logprobs, expected)
@@ -138,21 +138,21 @@ def test_weights_are_put_back_also_on_errors(model):
     assert not first.ds_tensor.any()
 
 
-def test_whole_models_are_left_as_they_are(model):
+def test_unsharded_models_are_left_as_they_are(model):
     with gather_all(model), gather_per_module(model):
         assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_shapes_are_known_of_parts(model):
+def test_shapes_of_sharded_weights_are_known(model):
     expected = {name: tensor.shape for name, tensor in checkpoint_weights(model)}
     OneRank(model)
     assert {name: tensor.shape for name, tensor in checkpoint_weights(model, shapes_only=True)} == expected
 
 
-def test_what_does_not_go_with_it_is_said(model):
+def test_unsupported_policies_are_rejected(model):
     check_sharded_policy(model, None)
     kept: Any = SimpleNamespace(keeps_parameters=True)
     with pytest.raises(ValueError, match=r"ZeRO-3: a reference that is this adapter.*beta=0.0"):
         check_sharded_policy(model, kept)
     with pytest.raises(ValueError, match=r"Gemma3.* under DeepSpeed ZeRO-3: models that take images"):
-        check_sharded_policy(make_seen("gemma3").model, None)
+        check_sharded_policy(make_vlm_setup("gemma3").model, None)

@@ -1,4 +1,4 @@
-"""Additions whose order is left to chance."""
+"""Detects floating-point sums whose order is not deterministic on a CPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PUTS = (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._in
 
 
 class UnorderedSums(TorchDispatchMode):
-    """Notes in `found` what inside adds floating numbers up in the order in which a CPU's threads come by.
+    """Inside, records in `found` each operation that adds floats in the order in which CPU threads arrive.
 
-    PyTorch's `index_put` does so from 32,768 numbers on where places repeat, unless deterministic algorithms are asked
-    for; fewer numbers are noted too. Backward passes count where they are made inside.
+    PyTorch's `index_put` does so for repeated indices from 32,768 elements on, unless deterministic algorithms are
+    enabled; smaller ones are recorded too. Backward passes inside are recorded.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,15 @@ class UnorderedSums(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket in _PUTS:
-            into, places = args[:2]
+            into, indices = args[:2]
             adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-            if adds and into.is_floating_point() and _repeats(places):
+            if adds and into.is_floating_point() and _has_repeats(indices):
                 self.found.append((str(func), tuple(into.shape)))
         return func(*args, **kwargs)
 
 
-def _repeats(places: Sequence[torch.Tensor | None]) -> bool:
-    """True if some place is named twice; dimensions that none of `places` is for have no say."""
-    named = torch.stack([p.flatten() for p in torch.broadcast_tensors(*[p for p in places if p is not None])])
-    return named.unique(dim=1).shape[1] < named.shape[1]
+def _has_repeats(indices: Sequence[torch.Tensor | None]) -> bool:
+    """True if an index occurs twice. A None indexes a whole dimension."""
+    given = torch.broadcast_tensors(*[index for index in indices if index is not None])
+    stacked = torch.stack([index.flatten() for index in given])
+    return stacked.unique(dim=1).shape[1] < stacked.shape[1]

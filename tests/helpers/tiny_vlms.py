@@ -1,4 +1,4 @@
-"""Small random models that see, and processors for them, all made in code: nothing is downloaded or read from disk.
+"""Small random vision-language models (VLMs) and their processors, built in code without files or downloads.
 
 Each has about 50 thousand parameters, a character tokenizer and images of a few dozen pixels, so that one image is 4 to
 20 tokens.
@@ -24,7 +24,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
 NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava_next", "idefics3", "smolvlm")
-"""What `build` makes."""
+"""Model types that `build` accepts."""
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -38,7 +38,7 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 2,
 }
-_SEEN_BY_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _IDEFICS_TOKENS = (
     "<image>",
@@ -50,30 +50,30 @@ _IDEFICS_TOKENS = (
 
 
 @dataclass(slots=True)
-class Built:
-    """A model that sees and the processor that belongs to it."""
+class TinyVLM:
+    """A VLM and its processor."""
 
     model: Any
     processor: Any
 
 
-def build(name: str, seed: int = 0, **sizes: int) -> Built:
+def build(name: str, seed: int = 0, **sizes: int) -> TinyVLM:
     """The small model and the processor of one of `NAMES`; float32, on the CPU, attention "sdpa".
 
-    `sizes` are other ones for the configuration of its language model.
+    `sizes` override the config of its text model.
     """
     processor = _PROCESSORS[name]()
     torch.manual_seed(seed)
     model = _MODELS[name](processor, sizes)
-    # Standard deviations that tell one picture from another: the usual ones drown images in such small layers.
+    # Larger than usual initial weights: in such small layers the usual ones make all images look alike.
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-    return Built(model, processor)
+    return TinyVLM(model, processor)
 
 
-def picture(color: str = "red", size: tuple[int, int] = (32, 32), mark: str | None = None) -> Image.Image:
-    """A picture of one colour, with a square of another in its upper left corner if `mark` is given. (width, height)"""
+def make_image(color: str = "red", size: tuple[int, int] = (32, 32), mark: str | None = None) -> Image.Image:
+    """An image of one colour and `size` (width, height), with a square of colour `mark` in its upper left corner."""
     image = Image.new("RGB", size, color)
     if mark is not None:
         image.paste(Image.new("RGB", (max(1, size[0] // 2), max(1, size[1] // 2)), mark), (0, 0))
@@ -81,7 +81,7 @@ def picture(color: str = "red", size: tuple[int, int] = (32, 32), mark: str | No
 
 
 def question(text: str, images: int = 1) -> list[dict[str, Any]]:
-    """A conversation of one message that has places for images before its text."""
+    """A conversation of one message, image blocks first."""
     blocks = [{"type": "image"}] * images
     return [{"role": "user", "content": [*blocks, {"type": "text", "text": text}]}]
 
@@ -138,9 +138,9 @@ def chat_template(placeholder: str, *, tools: bool = True) -> str:
 
 
 def _without_videos(base: type) -> type:
-    """The processor class with no video processor, which without torchvision cannot be made.
+    """The processor class without a video processor, which needs torchvision.
 
-    Its name is kept: transformers looks at it.
+    Its name stays the same, since transformers reads it.
     """
 
     def check(self: Any, argument_name: str, argument: Any) -> Any:
@@ -152,7 +152,7 @@ def _without_videos(base: type) -> type:
 
 
 class _NoVideos(dict):  # type: ignore[type-arg]
-    """Stands where a video processor would be; a dict, since it is saved as JSON."""
+    """Replaces a video processor; a dict, since it is saved as JSON."""
 
     model_input_names: tuple[str, ...] = ()
     merge_size = 2
@@ -173,7 +173,7 @@ def _qwen_processor(base: type, patch_size: int) -> Any:
         size={"shortest_edge": factor * factor, "longest_edge": 16 * factor * factor},
     )
     tokenizer = make_tokenizer(*_QWEN_TOKENS)
-    template = chat_template(_SEEN_BY_QWEN)
+    template = chat_template(_QWEN_IMAGE)
     return _without_videos(base)(images, tokenizer, _NoVideos(), chat_template=template)
 
 
@@ -215,7 +215,7 @@ def _idefics3_processor() -> Any:
 def _smolvlm_processor() -> Any:
     from transformers.models.smolvlm import processing_smolvlm
 
-    # Only the words of videos need the package; they are not used here.
+    # Only prompts with videos need the package num2words.
     processing_smolvlm.num2words = processing_smolvlm.num2words or str
     images = SmolVLMImageProcessorPil(**_idefics_sizes())
     tokenizer = make_tokenizer(*_IDEFICS_TOKENS)
@@ -257,7 +257,7 @@ def _qwen_ids(processor: Any) -> dict[str, int]:
 
 
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-_QWEN_SIGHT = {
+_QWEN_VISION = {
     "depth": 2,
     "hidden_size": 16,
     "out_hidden_size": 32,
@@ -275,21 +275,21 @@ def _qwen2_vl(processor: Any, sizes: dict[str, int]) -> Any:
 
 
 def _qwen2_5_vl(processor: Any, sizes: dict[str, int]) -> Any:
-    vision = {**_QWEN_SIGHT, "window_size": 16, "fullatt_block_indexes": [1]}
+    vision = {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
     text = _text(processor, sizes, rope_parameters=dict(_MROPE))
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(processor))
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def _qwen3_vl(processor: Any, sizes: dict[str, int]) -> Any:
-    vision = {**_QWEN_SIGHT, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    vision = {**_QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
     rope = {**_MROPE, "mrope_interleaved": True}
     text = _text(processor, sizes, head_dim=8, rope_parameters=rope)
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **_qwen_ids(processor))
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-_SIGHT = {
+_VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -301,11 +301,11 @@ _SIGHT = {
 
 def _gemma3(processor: Any, sizes: dict[str, int]) -> Any:
     number = _ids(processor)
-    # One layer sees a few tokens back, the other all of them.
+    # One layer with a sliding window, one with full attention.
     layers = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.Gemma3Config(
         text_config=_text(processor, sizes, head_dim=8, query_pre_attn_scalar=8, **layers),
-        vision_config=dict(_SIGHT, vision_use_head=False),
+        vision_config=dict(_VISION, vision_use_head=False),
         mm_tokens_per_image=4,
         boi_token_index=number("<start_of_image>"),
         eoi_token_index=number("<end_of_image>"),
@@ -318,7 +318,7 @@ def _gemma3(processor: Any, sizes: dict[str, int]) -> Any:
 def _llava_next(processor: Any, sizes: dict[str, int]) -> Any:
     config = transformers.LlavaNextConfig(
         text_config=transformers.LlamaConfig(**_text(processor, sizes)),
-        vision_config=transformers.CLIPVisionConfig(**{**_SIGHT, "patch_size": 8, "projection_dim": 16}),
+        vision_config=transformers.CLIPVisionConfig(**{**_VISION, "patch_size": 8, "projection_dim": 16}),
         image_token_index=_ids(processor)("<image>"),
         image_grid_pinpoints=_PINPOINTS,
         image_seq_length=4,
@@ -330,7 +330,7 @@ def _llava_next(processor: Any, sizes: dict[str, int]) -> Any:
 def _idefics(config_class: type, model_class: type, processor: Any, sizes: dict[str, int]) -> Any:
     config = config_class(
         text_config=transformers.LlamaConfig(**_text(processor, sizes)),
-        vision_config=dict(_SIGHT),
+        vision_config=dict(_VISION),
         image_token_id=_ids(processor)("<image>"),
         scale_factor=2,
         pad_token_id=0,

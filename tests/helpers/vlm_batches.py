@@ -1,4 +1,4 @@
-"""Prompts with and without images, batches of rows behind them, and what a model that sees says of each row alone."""
+"""Prompts with and without images, batches of their rows, and the log-probs of a VLM for each row alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_vlms import NAMES, TinyVLM, build, make_image, question
 from torch import nn
-from vision import NAMES, Built, build, picture, question
 
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
@@ -22,33 +22,33 @@ __all__ = [
     "ADAPTERS",
     "NAMES",
     "Case",
-    "Seen",
+    "VLMSetup",
     "adapted",
-    "joined_media",
+    "concat_media",
     "make_batch",
     "make_hybrid",
-    "make_seen",
+    "make_vlm_setup",
     "plain_logprobs",
 ]
 
 ADAPTERS = ("full", "lora_text", "lora_all")
-"""All weights; an adapter on the language model's attention; one on every linear layer, of the vision tower too."""
+"""All weights; LoRA on the text model's attention; LoRA on every linear layer, the vision tower included."""
 
 ROWS = ((0, [20, 21, 30, 40, 1]), (1, [22, 23, 24]), (0, [33, 50]), (2, [19, 25, 1]), (2, [44]), (1, [40, 41]), (0, []))
-"""(prompt, completion) of rows: groups apart from each other, rows of several, one and no image, an empty one."""
+"""(prompt, completion) of rows: interleaved groups, rows with several, one and no image, an empty completion."""
 
 
 @dataclass(slots=True)
 class Case:
-    """A prompt, and what the processor itself gives for it."""
+    """A prompt and the processor's own model inputs for it."""
 
     prompt: Prompt
     inputs: dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
-class Seen:
-    """A small model that sees and prompts for it: with two images of several sizes, with none, with one."""
+class VLMSetup:
+    """A small VLM and three prompts: with two images of different sizes, with none, with one."""
 
     name: str
     model: Any
@@ -57,17 +57,17 @@ class Seen:
 
     @property
     def placeholder(self) -> int:
-        """The token id that stands for (a piece of) an image."""
+        """Token id of an image's placeholder."""
         return int(self.model.config.image_token_id)
 
 
-def make_seen(name: str) -> Seen:
-    """The model of one of `NAMES` in evaluation mode, with its prompts."""
+def make_vlm_setup(name: str) -> VLMSetup:
+    """The VLM of one of `NAMES` in evaluation mode, with its prompts."""
     return with_prompts(name, build(name))
 
 
-def make_hybrid() -> Seen:
-    """Qwen3.5: a layer of linear attention, which carries a state, and one of attention; sees as Qwen3-VL does."""
+def make_hybrid() -> VLMSetup:
+    """Qwen3.5: one layer of linear attention (recurrent), one of full attention, and the vision tower of Qwen3-VL."""
     built = build("qwen3_vl")
     config, text = built.model.config, built.model.config.text_config.to_dict()
     vision = {**config.vision_config.to_dict(), "model_type": "qwen3_5"}
@@ -84,18 +84,22 @@ def make_hybrid() -> Seen:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-    return with_prompts("qwen3_5", Built(model, built.processor))
+    return with_prompts("qwen3_5", TinyVLM(model, built.processor))
 
 
-def with_prompts(name: str, built: Built) -> Seen:
+def with_prompts(name: str, built: TinyVLM) -> VLMSetup:
     """The model in evaluation mode, with its prompts."""
-    pictures = [[picture("red", (40, 30)), picture("blue", (20, 50), "green")], [], [picture("green", (32, 20))]]
+    pictures = [
+        [make_image("red", (40, 30)), make_image("blue", (20, 50), "green")],
+        [],
+        [make_image("green", (32, 20))],
+    ]
     texts = ("what is it", "hello", "one?")
     cases = [_case(built, text, images, group) for group, (text, images) in enumerate(zip(texts, pictures))]
-    return Seen(name, built.model.eval(), built.processor, cases)
+    return VLMSetup(name, built.model.eval(), built.processor, cases)
 
 
-def _case(built: Built, text: str, images: list[Any], group: int) -> Case:
+def _case(built: TinyVLM, text: str, images: list[Any], group: int) -> Case:
     written = built.processor.apply_chat_template(
         question(text, len(images)), add_generation_prompt=True, tokenize=False
     )
@@ -111,7 +115,7 @@ def _case(built: Built, text: str, images: list[Any], group: int) -> Case:
 
 
 def adapted(model: Any, adapters: str) -> Any:
-    """The model under one of `ADAPTERS`, whose weights are drawn at random."""
+    """The model with one of `ADAPTERS`, randomly initialised."""
     if adapters == "full":
         return model
     from peft import LoraConfig, get_peft_model
@@ -123,19 +127,19 @@ def adapted(model: Any, adapters: str) -> Any:
 
 
 def make_batch(
-    seen: Seen, rows: Sequence[tuple[int, list[int]]] = ROWS, samples: Sequence[Sample] | None = None
+    vlm: VLMSetup, rows: Sequence[tuple[int, list[int]]] = ROWS, samples: Sequence[Sample] | None = None
 ) -> Batch:
-    """Rows behind the prompts as a batch; completions are those of the samples if given."""
+    """A batch of rows that continue the prompts, with the completions of `samples` if given."""
     completions = [ids for _, ids in rows] if samples is None else [sample.ids for sample in samples]
     rollouts = [
-        Rollout(seen.cases[group].prompt, i, ids, "eos", "", "")
+        Rollout(vlm.cases[group].prompt, i, ids, "eos", "", "")
         for i, ((group, _), ids) in enumerate(zip(rows, completions))
     ]
     return collate(rollouts, [0.0] * len(rollouts), mask_truncated=False)
 
 
-def joined_media(first: Media, gap: int, second: Media) -> Media:
-    """All images of a row that has some, then `gap` tokens of text, then a tool's output with others."""
+def concat_media(first: Media, gap: int, second: Media) -> Media:
+    """The images of a prompt and of a tool reply, with `gap` text tokens between them."""
     types = {
         name: torch.cat([value, value.new_zeros(gap), second.token_tensors[name]])
         for name, value in first.token_tensors.items()
@@ -145,11 +149,11 @@ def joined_media(first: Media, gap: int, second: Media) -> Media:
     )
 
 
-def plain_logprobs(model: nn.Module, seen: Seen, rows: Sequence[tuple[int, list[int]]] = ROWS) -> torch.Tensor:
-    """(L,) log-probs of the completions, each row from a call of its own with what the processor gave."""
+def plain_logprobs(model: nn.Module, vlm: VLMSetup, rows: Sequence[tuple[int, list[int]]] = ROWS) -> torch.Tensor:
+    """(L,) log-probs of the completions, one forward pass a row on the processor's own inputs."""
     parts = []
     for group, completion in rows:
-        inputs = dict(seen.cases[group].inputs)
+        inputs = dict(vlm.cases[group].inputs)
         tail = torch.tensor([completion], dtype=torch.int64)
         for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
             if name in inputs:
