@@ -1,1 +1,1 @@
-"""Everything that touches a model's weights: loading, adapters, the reference, and scoring a batch's tokens."""
+"""Models: loading, adapters, the reference model, and the log-probs of a batch."""

@@ -200,16 +200,16 @@ def flat_image_inputs(
     `segments` covers at least the tokens whose rows have images.
     """
     with_images = [(segment, segment.prompt_images) for segment in segments if segment.prompt_images is not None]
-    made = _model_inputs(model, ids, with_images)
+    result = _model_inputs(model, ids, with_images)
     if any(images.rope is not None for _, images in with_images):
         rope = positions.cpu().repeat(3, 1)
         for segment, images in with_images:
             rope[:, segment.start : segment.start + segment.length] = images.rope_at(segment.first, segment.length)
-        made.rope = rope.to(ids.device)
+        result.rope = rope.to(ids.device)
     for segment, images in with_images:
         if not segment.first:
-            made.spans += [(segment.start, segment.start + a, segment.start + b) for a, b in images.spans]
-    return made
+            result.spans += [(segment.start, segment.start + a, segment.start + b) for a, b in images.spans]
+    return result
 
 
 def padded_image_inputs(
@@ -220,12 +220,12 @@ def padded_image_inputs(
     starts = starts or [0] * num_rows
     with_images = [(i, start, images) for i, (start, images) in enumerate(zip(starts, row_images)) if images]
     segments = [(ImageSegment(i * width + start, width - start, 0, images), images) for i, start, images in with_images]
-    made = _model_inputs(model, ids, segments)
+    result = _model_inputs(model, ids, segments)
     if any(images.rope is not None for *_, images in with_images):
         rope = torch.zeros(3, num_rows, width, dtype=torch.int64)
         for i, (start, images) in enumerate(zip(starts, row_images)):
             rope[:, i, start:] = torch.arange(width - start) if images is None else images.rope_at(0, width - start)
-        made.rope = rope.to(ids.device)
+        result.rope = rope.to(ids.device)
     names = {name for *_, images in with_images for name in images.media.token_tensors} & arguments(model)
     for name in names:
         types = torch.zeros(num_rows, width, dtype=torch.int64)
@@ -233,8 +233,8 @@ def padded_image_inputs(
             if name in images.media.token_tensors:
                 prompt_types = images.media.token_tensors[name][: images.num_tokens]
                 types[i, start : start + len(prompt_types)] = prompt_types
-        made.inputs[name] = types.to(ids.device)
-    return made
+        result.inputs[name] = types.to(ids.device)
+    return result
 
 
 def _model_inputs(

@@ -1,1 +1,1 @@
-"""Images: prompts that hold them, and images that tools return."""
+"""Images in prompts and in tool replies."""

@@ -1,1 +1,1 @@
-"""What a training pass needs of the machine: memory, sharding, gradient exchange, reproducible sums."""
+"""Memory, sharding, gradient averaging and deterministic sums of training passes."""
