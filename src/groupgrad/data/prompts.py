@@ -54,9 +54,7 @@ class PromptMaker:
 
     def __call__(self, row: dict[str, Any], group: int) -> Prompt:
         """The prompt of a data-set row. ValueError if it has images, no tokens, or no room for a completion."""
-        prompt, encoded = self._encode_row(row)
-        if encoded.media is None:
-            self.check_images(row)
+        prompt, encoded = self._encode_row(row, check=True)
         if not encoded.ids:
             raise ValueError(
                 f"the prompt {row['prompt']!r} gives no token at all, so there is nothing to continue; remove the row "
@@ -67,8 +65,10 @@ class PromptMaker:
         row = row if prompt is row["prompt"] else {**row, "prompt": prompt}
         return Prompt(encoded.ids, row, group, encoded.media)
 
-    def _encode_row(self, row: dict[str, Any]) -> tuple[str | Messages, Encoded]:
-        """A row's prompt with its images opened, and its model inputs."""
+    def _encode_row(self, row: dict[str, Any], *, check: bool) -> tuple[str | Messages, Encoded]:
+        """A row's prompt with its images opened, and its model inputs. `check` runs `check_images` on text rows."""
+        if check:
+            self.check_images(row)
         return row["prompt"], Encoded(self.token_ids(row["prompt"]), None)
 
     def token_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
@@ -129,7 +129,7 @@ class PromptMaker:
 
     def num_tokens(self, row: dict[str, Any]) -> int:
         """Number of tokens of a row's prompt, images included."""
-        return len(self._encode_row(row)[1].ids)
+        return len(self._encode_row(row, check=False)[1].ids)
 
     def too_long_message(self, prompt: Any, num_tokens: int) -> str:
         """Error message for a prompt that does not fit the model's context."""

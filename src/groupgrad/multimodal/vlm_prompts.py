@@ -71,14 +71,14 @@ class VisionPromptMaker(PromptMaker):
         self._template_writes: dict[tuple[str, bool], bool] = {}
         self._tokens_of_size: dict[tuple[int, int], int] = {}
 
-    def _encode_row(self, row: dict[str, Any]) -> tuple[str | Messages, Encoded]:
+    def _encode_row(self, row: dict[str, Any], *, check: bool) -> tuple[str | Messages, Encoded]:
         """A row's prompt with its images opened, and its model inputs.
 
         ImageError or VisionError for images that are unreadable or do not fit the prompt.
         """
         messages = messages_with_images(row)
         if messages is None:
-            return super()._encode_row(row)
+            return super()._encode_row(row, check=check)
         return messages, self.encode(self.render(messages), conversation_images(messages))
 
     def check_images(
