@@ -70,7 +70,10 @@ class CustomRollouts:
         size = request.num_generations
         groups = [row // size for row in request.rows]
         passed_groups = list(dict.fromkeys(groups)) if self._makes_groups else groups
-        messages = {group: self._prompt_maker.prompt_with_images(row, opened=True) for group, row in request.rows_by_group.items()}
+        messages = {
+            group: self._prompt_maker.prompt_with_images(row, opened=True)
+            for group, row in request.rows_by_group.items()
+        }
         returned = self._function([copy_containers(messages[group]) for group in passed_groups], self._trainer)
         num_returned = _num_rows(returned)
         selected = self._select_rows(groups, size, len(passed_groups), num_returned)
