@@ -16,7 +16,7 @@ from scripted_agents import EOS, TEMPLATE, call, with_tools
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.selection import EngineChoice
 from groupgrad.errors import RolloutError
 from groupgrad.trainer import build as assembly
@@ -103,7 +103,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 CHAT = [{"prompt": [{"role": "user", "content": f"Increment by {i}."}]} for i in range(1, 9)]
 
 
-class CallingEngine:
+class CallingEngine(BatchEngine):
     """Calls a tool in the first `num_calls` turns, with a number that depends on the seed, then answers."""
 
     def __init__(self, tokenizer: Any, text: Callable[[int], str], num_calls: int = 1):

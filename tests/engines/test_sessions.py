@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from groupgrad.engines.base import BatchSession, Request, Sample, SamplingOptions, Session, open_session
+from groupgrad.engines.base import BatchEngine, BatchSession, Request, Sample, SamplingOptions, Session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native import scheduler as schedule
 from groupgrad.engines.native import session as native_session
@@ -143,7 +143,7 @@ def test_a_continued_turn_says_what_the_whole_context_does(kind: str, options: S
     model = make_sinks_model() if kind == "gpt-oss (sinks)" else build(kind)
     talks = conversations()
     engine = NativeEngine(model)
-    with open_session(engine, options) as session:
+    with engine.session(options) as session:
         talk(session, talks)
     assert engine.statistics.num_restored > 0
     assert_said_as_if_alone(model, talks, options)
@@ -161,9 +161,9 @@ def test_a_continued_turn_says_what_the_whole_context_does(kind: str, options: S
 def test_options_count_for_each_turn_and_penalties_for_the_whole_context(changes: dict[str, Any], build):
     model, options = build("qwen3"), replace(OPTIONS, **changes)
     plain, talks = conversations(), conversations()
-    with open_session(NativeEngine(model), OPTIONS) as session:
+    with NativeEngine(model).session(OPTIONS) as session:
         talk(session, plain)
-    with open_session(NativeEngine(model), options) as session:
+    with NativeEngine(model).session(options) as session:
         talk(session, talks)
     assert_said_as_if_alone(model, talks, options)
     assert [s.sample.ids for t in talks for s in t.said] != [s.sample.ids for t in plain for s in t.said]
@@ -173,7 +173,7 @@ def test_a_stop_string_ends_the_turn_that_it_stands_in(make_model, make_tokenize
     model, tokenizer = make_model().eval(), make_tokenizer()
     options = replace(ENDLESS, extra={"stop_strings": ["a", "b"], "suppress_tokens": [0, 1, 2, 3, *range(10, 100)]})
     talks = [Talk([Turn([5, 6], i, 8), Turn([4, 5], i + 50, 8)]) for i in range(8)]
-    with open_session(NativeEngine(model, tokenizer=tokenizer), options) as session:
+    with NativeEngine(model, tokenizer=tokenizer).session(options) as session:
         talk(session, talks)
     assert_said_as_if_alone(model, talks, options, tokenizer)
     second = [row.said[1].sample for row in talks]
@@ -188,7 +188,7 @@ def test_rows_that_come_later_change_nothing(build):
     alone = [NativeEngine(model).sample([request], ENDLESS)[0] for request in asked]
     for order in (range(9), range(8, -1, -1)):
         found: dict[int, Sample] = {}
-        with open_session(NativeEngine(model, max_rows=4), ENDLESS) as session:
+        with NativeEngine(model, max_rows=4).session(ENDLESS) as session:
             tickets = {}
             for i in order:
                 tickets[session.submit(asked[i])] = i
@@ -204,17 +204,17 @@ def test_recorded_steps_go_on_from_turns_too(build, monkeypatch):
     model, talks = build("gemma2 (soft caps)"), conversations()
     engine = NativeEngine(model)
     monkeypatch.setattr(engine, "_recorder", lambda devices: lambda work: work)
-    with open_session(engine, OPTIONS) as session:
+    with engine.session(OPTIONS) as session:
         talk(session, talks)
     assert_said_as_if_alone(model, talks, OPTIONS)
 
 
 def test_an_engine_of_batches_has_the_same_texts(build):
     model, ours, theirs = build("qwen3"), conversations(), conversations()
-    with open_session(NativeEngine(model), OPTIONS) as session:
+    with NativeEngine(model).session(OPTIONS) as session:
         assert not isinstance(session, BatchSession)
         talk(session, ours)
-    with open_session(TransformersEngine(model), OPTIONS) as session:
+    with TransformersEngine(model).session(OPTIONS) as session:
         assert isinstance(session, BatchSession)
         assert (session.num_open, session.advance()) == (0, [])
         talk(session, theirs)
@@ -223,7 +223,7 @@ def test_an_engine_of_batches_has_the_same_texts(build):
         assert a.sample.logprobs == pytest.approx(b.sample.logprobs, rel=1e-5, abs=1e-5)
 
 
-class Scripted:
+class Scripted(BatchEngine):
     """An engine that answers each request with its seed, and notes what it was asked."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class Scripted:
 
 def test_a_batch_is_what_was_submitted_since_the_last():
     engine = Scripted()
-    with open_session(engine, OPTIONS) as session:
+    with engine.session(OPTIONS) as session:
         first = [session.submit(Request([5], seed, 3, keep=True)) for seed in (7, 8)]
         assert session.num_open == 2
         assert [(t, s.ids) for t, s in session.advance()] == [(first[0], [7]), (first[1], [8])]
@@ -258,7 +258,7 @@ def test_a_turn_costs_its_new_tokens_only(build):
         Talk([Turn(SHORT, 6, 1), Turn([26] * 10, 7, 3)]),
     ]
     engine = NativeEngine(build("qwen3"))
-    with open_session(engine, ENDLESS) as session:
+    with engine.session(ENDLESS) as session:
         talk(session, talks)
         assert engine.statistics.num_prefilled == 7 + 2 + (1 + 3) + (1 + 1) + (1 + 2) + (1 + 10)
         assert engine.statistics.num_restored == 5 + (5 + 4 + 4) + 5 + 0
@@ -274,7 +274,7 @@ def test_a_prompt_that_is_stored_is_joined(prompt: list[int], build):
     asked = [Request(prompt, seed, 4, keep=seed == 1) for seed in range(4)]
     found: dict[int, Sample] = {}
     costs = []
-    with open_session(engine, ENDLESS) as session:
+    with engine.session(ENDLESS) as session:
         for request in asked[:2]:
             session.submit(request)
         for request in asked[2:]:
@@ -370,7 +370,7 @@ def test_when_memory_is_short_what_is_kept_goes_and_rows_give_way_and_say_the_sa
         for i in range(8)
     ]
     engine = NativeEngine(model, kv_memory=tokens * BYTES)
-    with open_session(engine, ENDLESS) as session:
+    with engine.session(ENDLESS) as session:
         talk(session, talks)
     statistics = engine.statistics
     assert statistics.peak_bytes <= tokens * BYTES
@@ -420,7 +420,7 @@ def test_what_waiting_rows_take_back_is_left_to_them_up_to_half_of_the_bound(bui
 def test_a_bound_that_nobody_set_stretches_for_a_long_row(build, monkeypatch):
     monkeypatch.setattr("groupgrad.engines.native.engine.free_bytes", lambda device: 20 * BYTES)
     model, rows = build("qwen3"), [Talk([Turn(LONG, 0, 8), Turn([20, 21], 1, 20)]), Talk([Turn(SHORT, 3, 5)])]
-    with open_session(NativeEngine(model), ENDLESS) as session:
+    with NativeEngine(model).session(ENDLESS) as session:
         talk(session, rows)
     assert_said_as_if_alone(model, rows, ENDLESS)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupgrad.chat import ChatFormat
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import Environments
 from groupgrad.envs.tools import ToolOptions, make_tools
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
@@ -37,13 +37,13 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-class PlayingEngine:
+class PlayingEngine(BatchEngine):
     """Samples the text `script[r][t]` for turn t of row r, with EOS unless it ends in "..." or the budget is used up.
 
     `asked` has all requests. Log-probs are -0.5, entropies 0.25.
     """
 
-    exact = True
+    is_exact = True
 
     def __init__(self, tokenizer: Any, script: Mapping[int, Sequence[str]], phase: str = "train", number: int = 0):
         self._tokenizer = tokenizer

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 
 
-class ScriptedEngine:
+class ScriptedEngine(BatchEngine):
     """Answers the n-th request of a call with the n-th sample, and keeps what it was asked."""
 
     def __init__(self, samples: Sequence[Sample]):

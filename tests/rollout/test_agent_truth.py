@@ -13,7 +13,7 @@ from scripted_agents import EOS, SEED, ask, call, make_agents, user, with_tools
 
 from groupgrad.batch import StepTotals, TokenScores
 from groupgrad.batching.collate import collate
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
 from groupgrad.rollout.base import row_seed, turn_seed
 from groupgrad.rollout.statistics import num_tokens
@@ -32,10 +32,10 @@ def echo(text: str) -> str:
     return text
 
 
-class RandomEngine:
+class RandomEngine(BatchEngine):
     """Samples given turns for each row: ids without EOS and, except in the last turn, a call with a text."""
 
-    exact = True
+    is_exact = True
 
     def __init__(self, tokenizer: Any, rows: Sequence[Sequence[tuple[list[int], str]]]):
         self._turns = {}

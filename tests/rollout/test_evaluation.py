@@ -10,7 +10,7 @@ import torch
 
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.base import BatchEngine, SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions
@@ -82,10 +82,10 @@ def test_another_batch_number_gives_other_texts(model, tokenizer):
     assert [r.completion_ids for r in first.rollouts] != [r.completion_ids for r in other.rollouts]
 
 
-class Reporting:
+class Reporting(BatchEngine):
     """The same samples from an engine whose numbers are training's; what it says of a token tells that it was asked."""
 
-    exact = True
+    is_exact = True
 
     def __init__(self, engine: Any):
         self.inner = engine

@@ -12,6 +12,7 @@ import torch
 
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.batching import micro_batches
+from groupgrad.engines.base import BatchEngine
 from groupgrad.modeling.scoring.forward import score_without_gradient
 from groupgrad.objectives import FORWARD_AND_BACKWARD
 from groupgrad.trainer import trainer as trainer_module
@@ -32,10 +33,10 @@ def all_live(batch: Batch, *args: Any, **terms: Any) -> torch.Tensor:
     return torch.full_like(batch.prompt_of_row, FORWARD_AND_BACKWARD)
 
 
-class ExactEngine:
+class ExactEngine(BatchEngine):
     """Another engine's samples with the log-probs and entropies that the policy's modules give them."""
 
-    exact = True
+    is_exact = True
 
     def __init__(self, trainer: Any):
         self.inner, self.trainer, self.shift = trainer.engine, trainer, 0.0
@@ -52,7 +53,7 @@ class ExactEngine:
         return found
 
 
-class OtherEngine:
+class OtherEngine(BatchEngine):
     """The same samples from an engine that promises nothing and gives no entropies."""
 
     def __init__(self, trainer: Any):

@@ -16,7 +16,6 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.engines.vllm.vllm_engine import VLLMEngine
@@ -61,7 +60,7 @@ class Copy(VLLMEngine):
     @contextmanager
     def session(self, options: Any) -> Iterator[Any]:
         assert self.pushes, "sampled before any weights were sent"
-        with open_session(self.inner, options) as session:
+        with self.inner.session(options) as session:
             yield _Shifted(session, self)
 
 

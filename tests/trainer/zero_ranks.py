@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from groupgrad.engines.base import open_session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.vllm.vllm_engine import VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
@@ -71,7 +70,7 @@ class Copy(VLLMEngine):
 
     @contextmanager
     def session(self, options: Any) -> Iterator[Any]:
-        with open_session(self.inner, options) as session:
+        with self.inner.session(options) as session:
             yield _WithoutEntropies(session)
 
 

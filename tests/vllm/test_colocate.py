@@ -12,7 +12,7 @@ import pytest
 import torch
 from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requests, vary
 
-from groupgrad.engines.base import Request, open_session
+from groupgrad.engines.base import Request
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
 COLOCATE = ColocateOptions(
@@ -119,7 +119,7 @@ def test_requests_may_come_while_others_are_sampled(engine: VLLMColocateEngine, 
     engine.push(policy, 0)
     rows = requests(4, tokens=20)
     expected = [sample.ids for sample in engine.sample(rows, OPTIONS)]
-    with open_session(engine, OPTIONS) as session:
+    with engine.session(OPTIONS) as session:
         tickets = [session.submit(row) for row in rows[:2]]
         samples = dict(session.advance())
         tickets += [session.submit(row) for row in rows[2:]]

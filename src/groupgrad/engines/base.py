@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -63,15 +64,21 @@ class Sample:
 class Engine(Protocol):
     """Samples completions from the policy's present weights.
 
-    An engine may have an attribute `exact: bool`: true if its log-probs and entropies are, but for rounding, those that
-    training's modules assign in evaluation mode. Training then takes them as they are instead of computing them again.
-    Read it with `getattr(engine, "exact", False)`.
-
-    It may also have a method `session(options)`, a context manager that gives a `Session`; see `open_session`.
+    Engines that sample whole batches inherit `BatchEngine`.
     """
 
+    @property
+    def is_exact(self) -> bool:
+        """True if log-probs and entropies are, but for rounding, those that training's modules assign in evaluation
+        mode. Training then uses them instead of computing them again."""
+        ...
+
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
-        """One sample a request, in order."""
+        """One sample per request, in order."""
+        ...
+
+    def session(self, options: SamplingOptions) -> AbstractContextManager[Session]:
+        """Opens a `Session`, which accepts requests at any time."""
         ...
 
 
@@ -143,10 +150,15 @@ class BatchSession:
         """Nothing is kept, so nothing happens."""
 
 
-def open_session(engine: Engine, options: SamplingOptions) -> AbstractContextManager[Session]:
-    """A session of the engine's own if it has `session(options)`, otherwise one that samples in batches.
+class BatchEngine(ABC):
+    """Base class of engines that sample whole batches. Log-probs are not exact unless a subclass says so."""
 
-    See `Session` for what must not happen while it is open.
-    """
-    opener = getattr(engine, "session", None)
-    return nullcontext(BatchSession(engine, options)) if opener is None else opener(options)
+    is_exact: bool = False
+
+    @abstractmethod
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        """One sample per request, in order."""
+
+    def session(self, options: SamplingOptions) -> AbstractContextManager[Session]:
+        """Opens a `BatchSession`."""
+        return nullcontext(BatchSession(self, options))

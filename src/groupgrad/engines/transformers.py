@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
 from groupgrad.modeling.vlm import ModelInputs, padded_image_inputs, prompt_images
 
@@ -47,7 +47,7 @@ _LOOKS_BACK = frozenset(
 )
 
 
-class TransformersEngine:
+class TransformersEngine(BatchEngine):
     """Samples through `model.generate`, at most `max_rows` rows a call, without dropout and in evaluation mode.
 
     `precision` makes the context that training's mixed precision computes in. With `equal_lengths` prompts share a call

@@ -19,7 +19,7 @@ from typing import Any
 from groupgrad.chat import ChatFormat, PlainFormat, ToolCall, Turn
 from groupgrad.concurrency.workers import Workers
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions, open_session
+from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
@@ -77,14 +77,14 @@ class AgentRollouts:
     @property
     def is_exact(self) -> bool:
         """True if the engine's log-probs are those that training would compute."""
-        return bool(getattr(self.engine, "exact", False))
+        return self.engine.is_exact
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number; all of them run side by side."""
         self._release_scored(request)
         shared_prompts: dict[Any, tuple[Prompt, Any]] = {}
         agents = [_Agent(self, request, row, self._acquire(request, row), shared_prompts) for row in request.rows]
-        with open_session(self.engine, self.sampling) as session:
+        with self.engine.session(self.sampling) as session:
             return Driver(session, [agent.run() for agent in agents]).run()
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:

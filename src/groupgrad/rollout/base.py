@@ -52,7 +52,7 @@ class RolloutSource(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """True if its log-probs and entropies are those that training would compute (`Engine.exact`)."""
+        """True if its log-probs and entropies are those that training would compute (`Engine.is_exact`)."""
         ...
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]: ...

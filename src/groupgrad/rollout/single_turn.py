@@ -27,7 +27,7 @@ class SingleTurnRollouts:
     @property
     def is_exact(self) -> bool:
         """True if the engine's log-probs are those that training would compute."""
-        return bool(getattr(self.engine, "exact", False))
+        return self.engine.is_exact
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number."""

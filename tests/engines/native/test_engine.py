@@ -215,7 +215,7 @@ def test_weights_that_change_are_seen_at_once(build):
     after = engine.sample(requests(), OPTIONS)
     assert [s.ids for s in after] != [s.ids for s in before]
     assert_scores_are_the_trainers(model, requests(), after, OPTIONS)
-    assert engine.exact
+    assert engine.is_exact
 
 
 def test_prompts_are_computed_once_and_nothing_asked_is_nothing_sampled(build):

@@ -12,7 +12,7 @@ from tiny_vlms import make_image
 from vlm_batches import ADAPTERS, NAMES, VLMSetup, adapted, concat_media, make_batch, make_hybrid, make_vlm_setup
 
 from groupgrad.batching.collate import collate
-from groupgrad.engines.base import Request, Sample, SamplingOptions, open_session, sample_all
+from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cpp_step import CompiledModel
@@ -140,7 +140,7 @@ def test_turns_go_on_behind_images(seen: VLMSetup, way: str):
     """A second turn, whose context has a placeholder that is no image's."""
     engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
     first, between = seen.cases[0].prompt, [seen.placeholder, 30, 31]
-    with open_session(engine, FREE) as session:
+    with engine.session(FREE) as session:
         said = sample_all(session, [Request(first.ids, 1, LENGTH, keep=way == "kept", media=first.media)])[0]
         context = [*first.ids, *said.ids, *between]
         again = Request(context, 2, LENGTH, continues=0 if way == "kept" else None, media=first.media)
@@ -160,7 +160,7 @@ def test_new_images_come_between_turns(seen: VLMSetup, way: str):
     engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
     prompt, tool = seen.cases[0].prompt, seen.cases[2].prompt
     context, media, row, sampled, told = list(prompt.ids), prompt.media, [], [], []
-    with open_session(engine, FREE) as session:
+    with engine.session(FREE) as session:
         for turn, between in enumerate([tool.ids, [33, 34], []]):
             continues = turn - 1 if way == "kept" and turn else None
             request = Request(context, turn, LENGTH, continues=continues, keep=way == "kept", media=media)

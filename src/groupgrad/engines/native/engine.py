@@ -43,7 +43,7 @@ class NativeEngine:
     """
 
     _recorder = staticmethod(cuda_recorder)
-    exact = True
+    is_exact = True
     """Its log-probs are those that training assigns."""
 
     def __init__(

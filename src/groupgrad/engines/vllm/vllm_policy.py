@@ -21,7 +21,7 @@ class VLLMPolicy:
     no log-probs: for sampling options under which vLLM's are of another distribution than training's.
     """
 
-    exact = False
+    is_exact = False
     """vLLM computes with kernels of its own, from a copy of the weights."""
 
     def __init__(
