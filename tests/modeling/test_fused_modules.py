@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from pretended_gpu import Pretended, pretended_gpu, to_gpu
+from simulated_cuda import SimulatedTensor, simulated_cuda, to_cuda
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -217,7 +217,7 @@ def test_tangents_flow():
 
 @pytest.fixture
 def gpu() -> Iterator[None]:
-    with pretended_gpu():
+    with simulated_cuda():
         yield
 
 
@@ -231,14 +231,14 @@ def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype
     wide, weight = x.double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
     expected, pull = exact(wide, weight), torch.randn_like(x)
     wanted = torch.autograd.grad(expected, [wide, weight], pull.double())
-    model, x = to_gpu(model), Pretended(x).requires_grad_()
+    model, x = to_cuda(model), SimulatedTensor(x).requires_grad_()
     with compiled_parts(model):
         found = model(x)
     assert calls
     half_unit = torch.finfo(dtype).eps / 2
     # The CPU's stand-in for the kernel multiplies in float32, a few roundings of it on top.
     assert ((found.inner.double() - expected).abs() <= half_unit * expected.abs() + 4e-7 * expected.abs()).all()
-    for grad, want in zip(torch.autograd.grad(found, [x, model[0].weight], Pretended(pull)), wanted):
+    for grad, want in zip(torch.autograd.grad(found, [x, model[0].weight], SimulatedTensor(pull)), wanted):
         close = 1e-5 if dtype == torch.float32 else 0.02
         torch.testing.assert_close(grad.inner.double(), want, rtol=close, atol=close * float(want.abs().max()))
     assert "forward" not in model[0].__dict__
@@ -247,7 +247,7 @@ def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype
 def test_on_a_gpu_a_norm_of_two_types_or_in_mixed_precision_keeps_its_type(gpu, monkeypatch):
     monkeypatch.setattr(F, "rms_norm", None)
     narrow = torch.randn(5, 48).bfloat16()
-    mixed, half = to_gpu(make(Qwen3RMSNorm)), to_gpu(make(Qwen3RMSNorm).bfloat16())
+    mixed, half = to_cuda(make(Qwen3RMSNorm)), to_cuda(make(Qwen3RMSNorm).bfloat16())
     with compiled_parts(mixed), compiled_parts(half), torch.autocast("cuda", dtype=torch.bfloat16):
-        assert mixed(Pretended(narrow)).dtype == torch.float32
-        assert half(Pretended(narrow)).dtype == torch.bfloat16
+        assert mixed(SimulatedTensor(narrow)).dtype == torch.float32
+        assert half(SimulatedTensor(narrow)).dtype == torch.bfloat16

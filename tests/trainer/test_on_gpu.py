@@ -10,7 +10,7 @@ import pytest
 from accelerate.state import AcceleratorState, PartialState
 from datasets import Dataset
 from peft import LoraConfig
-from pretended_gpu import Graph, pretended_gpu, to_gpu
+from simulated_cuda import Graph, simulated_cuda, to_cuda
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.modeling.scoring import flex_attention as flex
@@ -22,7 +22,7 @@ NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismat
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     @contextmanager
     def entered() -> Iterator[None]:
-        with monkeypatch.context() as patch, pretended_gpu():
+        with monkeypatch.context() as patch, simulated_cuda():
             # Its kernel cannot be compiled here.
             patch.setattr(flex._State, "failed", True)
             patch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
@@ -72,7 +72,7 @@ def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, 
             **given,
         )
         trainer = GRPOTrainer(
-            model=to_gpu(model) if gpu else model,
+            model=to_cuda(model) if gpu else model,
             reward_funcs=lengths,
             args=config,
             train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),

@@ -1,4 +1,4 @@
-"""Steps of fixed sizes, as CUDA graphs record them, on a pretended GPU and on a real one."""
+"""Steps of fixed sizes, as CUDA graphs record them, on a simulated CUDA device and on a real one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from pretended_gpu import GPU, Graph, Pretended, Stream, pretended_gpu, stirred, to_gpu
+from simulated_cuda import GPU, Graph, SimulatedTensor, Stream, simulated_cuda, to_cuda, with_random_adapters
 from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -37,7 +37,7 @@ def wide(build: Callable[..., Any], kind: str) -> Any:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Graph, "num_recorded", 0)
     monkeypatch.setattr(Graph, "num_replayed", 0)
-    with pretended_gpu():
+    with simulated_cuda():
         yield
 
 
@@ -57,7 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], build, gpu):
     model = wide(build, kind)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
-    engine = NativeEngine(to_gpu(model), **bounds)
+    engine = NativeEngine(to_cuda(model), **bounds)
     found = engine.sample(requests(), OPTIONS)
     assert [s.ids for s in found] == [s.ids for s in expected]
     for ours, theirs in zip(found, expected):
@@ -67,9 +67,11 @@ def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], b
 
 
 def test_adapters_are_recorded_unmerged(build, gpu):
-    model = stirred(get_peft_model(wide(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])))
+    model = with_random_adapters(
+        get_peft_model(wide(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    )
     expected = NativeEngine(model).sample(requests(), OPTIONS)
-    found = NativeEngine(to_gpu(model)).sample(requests(), OPTIONS)
+    found = NativeEngine(to_cuda(model)).sample(requests(), OPTIONS)
     assert [s.ids for s in found] == [s.ids for s in expected]
     assert Graph.num_replayed > 0
 
@@ -80,7 +82,7 @@ def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypat
     monkeypatch.setattr(Graph, "capture_end", lambda graph: (end(graph), recorded.append(graph)))
     inner = wide(build, "llama")
     inner.requires_grad_(False)
-    model = to_gpu(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
+    model = to_cuda(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
     before = [p.requires_grad for p in model.parameters()]
     engine = NativeEngine(model, precision=lambda: torch.autocast("cuda", dtype=torch.bfloat16))
     engine.sample(requests(), OPTIONS)
@@ -95,7 +97,7 @@ def test_what_a_graph_reads_lives_as_long(gpu):
     """Mixed precision's casts go when any thread leaves it, a tool's for one."""
     record = graphs.cuda_recorder({GPU})
     assert record is not None
-    cast, stored = Pretended(torch.ones(2, 3)), Pretended(torch.ones(3))
+    cast, stored = SimulatedTensor(torch.ones(2, 3)), SimulatedTensor(torch.ones(3))
     replay: Any = record(lambda: cast.t().mul(2).t().add(stored), [stored])
     inputs = [tensor.inner.untyped_storage()._cdata for tensor in replay.inputs]
     assert inputs == [cast.inner.untyped_storage()._cdata]
@@ -103,7 +105,7 @@ def test_what_a_graph_reads_lives_as_long(gpu):
 
 
 def test_memory_for_casts_is_left_beside_keys_and_values(build, gpu):
-    model = to_gpu(build("llama", max_position_embeddings=256))
+    model = to_cuda(build("llama", max_position_embeddings=256))
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     assert cast_bytes(model, GPU) == 0
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -112,7 +114,7 @@ def test_memory_for_casts_is_left_beside_keys_and_values(build, gpu):
 
 
 def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu):
-    engine = NativeEngine(to_gpu(wide(build, "qwen3")))
+    engine = NativeEngine(to_cuda(wide(build, "qwen3")))
     with engine.session(replace(OPTIONS, max_new_tokens=50, eos_ids=())) as session:
         for i in range(24):
             session.submit(Request([5 + i, 6], i, 50))
@@ -127,7 +129,7 @@ def test_a_ragged_batch_is_recorded_few_times(build, gpu):
     """128 rows in groups of 16, lengths geometric up to 120: 128, 96, 64, ..., 1 rows, 64 or 120 places."""
     lengths = random.Random(0)
     asked = [Request([5 + i // 16] * 30, i, min(120, 1 + int(lengths.expovariate(1 / 30)))) for i in range(128)]
-    engine = NativeEngine(to_gpu(wide(build, "qwen3")))
+    engine = NativeEngine(to_cuda(wide(build, "qwen3")))
     engine.sample(asked, replace(OPTIONS, max_new_tokens=120, eos_ids=()))
     assert engine.statistics.num_steps == max(request.max_new_tokens for request in asked) - 1
     assert Graph.num_recorded <= 12
@@ -138,7 +140,7 @@ def test_scores_are_not_rounded_to_half_precision(gpu):
         torch.full((1, 1, 2), 3.0, dtype=torch.bfloat16),
         torch.tensor([[[5.0, 0.03125]]], dtype=torch.bfloat16),
     )
-    found = products(Pretended(query), Pretended(key), 0.5)
+    found = products(SimulatedTensor(query), SimulatedTensor(key), 0.5)
     assert found.dtype == torch.float32
     assert found.tolist() == [[[7.546875]]]  # of one bit more than bfloat16 has
 
@@ -160,7 +162,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, m
     model = wide(build, "qwen3")
     expected = NativeEngine(model).sample(requests(), OPTIONS)
     model.model.layers[0].mlp = Looking(model.model.layers[0].mlp)
-    engine = NativeEngine(to_gpu(model))
+    engine = NativeEngine(to_cuda(model))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert [s.ids for s in engine.sample(requests(), OPTIONS)] == [s.ids for s in expected]
@@ -175,7 +177,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, m
 def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
     closed = []
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)
-    numbers = Pretended(torch.ones(3))
+    numbers = SimulatedTensor(torch.ones(3))
 
     def work() -> torch.Tensor:
         if Graph.recording is not None:
@@ -191,7 +193,7 @@ def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
 
 
 def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, monkeypatch):
-    model = to_gpu(wide(build, "qwen3"))
+    model = to_cuda(wide(build, "qwen3"))
     engine = NativeEngine(model)
 
     def full(graph: Graph, **_: Any) -> None:

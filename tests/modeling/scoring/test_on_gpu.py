@@ -1,4 +1,4 @@
-"""The training pass on a pretended GPU: no tensor of the CPU among its own, and the numbers of the CPU."""
+"""The training pass on a simulated CUDA device: no tensor of the CPU among its own, and the numbers of the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from pretended_gpu import GPU, Pretended, pretended_gpu, stirred, to_gpu
+from simulated_cuda import GPU, SimulatedTensor, simulated_cuda, to_cuda, with_random_adapters
 from torch import nn
 
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
@@ -45,12 +45,12 @@ def numbers(model: nn.Module, batch: Any, way: ForwardOptions) -> tuple[torch.Te
 
 def compare(model: nn.Module, batch: Any, way: ForwardOptions) -> None:
     expected = numbers(model, batch, way)
-    on_gpu = to_gpu(copy.deepcopy(model))
-    with pretended_gpu():
+    on_gpu = to_cuda(copy.deepcopy(model))
+    with simulated_cuda():
         found = numbers(on_gpu, batch.to(GPU), way)
     logprobs, gradient = found
-    assert isinstance(logprobs, Pretended)
-    assert isinstance(gradient, Pretended)
+    assert isinstance(logprobs, SimulatedTensor)
+    assert isinstance(gradient, SimulatedTensor)
     torch.testing.assert_close(logprobs.inner, expected[0], rtol=1e-5, atol=1e-5)
     assert float((gradient.inner - expected[1]).norm() / expected[1].norm()) < 1e-5
 
@@ -65,7 +65,7 @@ def test_layouts_and_heads_compute_on_the_gpu_alone(kind: str, build, batch):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_adapters_and_gradient_checkpointing_do(use_reentrant: bool, build, batch):
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"])
-    model: Any = stirred(get_peft_model(build("llama"), config))
+    model: Any = with_random_adapters(get_peft_model(build("llama"), config))
     model.enable_input_require_grads()
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})

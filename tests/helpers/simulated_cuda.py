@@ -1,11 +1,11 @@
-"""A GPU that is not there: tensors that say they lie on one are computed on the CPU, by a GPU's rules.
+"""Simulates a CUDA device for tests: tensors report device "cuda" and are computed on the CPU under a GPU's rules.
 
-Inside `pretended_gpu()` devices named "cuda" exist for tensors and modules. An operation over tensors of both devices
-is an error as it is with a real one, and so is a look at memory from outside (`numpy`, `data_ptr`). `Graph` records
-operations as CUDA graphs do: repeated are the very operations on the very tensors, with the numbers that Python gave
-them at the time, and nothing that has to wait for the GPU may be recorded.
+Inside `simulated_cuda()`, tensors and modules can be created on and moved to "cuda". An operation that mixes tensors of
+both devices raises, as on a real GPU, and so does direct access to memory (`numpy`, `data_ptr`). `Graph` simulates CUDA
+graphs: a replay repeats the recorded operations on the recorded tensors with the Python numbers of the recording, and
+operations that synchronise with the device must not be recorded.
 
-What speed, precision, streams and kernels of a real GPU do is not seen here.
+Speed, precision, streams and kernels of a real GPU are not simulated.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _INDEXING = frozenset(
         torch.ops.aten._index_put_impl_.default,
     }
 )
-_WAITS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
+_SYNCHRONISING = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
 
 
-class Pretended(torch.Tensor):
-    """A tensor that says it lies on a GPU."""
+class SimulatedTensor(torch.Tensor):
+    """A tensor that reports device "cuda"; its values are in `inner`, on the CPU."""
 
     inner: torch.Tensor
     device = property(lambda self: GPU)  # pyright: ignore
@@ -48,35 +48,35 @@ class Pretended(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Pretended:
+    def __new__(cls, inner: torch.Tensor) -> SimulatedTensor:
         assert type(inner) is torch.Tensor, type(inner)
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device="cpu"
         )
-        made.inner = inner
-        return made
+        tensor.inner = inner
+        return tensor
 
     def __init__(self, inner: torch.Tensor):
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
-        return f"Pretended({self.inner!r})"
+        return f"SimulatedTensor({self.inner!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Pretended:
-        return Pretended(inner["inner"])
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> SimulatedTensor:
+        return SimulatedTensor(inner["inner"])
 
     def get_device(self) -> int:  # pyright: ignore
         return 0
 
     def data_ptr(self) -> int:
-        raise RuntimeError("memory of a GPU is no memory of this process")
+        raise RuntimeError("the memory of a GPU is not addressable from this process")
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # pyright: ignore
-        # What is saved is read on the CPU.
+        # Saved tensors are loaded on the CPU.
         return self.inner.__reduce_ex__(protocol)
 
     def storage(self) -> Any:
@@ -89,23 +89,23 @@ class Pretended(torch.Tensor):
         raise TypeError("can't convert a tensor of a GPU to numpy; copy it to host memory first")
 
     def tolist(self) -> Any:
-        _wait("tolist")
+        _synchronise("tolist")
         return self.inner.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _refuse_mixtures(func, args, kwargs)
-        if func in _WAITS or (func in _INDEXING and _has_bool_index(args)):
-            _wait(str(func))
-        plain_args, plain_kwargs = tree_map_only(Pretended, lambda x: x.inner, (args, kwargs))
+        _check_devices(func, args, kwargs)
+        if func in _SYNCHRONISING or (func in _INDEXING and _has_bool_index(args)):
+            _synchronise(str(func))
+        plain_args, plain_kwargs = tree_map_only(SimulatedTensor, lambda x: x.inner, (args, kwargs))
         if Graph.recording is not None and func in _MOVES and any(type(x) is torch.Tensor and x.dim() for x in args):
-            _wait(f"{func} between devices")
-        run = _ON_GPUS_ALONE.get(func, func)
-        found = run(*plain_args, **plain_kwargs)
+            _synchronise(f"{func} between devices")
+        run = _CUDA_ONLY_OPS.get(func, func)
+        output = run(*plain_args, **plain_kwargs)
         if Graph.recording is not None:
-            Graph.recording.calls.append((run, plain_args, plain_kwargs, found))
-        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(torch.Tensor, Pretended, found))
+            Graph.recording.calls.append((run, plain_args, plain_kwargs, output))
+        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(torch.Tensor, SimulatedTensor, output))
 
 
 def _histogram(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -117,28 +117,28 @@ def _wide_products(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
     return torch.bmm(first.to(dtype), second.to(dtype))
 
 
-_ON_GPUS_ALONE = {
+_CUDA_ONLY_OPS = {
     torch.ops.aten.histc.default: _histogram,  # of whole numbers
     torch.ops.aten.bmm.dtype: _wide_products,
 }
 
 
-def _wait(what: str) -> None:
+def _synchronise(operation: str) -> None:
     if Graph.recording is not None:
         Graph.recording.is_broken = True
-        raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+        raise RuntimeError(f"{operation}: operation not permitted when stream is capturing")
 
 
-def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:
+def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
     if func in _MOVES:
         return
     if func in _INDEXING:
-        # Indices may lie on the CPU.
+        # Index tensors may be on the CPU.
         args = (args[0], *args[2:])
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-    strangers = [x for x in tensors if not isinstance(x, Pretended) and x.dim()]
-    if strangers and len(strangers) < len(tensors):
-        raise RuntimeError(f"{func}: expected all tensors to be on the same device; {strangers[0]!r} is on the CPU")
+    cpu_tensors = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim()]
+    if cpu_tensors and len(cpu_tensors) < len(tensors):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device; {cpu_tensors[0]!r} is on the CPU")
 
 
 def _has_bool_index(args: Any) -> bool:
@@ -148,33 +148,33 @@ def _has_bool_index(args: Any) -> bool:
 class _Upload(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        _wait("a copy to the GPU")
-        return Pretended(tensor.detach().clone())
+        _synchronise("a copy to the GPU")
+        return SimulatedTensor(tensor.detach().clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        return gradient.inner if isinstance(gradient, Pretended) else gradient
+        return gradient.inner if isinstance(gradient, SimulatedTensor) else gradient
 
 
 class _Download(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Pretended) -> torch.Tensor:  # pyright: ignore
-        _wait("a copy from the GPU")
+    def forward(ctx: Any, tensor: SimulatedTensor) -> torch.Tensor:  # pyright: ignore
+        _synchronise("a copy from the GPU")
         return tensor.inner.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        return Pretended(gradient.detach())
+        return SimulatedTensor(gradient.detach())
 
 
-class _Rules(TorchFunctionMode):
-    """Makes and moves tensors where callers ask for a GPU."""
+class _DeviceMode(TorchFunctionMode):
+    """Creates tensors on the simulated device, and moves them between devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             return _move(func, args, kwargs)
-        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], Pretended):
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], SimulatedTensor):
             return _copied(*args)
         kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
@@ -182,16 +182,16 @@ class _Rules(TorchFunctionMode):
             return func(*args, **kwargs)
         on_gpu = torch.device(device).type == "cuda"
         kwargs["device"] = "cpu"
-        if args and isinstance(args[0], Pretended):
-            # `new_zeros`, `zeros_like` and their like.
-            found = func(*args, **kwargs)
-            return found if on_gpu else found.inner
-        found = func(*args, **kwargs)
-        if not on_gpu or isinstance(found, Pretended):
-            return found
+        if args and isinstance(args[0], SimulatedTensor):
+            # `new_zeros`, `zeros_like` and similar functions.
+            result = func(*args, **kwargs)
+            return result if on_gpu else result.inner
+        result = func(*args, **kwargs)
+        if not on_gpu or isinstance(result, SimulatedTensor):
+            return result
         if func is torch.tensor or func is torch.as_tensor:
-            _wait("a copy to the GPU")
-        return Pretended(found.detach()).requires_grad_(found.requires_grad)
+            _synchronise("a copy to the GPU")
+        return SimulatedTensor(result.detach()).requires_grad_(result.requires_grad)
 
 
 def _move(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -201,24 +201,24 @@ def _move(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         targets = [x for x in targets if not isinstance(x, bool)]
         dtypes = [x for x in [*rest, *kwargs.values()] if isinstance(x, torch.dtype)]
         dtypes += [x.dtype for x in targets if isinstance(x, torch.Tensor)]
-        found = tensor
+        result = tensor
         if dtypes and dtypes[0] != tensor.dtype:
-            found = _cast(tensor, dtypes[0])
+            result = _cast(tensor, dtypes[0])
         if not targets:
-            return found.clone() if found is tensor and kwargs.get("copy") else found
+            return result.clone() if result is tensor and kwargs.get("copy") else result
         target = targets[0].device if isinstance(targets[0], torch.Tensor) else torch.device(targets[0])
     else:
-        found, target = tensor, GPU if func is torch.Tensor.cuda else torch.device("cpu")
-    if target.type == "cuda" and not isinstance(found, Pretended):
-        return _Upload.apply(found)
-    if target.type == "cpu" and isinstance(found, Pretended):
-        return _Download.apply(found)
-    return found.clone() if found is tensor and kwargs.get("copy") else found
+        result, target = tensor, GPU if func is torch.Tensor.cuda else torch.device("cpu")
+    if target.type == "cuda" and not isinstance(result, SimulatedTensor):
+        return _Upload.apply(result)
+    if target.type == "cpu" and isinstance(result, SimulatedTensor):
+        return _Download.apply(result)
+    return result.clone() if result is tensor and kwargs.get("copy") else result
 
 
-def _copied(tensor: Pretended, memo: dict[int, Any]) -> torch.Tensor:
+def _copied(tensor: SimulatedTensor, memo: dict[int, Any]) -> torch.Tensor:
     if id(tensor) not in memo:
-        new = Pretended(tensor.inner.clone())
+        new = SimulatedTensor(tensor.inner.clone())
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
     return memo[id(tensor)]
@@ -230,7 +230,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Graph:
-    """What `torch.cuda.CUDAGraph` is: operations that are repeated as they were."""
+    """Simulates `torch.cuda.CUDAGraph`: records operations and replays them on the same tensors."""
 
     recording: Graph | None = None
     num_recorded = num_replayed = 0
@@ -254,15 +254,15 @@ class Graph:
 
     def replay(self) -> None:
         Graph.num_replayed += 1
-        for func, args, kwargs, found in self.calls:
+        for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
-            for old, new in zip(tree_flatten(found)[0], tree_flatten(again)[0]):
+            for old, new in zip(tree_flatten(result)[0], tree_flatten(again)[0]):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 class Stream:
-    """Work on all streams is done at once and in order."""
+    """Simulates `torch.cuda.Stream`; work on all streams runs immediately and in order."""
 
     default: Stream
     current: Stream
@@ -286,49 +286,49 @@ def _on_stream(stream: Stream) -> Iterator[None]:
         Stream.current = before
 
 
-def to_gpu(module: nn.Module) -> nn.Module:
-    """The module with all its tensors on the GPU, in place; what was tied stays tied."""
+def to_cuda(module: nn.Module) -> nn.Module:
+    """Moves all tensors of a module to the simulated device, in place. Tied parameters stay tied."""
     moved: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in moved:
-                    moved[id(parameter)] = nn.Parameter(Pretended(parameter.detach()), parameter.requires_grad)
+                    moved[id(parameter)] = nn.Parameter(SimulatedTensor(parameter.detach()), parameter.requires_grad)
                 part._parameters[name] = moved[id(parameter)]  # pyright: ignore
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = Pretended(buffer.detach())
+                part._buffers[name] = SimulatedTensor(buffer.detach())
     return module
 
 
-def _autocast(kind: str) -> str:
-    return "cpu" if kind == "cuda" else kind
+def _autocast(device_type: str) -> str:
+    return "cpu" if device_type == "cuda" else device_type
 
 
 @contextmanager
-def pretended_gpu(free_bytes: int = 1 << 30) -> Iterator[None]:
-    """Inside, there is a GPU with so much free memory."""
+def simulated_cuda(free_bytes: int = 1 << 30) -> Iterator[None]:
+    """Simulates one CUDA device with `free_bytes` of free memory."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _pretend(monkeypatch, free_bytes)
-        _forget_answers()
+        _patch_torch(monkeypatch, free_bytes)
+        _clear_device_caches()
         try:
-            with _Rules():
+            with _DeviceMode():
                 yield
         finally:
             Graph.recording, Stream.current = None, Stream.default
-            _forget_answers()
+            _clear_device_caches()
 
 
-def _forget_answers() -> None:
-    """What transformers has found out about devices it does not ask again."""
+def _clear_device_caches() -> None:
+    """Clears the cached device queries of transformers."""
     for name in dir(import_utils):
-        forget = getattr(getattr(import_utils, name), "cache_clear", None)
-        if forget is not None:
-            forget()
+        cache_clear = getattr(getattr(import_utils, name), "cache_clear", None)
+        if cache_clear is not None:
+            cache_clear()
 
 
-def _pretend(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    answers: dict[str, Any] = {
+def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    results: dict[str, Any] = {
         "mem_get_info": (free_bytes, free_bytes),
         "memory_reserved": 0,
         "memory_allocated": 0,
@@ -343,9 +343,9 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
         "empty_cache": None,
         "manual_seed_all": None,
     }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    others: dict[str, Any] = {
+    for name, result in results.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result, **__: result)
+    replacements: dict[str, Any] = {
         "is_current_stream_capturing": lambda: Graph.recording is not None,
         "CUDAGraph": Graph,
         "Stream": Stream,
@@ -353,35 +353,35 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
         "current_stream": lambda device=None: Stream.current,
         "device": lambda device: nullcontext(),
     }
-    for name, other in others.items():
-        monkeypatch.setattr(torch.cuda, name, other)
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(torch.cuda.random, "get_rng_state", lambda *_: torch.get_rng_state())
     monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, *_: None)
-    enter = torch.autocast.__init__
+    autocast_init = torch.autocast.__init__
 
-    def enter_on_cpu(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        enter(context, _autocast(device_type), *args, **kwargs)
+    def init_on_cpu(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        autocast_init(context, _autocast(device_type), *args, **kwargs)
 
-    monkeypatch.setattr(torch.autocast, "__init__", enter_on_cpu)
+    monkeypatch.setattr(torch.autocast, "__init__", init_on_cpu)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        ask = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda kind="cuda", ask=ask: ask(_autocast(kind)))
-    # Else these would be taken for tensors of somebody's own.
-    monkeypatch.setattr(parts, "_OWN", (*parts._OWN, Pretended))
+        query = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda kind="cuda", query=query: query(_autocast(kind)))
+    # `compiled_parts` replaces only modules whose parameters have a known tensor class.
+    monkeypatch.setattr(parts, "_OWN", (*parts._OWN, SimulatedTensor))
     run_backward = torch.autograd._engine_run_backward
 
-    def run_by_the_rules(*args: Any, **kwargs: Any) -> Any:
-        # They are suspended for whoever asked for the backward pass.
-        with _Rules():
+    def run_in_device_mode(*args: Any, **kwargs: Any) -> Any:
+        # torch suspends function modes while the caller waits for the backward pass.
+        with _DeviceMode():
             return run_backward(*args, **kwargs)
 
-    monkeypatch.setattr(torch.autograd, "_engine_run_backward", run_by_the_rules)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", run_in_device_mode)
 
 
-def stirred(adapted: nn.Module) -> nn.Module:
-    """The model under adapters of LoRA that are not at their starting point."""
+def with_random_adapters(model: nn.Module) -> nn.Module:
+    """Gives a LoRA model non-zero adapter weights."""
     torch.manual_seed(0)
-    for name, parameter in adapted.named_parameters():
+    for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
-    return adapted
+    return model
