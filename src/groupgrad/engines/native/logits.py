@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from groupgrad.modeling.scoring.attention import AttentionPlan, run_planned
-from groupgrad.modeling.scoring.forward import output_head
+from groupgrad.modeling.scoring.forward import narrowed_head
 
 
 def last_logits(
@@ -20,10 +20,10 @@ def last_logits(
 
     `extra` are further arguments of the model, its images. ValueError if the model cannot run plans.
     """
-    with _head_on(model, last, ids.shape[0]) as seen:
+    with narrowed_head(model, (torch.zeros_like(last), last), torch.Size((1, len(ids)))) as head:
         logits = run_planned(model, ids, positions, plan, **extra).logits[0]
-    # The head's input was narrowed unless this model computes its logits in another way.
-    return logits if seen["narrowed"] else logits[last.to(logits.device)]
+    # Models that compute their logits without the output head return those of all tokens.
+    return logits if head.narrowed else logits[last.to(logits.device)]
 
 
 def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -62,25 +62,3 @@ def cast_bytes(model: nn.Module, device: torch.device) -> int:
         return 0
     matrices = (p for p in model.parameters() if p.dtype == torch.float32 and p.dim() > 1 and p.device == device)
     return sum(2 * matrix.numel() for matrix in matrices)
-
-
-@contextmanager
-def _head_on(model: nn.Module, places: torch.Tensor, num_tokens: int) -> Iterator[dict[str, bool]]:
-    seen = {"narrowed": False}
-    head = output_head(model)
-    if head is None:
-        yield seen
-        return
-
-    def narrow(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        hidden = inputs[0]
-        if hidden.dim() != 3 or hidden.shape[:2] != (1, num_tokens):
-            return None
-        seen["narrowed"] = True
-        return (hidden[:, places.to(hidden.device)], *inputs[1:])
-
-    handle = head.register_forward_pre_hook(narrow)
-    try:
-        yield seen
-    finally:
-        handle.remove()

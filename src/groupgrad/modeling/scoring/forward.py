@@ -141,7 +141,7 @@ def _score_places(
     rows, positions, view = source.rows, source.positions, source.view
     if asked is not None:
         rows, positions = rows[asked], positions[asked]
-    head = _head_on(model, (rows, positions), source.shape, tokens, options, precomputed)
+    head = _scoring_head(model, (rows, positions), source.shape, tokens, options, precomputed)
     with view.embedding_true_ids(model), compiled_parts(model), head as seen:
         if source.plan is None or source.places is None:
             output = model(input_ids=view.ids, use_cache=False, **source.extra)
@@ -304,69 +304,92 @@ def _at(states: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> to
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What was found at the output head during a forward pass."""
+class NarrowedHead:
+    """State of the output head during one forward pass."""
 
     narrowed: bool = False
-    """The head was given the hidden states asked for alone."""
+    """The head received the selected hidden states alone."""
     scores: TokenScores | None = None
-    """The scores, if they were computed there."""
+    """Scores computed in place of logits, if any."""
 
 
 @contextmanager
-def _head_on(
+def narrowed_head(
+    model: nn.Module,
+    places: tuple[torch.Tensor, torch.Tensor],
+    shape: torch.Size,
+    compute: Callable[[nn.Module, torch.Tensor, NarrowedHead], torch.Tensor] | None = None,
+) -> Iterator[NarrowedHead]:
+    """Gives the output head only the hidden states at `places` (rows, positions) of an input of (B, T) `shape`.
+
+    The head receives them as (1, L, H). `compute`, if given, takes the head, these states (L, H) and the yielded
+    record, and returns the states that the head receives in their place.
+    """
+    state, (rows, positions) = NarrowedHead(), places
+    num_rows, width = shape
+    head = output_head(model)
+    if head is None or not rows.numel():
+        yield state
+        return
+
+    def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden = inputs[0]
+        if hidden.dim() != 3 or hidden.shape[0] != num_rows or hidden.shape[1] < width:
+            return None
+        state.narrowed = True
+        # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of the input.
+        hidden = _at(hidden, rows, positions + hidden.shape[1] - width)
+        if compute is not None:
+            hidden = compute(module, hidden, state)
+        return (hidden.unsqueeze(0), *inputs[1:])
+
+    # The compiler would take the positions of this call for constants and compile every batch anew.
+    handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))  # pyright: ignore[reportArgumentType]
+    try:
+        yield state
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _scoring_head(
     model: nn.Module,
     places: tuple[torch.Tensor, torch.Tensor],
     shape: torch.Size,
     tokens: torch.Tensor,
     options: ForwardOptions,
     precomputed: PrecomputedGradient | None,
-) -> Iterator[_Seen]:
-    """Let the model's output head see the hidden states at `places` (rows, positions) of the (B, T) `shape` alone.
+) -> Iterator[NarrowedHead]:
+    """Narrows the output head to `places` and computes the scores of `tokens` there if the head can be tiled.
 
-    With the tiled head the scores are computed there, and the module itself gets one token for form's sake; otherwise
-    it gets all of them, as (1, L, H). Where parameters are spread over ranks the scores are what the module gives, so
-    that its weights are gathered for their backward pass as for any module's.
+    With the tiled head the module itself gets one token for form's sake. Where parameters are sharded over ranks the
+    scores are the module's output, so that its weights are gathered for their backward pass as for any module's.
     """
-    seen, (rows, positions) = _Seen(), places
-    num_rows, width = shape
     head = output_head(model)
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
     if transform is not None and is_sharded(model) and not isinstance(head, nn.Linear):
-        transform = None  # around the weights there is a module of an adapter, which gathers nothing
-    inside = transform is not None and is_sharded(model)
-
-    def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        hidden = inputs[0]
-        if hidden.dim() != 3 or hidden.shape[0] != num_rows or hidden.shape[1] < width:
-            return None
-        seen.narrowed = True
-        # Prompt-tuning adapters put virtual tokens in front: positions count from the right end of what we passed.
-        hidden = _at(hidden, rows, positions + hidden.shape[1] - width)
-        if transform is None or inside:
-            return (hidden.unsqueeze(0), *inputs[1:])
-        seen.scores = _tiled(module, hidden, tokens, transform, options, precomputed)
-        return (hidden[None, :1], *inputs[1:])
-
-    if head is None or not rows.numel():
-        yield seen
+        transform = None  # an adapter's module around the weights gathers nothing
+    if transform is None or head is None or not places[0].numel():
+        with narrowed_head(model, places, shape) as state:
+            yield state
         return
-    # The compiler would take the positions of this call for constants and compile every batch anew.
-    handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))  # pyright: ignore[reportArgumentType]
-    scoring = nullcontext()
-    if transform is not None and inside:
-        score = partial(_tiled, head, tokens=tokens, transform=transform, options=options, precomputed=precomputed)
-        scoring = _scoring_inside(head, seen, score, options)
-    try:
-        with scoring:
-            yield seen
-    finally:
-        handle.remove()
+    score = partial(_tiled, tokens=tokens, transform=transform, options=options, precomputed=precomputed)
+
+    def compute(module: nn.Module, hidden: torch.Tensor, state: NarrowedHead) -> torch.Tensor:
+        state.scores = score(module, hidden)
+        return hidden[:1]
+
+    is_inside = is_sharded(model)
+    with (
+        narrowed_head(model, places, shape, None if is_inside else compute) as state,
+        _scoring_inside(head, state, partial(score, head), options) if is_inside else nullcontext(),
+    ):
+        yield state
 
 
 @contextmanager
 def _scoring_inside(
-    head: Any, seen: _Seen, score: Callable[[torch.Tensor], TokenScores], options: ForwardOptions
+    head: Any, seen: NarrowedHead, score: Callable[[torch.Tensor], TokenScores], options: ForwardOptions
 ) -> Iterator[None]:
     """Let the head give the scores of the hidden states that it was narrowed to, in place of logits.
 
