@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import BatchEngine, BatchSession, Request, Sample, SamplingOptions, Session
-from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native import scheduler as schedule
+from groupgrad.engines.native import NativeEngine, scheduler
 from groupgrad.engines.native import session as native_session
 from groupgrad.engines.transformers import TransformersEngine
 
@@ -308,9 +307,9 @@ def test_tables_and_groups_do_not_grow_with_the_turns(build):
         assert session._sampler.logprobs.shape == (3, 3)
         for ticket in range(60):
             session.release(ticket)
-        rows = session._schedule
-        assert not (rows._kept or rows._parked or rows._joinable or rows.groups)
-        assert rows.store.parked_tokens == 0
+        left = session._scheduler
+        assert not (left._retained or left._groups_by_key or left.groups)
+        assert left.cache.offloaded_tokens == 0
         talk(session, [Talk([Turn([5], i, 20)]) for i in range(4)])
         assert session._sampler.logprobs.shape == (6, 20)
 
@@ -323,15 +322,15 @@ def test_what_is_kept_counts_as_memory_until_it_is_released(build):
             session.submit(request)
         while session.num_open:
             session.advance()
-        store = session._schedule.store
-        assert store.parked_tokens == 4 + 2
-        assert engine.statistics.peak_bytes >= (6 + store.own.area + store.prompts.area) * BYTES
+        cache = session._scheduler.cache
+        assert cache.offloaded_tokens == 4 + 2
+        assert engine.statistics.peak_bytes >= (6 + cache.suffixes.capacity + cache.prompts.capacity) * BYTES
         session.release(0)
         session.release(0)
         session.release(2)
         session.release(77)
-        assert store.parked_tokens == 2
-        assert [group.ids for group in session._schedule.groups] == [SHORT]
+        assert cache.offloaded_tokens == 2
+        assert [group.prompt_ids for group in session._scheduler.groups] == [SHORT]
         with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
             session.submit(Request([*LONG, 3, 3, 3, 3, 3], 0, 5, continues=0))
 
@@ -390,7 +389,7 @@ def test_rows_that_come_are_worth_more_than_rows_that_may_come_back(build):
         rows[0].ticket = session.submit(rows[0].request())
         while session.num_open:
             rows[0].said += [Said(rows[0].request(), sample) for _, sample in session.advance()]
-        assert session._schedule.store.parked_tokens == 7
+        assert session._scheduler.cache.offloaded_tokens == 7
         talk(session, rows[1:])
         talk(session, [rows[0]])
     assert engine.statistics.num_restored == 0
@@ -529,7 +528,7 @@ def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[in
     ]
     engine = NativeEngine(model, kv_memory=tokens * BYTES, max_rows=max_rows)
     with pytest.MonkeyPatch.context() as patch, engine.session(OPTIONS) as session:
-        patch.setattr(schedule, "HEADROOM", headroom)
+        patch.setattr(scheduler, "HEADROOM", headroom)
         under_way: dict[int, Talk] = {}
         while not all(row.is_over for row in talks):
             idle = [row for row in talks if not row.is_over and row.ticket not in under_way]
@@ -549,8 +548,8 @@ def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[in
         for row in talks:
             assert row.ticket is not None
             session.release(row.ticket)
-        assert session._schedule.store.parked_tokens == 0
-        assert not session._schedule.groups
+        assert session._scheduler.cache.offloaded_tokens == 0
+        assert not session._scheduler.groups
     assert engine.statistics.peak_bytes <= tokens * BYTES
     assert_said_as_if_alone(model, talks, OPTIONS)
 

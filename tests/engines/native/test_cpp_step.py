@@ -18,8 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native import runner as graphs
+from groupgrad.engines.native import NativeEngine, runner
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.direct_step import DirectModel, direct_model
@@ -265,8 +264,8 @@ def test_steps_give_the_numbers_of_the_model(kind: str, max_rows: int | None, th
     model = make(*KINDS[kind])
     assert isinstance(form(model), CompiledModel)
     own = []
-    original = graphs.step_logits
-    monkeypatch.setattr(graphs, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    original = runner.step_logits
+    monkeypatch.setattr(runner, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
     with caplog.at_level(logging.WARNING):
         engine = NativeEngine(model, max_rows=max_rows)
         samples = engine.sample(requests(), OPTIONS)

@@ -11,8 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine, engine
-from groupgrad.engines.native import runner as graphs
+from groupgrad.engines.native import NativeEngine, engine, runner
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.engines.native.logits import last_logits
@@ -93,7 +92,7 @@ def test_direct_steps_give_the_texts_of_the_models_own(family: str, adapted: boo
         return counting
 
     monkeypatch.setattr(DirectModel, "__call__", count("direct", DirectModel.__call__))
-    monkeypatch.setattr(graphs, "step_logits", count("own", graphs.step_logits))
+    monkeypatch.setattr(runner, "step_logits", count("own", runner.step_logits))
     with caplog.at_level(logging.WARNING):
         native = NativeEngine(model)
         found = native.sample(requests(), OPTIONS)

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
-from groupgrad.engines.native.scheduler import Scheduler, Sequence, _compact
+from groupgrad.engines.native.scheduler import Scheduler, compact
+from groupgrad.engines.native.sequence import Sequence
 
 OPTIONS = SamplingOptions(max_new_tokens=150, eos_ids=(1,), pad_id=0)
 BYTES = 2 * 1 * (8 + 8) * 4
 """Of a token in the models below: layers x heads x widths x float32."""
 
 
-def store(max_tokens: int) -> KVCache:
+def make_cache(max_tokens: int) -> KVCache:
     return KVCache({0: LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))}, max_tokens * 8)
 
 
@@ -92,7 +93,7 @@ def test_one_long_prompt_does_not_pad_all_others(build):
 def test_slots_stay_together_whoever_leaves(gone: list[bool]):
     items: list[Any] = list(range(len(gone)))
     memory = list(items)
-    for source, target in _compact(items, gone):
+    for source, target in compact(items, gone):
         memory[target] = memory[source]
     kept = [i for i, is_gone in enumerate(gone) if not is_gone]
     assert sorted(items) == kept
@@ -109,50 +110,43 @@ def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, m
     """A dry run without a model: each active row gets a token a step and ends after its own number of tokens."""
     asked = [Request([g] * (1 + 3 * g), 0, max(budget, true)) for g, budget, true in rows]
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in asked)
-    memory = store(longest + extra)
-    schedule = Scheduler(memory, max_rows)
+    cache = make_cache(longest + extra)
+    scheduler = Scheduler(cache, max_rows)
     for ticket, request in enumerate(asked):
-        schedule.add(ticket, request)
+        scheduler.add(ticket, request)
     done: list[Sequence] = []
 
-    def go_on(active: list[Sequence]) -> None:
-        for row in active:
-            row.ids.append(0)
-        ended = [row for row in active if len(row.ids) >= rows[row.ticket][2]]
-        done.extend(ended)
-        schedule.end(ended)
+    def sample_token(sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.sampled_ids.append(0)
+        finished = [s for s in sequences if len(s.sampled_ids) >= rows[s.ticket][2]]
+        done.extend(finished)
+        scheduler.finish(finished)
 
     for _ in range(3000):
-        entering = schedule.admit()
-        if not (entering or schedule.active):
+        admitted = scheduler.admit().sequences
+        if not scheduler.running:
             break
-        if entering:
-            new = {id(row.group): row.group for row in entering if row.group.slot < 0}
-            groups = [*schedule.groups, *new.values()]
-            assert memory.reserve(schedule.need(1, entering, groups), schedule.need())
-            schedule.enter(entering, groups)
-            go_on([row for row in entering if not row.ids])
-        while schedule.active and not memory.reserve(schedule.need(1), schedule.need()):
-            row = schedule.youngest()
-            schedule.leave([row])
-            schedule.wait(row)
-        assert max_rows is None or len(schedule.active) <= max_rows
-        assert memory.own.area + memory.prompts.area <= memory.max_tokens
-        assert memory.own.slots >= len(schedule.active)
-        go_on(list(schedule.active))
-    assert sorted(row.ticket for row in done) == list(range(len(rows)))
-    assert memory.peak_tokens <= memory.max_tokens
+        sample_token([sequence for sequence in admitted if not sequence.sampled_ids])
+        if scheduler.running:
+            scheduler.make_room()
+        assert max_rows is None or len(scheduler.running) <= max_rows
+        assert cache.suffixes.capacity + cache.prompts.capacity <= cache.max_tokens
+        assert cache.suffixes.num_slots >= len(scheduler.running)
+        sample_token(list(scheduler.running))
+    assert sorted(sequence.ticket for sequence in done) == list(range(len(rows)))
+    assert cache.peak_tokens <= cache.max_tokens
 
 
 def test_stored_tokens_survive_a_change_of_size():
-    memory = store(1000)
-    memory.reserve(Need(2, 3, 1, 4, longest=100), Need(0, 0, 0, 0))
-    memory.own.keys[0][:2, 0, :3, 0] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    memory.prompts.values[0][0, 0, :4, 0] = torch.arange(4.0)
-    assert memory.reserve(Need(5, 80, 2, 9, longest=100), Need(2, 3, 1, 4))
-    assert memory.own.keys[0][:2, 0, :3, 0].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
-    assert memory.own.keys[0][2:].abs().sum() == 0.0
-    assert memory.prompts.values[0][0, 0, :4, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert not memory.reserve(Need(20, 50, 2, 9, longest=100), Need(5, 80, 2, 9))
-    memory.own.move(1, 0, 3)
-    assert memory.own.keys[0][0, 0, :3, 0].tolist() == [4.0, 5.0, 6.0]
+    cache = make_cache(1000)
+    cache.reserve(Need(2, 3, 1, 4, max_suffix_length=100), Need(0, 0, 0, 0))
+    cache.suffixes.keys[0][:2, 0, :3, 0] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    cache.prompts.values[0][0, 0, :4, 0] = torch.arange(4.0)
+    assert cache.reserve(Need(5, 80, 2, 9, max_suffix_length=100), Need(2, 3, 1, 4))
+    assert cache.suffixes.keys[0][:2, 0, :3, 0].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert cache.suffixes.keys[0][2:].abs().sum() == 0.0
+    assert cache.prompts.values[0][0, 0, :4, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert not cache.reserve(Need(20, 50, 2, 9, max_suffix_length=100), Need(5, 80, 2, 9))
+    cache.suffixes.move(1, 0, 3)
+    assert cache.suffixes.keys[0][0, 0, :3, 0].tolist() == [4.0, 5.0, 6.0]

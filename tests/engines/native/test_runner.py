@@ -15,8 +15,7 @@ from simulated_cuda import GPU, Graph, SimulatedTensor, Stream, simulated_cuda, 
 from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native import runner as graphs
+from groupgrad.engines.native import NativeEngine, cuda_graphs
 from groupgrad.engines.native.attention_plans import products
 from groupgrad.engines.native.logits import cast_bytes
 
@@ -95,7 +94,7 @@ def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypat
 
 def test_what_a_graph_reads_lives_as_long(gpu):
     """Mixed precision's casts go when any thread leaves it, a tool's for one."""
-    record = graphs.cuda_recorder({GPU})
+    record = cuda_graphs.cuda_recorder({GPU})
     assert record is not None
     cast, stored = SimulatedTensor(torch.ones(2, 3)), SimulatedTensor(torch.ones(3))
     replay: Any = record(lambda: cast.t().mul(2).t().add(stored), [stored])
@@ -184,7 +183,7 @@ def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
             Graph.recording.is_broken = True
         return numbers + 1
 
-    record = graphs.cuda_recorder({GPU})
+    record = cuda_graphs.cuda_recorder({GPU})
     assert record is not None
     with pytest.raises(RuntimeError, match="previous error during capture"):
         record(work, ())
@@ -209,8 +208,8 @@ def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, m
 
 
 def test_nothing_is_recorded_on_a_cpu():
-    assert graphs.cuda_recorder({torch.device("cpu")}) is None
-    assert graphs.cuda_recorder({torch.device("cuda", 0), torch.device("cuda", 1)}) is None
+    assert cuda_graphs.cuda_recorder({torch.device("cpu")}) is None
+    assert cuda_graphs.cuda_recorder({torch.device("cuda", 0), torch.device("cuda", 1)}) is None
 
 
 @pytest.mark.gpu

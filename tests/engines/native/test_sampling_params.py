@@ -39,9 +39,9 @@ def test_draws_invert_the_cumulative_distribution(size: int):
     """Against float64 sums over the whole vocabulary, draws that lie within 1e-6 of a border left out."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(400, size)
-    choosing = read_options(replace(OPTIONS, temperature=0.6), None)
+    params = read_options(replace(OPTIONS, temperature=0.6), None)
     asked = [Request([3], seed, 1) for seed in range(400)]
-    sampler = Sampler(choosing, torch.device("cpu"))
+    sampler = Sampler(params, torch.device("cpu"))
     rows = torch.tensor(sampler.add(asked))
     tokens = sampler.choose(logits.clone(), rows, torch.zeros_like(rows))
     p = (logits.double() / 0.6).softmax(-1)

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.engines.native import NativeEngine, session
+from groupgrad.engines.native import NativeEngine, runner, session
 from groupgrad.engines.native import engine as engine_module
-from groupgrad.engines.native import runner as graphs
 from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.probe_cache import ProbeCache
 from groupgrad.kernels import library, status
@@ -129,8 +128,8 @@ def test_who_comes_is_looked_after_when_it_has_waited_long_enough(model, monkeyp
 
 def test_numbers_that_are_none_say_nothing_about_later_weights(model, monkeypatch, caplog):
     own: list[int] = []
-    original = graphs.step_logits
-    monkeypatch.setattr(graphs, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    original = runner.step_logits
+    monkeypatch.setattr(runner, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
     engine, weight = NativeEngine(model), model.model.layers[1].mlp.down_proj.weight
     with torch.no_grad():
         before = weight[3, 5].item()
@@ -154,16 +153,16 @@ def test_norms_that_a_training_pass_left_behind_are_computed_directly(model, run
 
 @pytest.mark.parametrize("change", ["scaling", "sliding_window", "autocast", "dtype"])
 def test_a_model_that_may_compute_something_else_is_looked_at_anew(change: str, model):
-    knowledge, seen = ProbeCache(), []
-    knowledge.of(model, seen.append)
-    knowledge.of(model, seen.append)
+    cache, seen = ProbeCache(), []
+    cache.results(model, seen.append)
+    cache.results(model, seen.append)
     assert len(seen) == 1
     if change == "dtype":
         model.bfloat16()
     elif change != "autocast":
         setattr(model.model.layers[1].self_attn, change, 7)
     with torch.autocast("cpu", enabled=change == "autocast"):
-        knowledge.of(model, seen.append)
+        cache.results(model, seen.append)
     assert len(seen) == 2
 
 
@@ -193,7 +192,7 @@ def test_where_a_choice_needs_more_steps_are_made_one_by_one(options: dict[str, 
 
 def test_what_is_known_of_a_model_is_not_asked_for_again(model, monkeypatch):
     through: list[str] = []
-    for module, name in ((graphs, "step_logits"), (engine_module, "last_logits")):
+    for module, name in ((runner, "step_logits"), (engine_module, "last_logits")):
         original = getattr(module, name)
 
         def counted(*arguments: Any, _original: Any = original, _name: str = name, **more: Any) -> torch.Tensor:
@@ -224,7 +223,7 @@ def test_the_first_round_is_like_all_others(model):
 
 
 def test_a_direct_form_that_disagrees_is_warned_of_once(model, monkeypatch, caplog):
-    monkeypatch.setattr(graphs, "DIRECT_TOLERANCE", -1.0)
+    monkeypatch.setattr(runner, "DIRECT_TOLERANCE", -1.0)
     engine = NativeEngine(model)
     with caplog.at_level(logging.WARNING):
         first, second = (engine.sample(requests(), OPTIONS) for _ in range(2))

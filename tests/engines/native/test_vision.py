@@ -19,8 +19,8 @@ from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.direct_step import direct_model
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.engines.native.runner import DecodeRunner
-from groupgrad.engines.native.scheduler import Group
-from groupgrad.engines.native.session import _last_place
+from groupgrad.engines.native.sequence import Group
+from groupgrad.engines.native.session import _start_of_last_pass
 from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.kernels import library
@@ -225,13 +225,13 @@ def test_decoders_of_a_known_kind_take_the_direct_step(seen: VLMSetup, adapters:
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava_next"])
 def test_positions_that_are_no_places_are_left_to_the_model(name: str, monkeypatch):
     """The direct step takes a position for a place: rows behind images of Qwen's are none of its, all others are."""
-    seen, left, plain = make_vlm_setup(name), [], DecodeRunner.leave_direct
+    seen, left, plain = make_vlm_setup(name), [], DecodeRunner.disable_direct
 
     def leave(steps: DecodeRunner) -> None:
         left.append(steps)
         plain(steps)
 
-    monkeypatch.setattr(DecodeRunner, "leave_direct", leave)
+    monkeypatch.setattr(DecodeRunner, "disable_direct", leave)
     NativeEngine(seen.model).sample(requests(seen, (1, 1)), FREE)
     assert not left
     samples = NativeEngine(seen.model).sample(requests(seen), FREE)
@@ -244,4 +244,4 @@ def test_a_stored_prompt_is_computed_from_its_last_token_unless_an_image_is_ther
     """An image's features come from the whole image, which only the whole prompt brings."""
     media = Media((), {}, {}, "")
     seen = None if places is None else vision.PromptImages(media, 3, torch.tensor(places))
-    assert _last_place(Group([5, 6, 7], 0, prompt_images=seen)) == start
+    assert _start_of_last_pass(Group([5, 6, 7], 0, prompt_images=seen)) == start

@@ -1,4 +1,4 @@
-"""Sampling in process, from the very modules that train."""
+"""The native engine, which samples in process from the modules that train."""
 
 from groupgrad.engines.native.engine import NativeEngine
 from groupgrad.engines.native.sampling_params import unsupported

@@ -1,7 +1,7 @@
-"""The attention plans of sampling: prompts and resumed rows as a whole, and one token for each row.
+"""Attention plans of sampling: prefill of prompts and suffixes, and decode of one token per row.
 
-Keys of a prompt are read once for all rows that continue it, in one matrix product for each group and head; the rows'
-own keys are read in a second product, and one softmax goes over the scores of both.
+Decode reads the keys of a prompt once for all rows of its group, in one matrix product per group and head, and the keys
+of suffixes in a second one. One softmax normalises the scores of both.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
 
 QUERY_TILE = 256
-"""Queries whose scores are computed at a time where the library's kernel does not fit."""
+"""Queries whose scores are computed at a time where torch's attention kernel does not apply."""
 
 
 class ProbePlan:
-    """Notes what each layer would keep of a token."""
+    """Records the attention calls of a model's layers, and the shapes of their keys and values, for one token."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.calls: dict[int, AttentionCall] = {}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        """A token alone sees its own value, whatever the scores."""
+        """(1, Hq, D) outputs: a single token attends to its own value alone."""
         self.calls[call.layer] = call
         self.layers[call.layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2], key.dtype, key.device)
         return value.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(0, 1)
@@ -39,20 +39,20 @@ class ProbePlan:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where the keys and values of a sequence go, and what comes before it."""
+    """Where a run of tokens is stored, and which stored tokens precede it."""
 
     slab: KVSlab
     slot: int
     prefix_slot: int = 0
     prefix_length: int = 0
-    """Tokens of the prompt store's `prefix_slot` that come before the slot's own; 0: they are the beginning."""
+    """Tokens of the prompt in `prefix_slot` that precede the slot's own; 0: the slot holds the beginning."""
     offset: int = 0
-    """Tokens of the slot that are stored already and come before the sequence."""
+    """Tokens of the slot that are stored already and precede the run."""
 
 
 @dataclass(slots=True, frozen=True)
 class Segment:
-    """Consecutive flat tokens of one sequence."""
+    """A run of consecutive flat tokens of one prompt or suffix."""
 
     start: int
     length: int
@@ -60,13 +60,13 @@ class Segment:
 
 
 class PrefillPlan:
-    """Stores the keys and values of sequences as a whole.
+    """Stores the keys and values of runs of tokens.
 
-    Each attends to its prompt, to the tokens that its slot holds already, and causally to itself.
+    A run attends to its prompt, to the tokens that its slot holds already, and causally to itself.
     """
 
-    def __init__(self, segments: Sequence[Segment], store: KVCache):
-        self._segments, self._prompts = segments, store.prompts
+    def __init__(self, segments: Sequence[Segment], cache: KVCache):
+        self._segments, self._prompts = segments, cache.prompts
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
@@ -106,7 +106,7 @@ class PrefillPlan:
         )
 
     def _before(self, place: Place) -> list[tuple[KVSlab, tuple[int, slice, slice]]]:
-        """Where the tokens before a sequence lie, in order."""
+        """Slabs and indices of the stored tokens before a run, in order."""
         parts = [(self._prompts, place.prefix_slot, place.prefix_length), (place.slab, place.slot, place.offset)]
         return [(slab, (slot, slice(None), slice(0, length))) for slab, slot, length in parts if length]
 
@@ -142,7 +142,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 def products(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """(B, T, S) float32 products of query (B, T, D) and key (B, S, D), times `scale`."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        # Rounded to bfloat16, a score between 8 and 16 would be off by up to 0.03, which training's kernels don't do.
+        # Training's kernels keep scores in float32; bfloat16 would round a score between 8 and 16 by up to 0.03.
         if "dtype" in torch.ops.aten.bmm.overloads():
             return torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32).mul_(scale)
         return torch.bmm(query.float(), key.float().transpose(1, 2)).mul_(scale)
@@ -150,12 +150,12 @@ def products(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tens
 
 
 def finish_scores(scores: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """The float32 scores, capped as the layer asks; in place."""
+    """Applies the layer's soft cap to float32 scores, in place."""
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Weights over the keys from float32 scores (Hq, T, S); sinks (Hq,) take a share that goes nowhere."""
+    """Softmax over the keys of float32 scores (Hq, T, S); sinks (Hq,) add a logit whose weight is discarded."""
     if sinks is None:
         return torch.softmax(scores, dim=-1).to(dtype)
     column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -164,139 +164,140 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: 
 
 @dataclass(slots=True, frozen=True)
 class DecodeBatch:
-    """Where the n rows of a decode step stand, each a list of n."""
+    """Slots and lengths of the n rows of a decode step, as lists of n."""
 
     groups: list[int]
     """Slots of their prompts."""
     prompt_lengths: list[int]
     lengths: list[int]
-    """Own tokens stored before the step."""
+    """Suffix tokens stored before the step."""
 
     @property
-    def rows_of_group(self) -> int:
-        """Of the group with the most rows."""
+    def rows_per_group(self) -> int:
+        """Rows of the largest group."""
         return max(Counter(self.groups).values())
 
 
 @dataclass(slots=True, frozen=True)
 class StepShape:
-    """Sizes that a step keeps whatever the rows are. What is beyond the rows is computed and never looked at."""
+    """Fixed sizes of a recorded step. Results beyond the actual rows are computed and ignored."""
 
-    rows: int
-    groups: int
-    rows_of_group: int
-    prompt_places: int
-    own_places: int
+    num_rows: int
+    num_groups: int
+    rows_per_group: int
+    prompt_size: int
+    """Tokens of a prompt slot."""
+    suffix_size: int
 
 
 @dataclass(slots=True)
-class _Places:
-    """Where rows and heads stand among the groups, for the row-major and the group-major order of (row, head) pairs."""
+class _GroupOrder:
+    """Permutations between row-major (row, head) pairs and group-major (group, head, row) places."""
 
-    of_group: torch.Tensor
-    """(groups * Hkv * R,) which row-major pair each group-major place holds; pair 0 where there is none."""
-    of_row: torch.Tensor
-    """(n * Hkv,) the group-major place of each row-major pair; place 0 for rows that are none."""
+    to_groups: torch.Tensor
+    """(groups * Hkv * R,) the row-major pair of each group-major place; pair 0 for padding."""
+    to_rows: torch.Tensor
+    """(n * Hkv,) the group-major place of each row-major pair; place 0 for padding."""
 
 
 @dataclass(slots=True)
 class _Masks:
-    """True: hidden. None: everything is seen."""
+    """Masks of keys, True for hidden ones; None if no key is hidden."""
 
     prompt: torch.Tensor | None
     """(n * Hkv, 1, P)."""
-    own: torch.Tensor | None
+    suffix: torch.Tensor | None
     """(n * Hkv, 1, T)."""
 
 
 class DecodePlan:
-    """One new token for each of n rows, over a store whose first n own slots are theirs.
+    """Attention of one new token for each of n rows, which have the first n suffix slots of the cache.
 
-    Made anew when the rows change; `advance` between steps. With a `shape` all sizes are fixed and every tensor made
-    here stays where it is, so that the operations of a step can be recorded and repeated; `change` then tells of other
-    rows.
+    A plan serves one set of rows; `advance` moves it to the next step. With a `shape` sizes are fixed and the plan's
+    tensors keep their memory, so that the operations of a step can be recorded; `change` then replaces the rows.
     """
 
-    def __init__(self, store: KVCache, standing: DecodeBatch, shape: StepShape | None = None):
-        self._store, self._standing, self._shape = store, standing, shape
-        self._places: dict[tuple[int, torch.device], _Places] = {}
+    def __init__(self, cache: KVCache, batch: DecodeBatch, shape: StepShape | None = None):
+        self._cache, self._batch, self._shape = cache, batch, shape
+        self._orders: dict[tuple[int, torch.device], _GroupOrder] = {}
         self._masks: dict[tuple[int | None, int, torch.device], _Masks] = {}
         self._row_tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._spans: torch.Tensor | None = None
-        longest, prompt = max(standing.lengths), max(standing.prompt_lengths)
+        longest, prompt = max(batch.lengths), max(batch.prompt_lengths)
         self._num_steps = 0
-        self._is_even = shape is None and min(standing.lengths) == longest
-        self._prompts_are_even = shape is None and min(standing.prompt_lengths) == prompt
-        self._num_rows = shape.rows if shape else len(standing.groups)
-        self._num_groups = shape.groups if shape else max(standing.groups) + 1
-        self._rows_of_group = shape.rows_of_group if shape else standing.rows_of_group
-        self._num_prompt = shape.prompt_places if shape else prompt
-        self._num_own = shape.own_places if shape else longest + 1
+        self._is_even = shape is None and min(batch.lengths) == longest
+        self._prompts_are_even = shape is None and min(batch.prompt_lengths) == prompt
+        self._num_rows = shape.num_rows if shape else len(batch.groups)
+        self._num_groups = shape.num_groups if shape else max(batch.groups) + 1
+        self._rows_per_group = shape.rows_per_group if shape else batch.rows_per_group
+        self._num_prompt = shape.prompt_size if shape else prompt
+        self._num_suffix = shape.suffix_size if shape else longest + 1
 
     def advance(self, num_tokens: int = 1) -> None:
-        """The rows have so many more tokens each."""
+        """Moves on to the step after `num_tokens` more tokens of each row."""
         self._num_steps += num_tokens
         if self._shape is None:
-            self._num_own += num_tokens
+            self._num_suffix += num_tokens
         for (name, _), tensor in self._row_tensors.items():
             if name == "lengths":
                 tensor.add_(num_tokens)
         if self._spans is not None:
             self._spans[:, OFFSET] += num_tokens
-        # Masks of prompts outlive a step unless a window moves over them.
-        self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks.own is None}
+        # Masks of prompts stay valid unless a window moves over them.
+        self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks.suffix is None}
 
-    def change(self, standing: DecodeBatch) -> None:
-        """Other rows, of sizes that the shape covers; tensors are overwritten where they lie."""
-        self._standing, self._num_steps = standing, 0
+    def change(self, batch: DecodeBatch) -> None:
+        """Replaces the rows by others that the shape covers, in the same tensors."""
+        self._batch, self._num_steps = batch, 0
         for (name, _), tensor in self._row_tensors.items():
             tensor.copy_(self._row_numbers(name))
-        for (heads, _), places in self._places.items():
-            new = self._make_places(heads)
-            places.of_group.copy_(new.of_group)
-            places.of_row.copy_(new.of_row)
+        for (heads, _), order in self._orders.items():
+            new = self._make_order(heads)
+            order.to_groups.copy_(new.to_groups)
+            order.to_rows.copy_(new.to_rows)
 
-    def forget_masks(self) -> None:
-        """The next step makes its masks itself."""
+    def drop_masks(self) -> None:
+        """Lets the next step compute its masks itself."""
         self._masks = {}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(n, Hq, D) outputs from query (Hq, n, D), key and value (Hkv, n, D)."""
-        store, rows, heads = self._store, self._num_rows, key.shape[0]
+        cache, rows, heads = self._cache, self._num_rows, key.shape[0]
         pairs, num_prompt = self._num_groups * heads, self._num_prompt
-        own_keys, own_values = store.own.keys[call.layer][:rows], store.own.values[call.layer][:rows]
+        suffixes, prompts = cache.suffixes, cache.prompts
+        own_keys, own_values = suffixes.keys[call.layer][:rows], suffixes.values[call.layer][:rows]
         self._write(own_keys, own_values, key, value)
         kernels = None if self._shape is not None or own_keys.dtype != torch.float32 else kernel_for(query, key, value)
         if kernels is not None:
             return attend(kernels, query, self._spans_of(call.layer), heads, call)
-        own_keys = own_keys.flatten(0, 1)[:, : self._num_own]
-        own_values = own_values.flatten(0, 1)[:, : self._num_own]
-        prompt_keys = store.prompts.keys[call.layer].flatten(0, 1)[:pairs, :num_prompt]
-        prompt_values = store.prompts.values[call.layer].flatten(0, 1)[:pairs, :num_prompt]
-        places = self._places_on(heads, query.device)
+        own_keys = own_keys.flatten(0, 1)[:, : self._num_suffix]
+        own_values = own_values.flatten(0, 1)[:, : self._num_suffix]
+        prompt_keys = prompts.keys[call.layer].flatten(0, 1)[:pairs, :num_prompt]
+        prompt_values = prompts.values[call.layer].flatten(0, 1)[:pairs, :num_prompt]
+        order = self._order_on(heads, query.device)
         queries = query.transpose(0, 1).reshape(rows * heads, -1, query.shape[2]).to(own_keys.dtype)
-        grouped = queries.index_select(0, places.of_group).view(pairs, -1, query.shape[2])
-        scores = products(grouped, prompt_keys, call.scale).view(len(places.of_group), -1, num_prompt)
+        grouped = queries.index_select(0, order.to_groups).view(pairs, -1, query.shape[2])
+        scores = products(grouped, prompt_keys, call.scale).view(len(order.to_groups), -1, num_prompt)
         own_scores = products(queries, own_keys, call.scale)
-        scores = torch.cat([scores.index_select(0, places.of_row), own_scores], dim=-1)
+        scores = torch.cat([scores.index_select(0, order.to_rows), own_scores], dim=-1)
         weights = self._weights(scores, call, heads).to(own_values.dtype)
-        grouped = weights[..., :num_prompt].index_select(0, places.of_group).view(pairs, -1, num_prompt)
-        mixed = torch.bmm(grouped, prompt_values).view(len(places.of_group), -1, own_values.shape[2])
-        own_weights = weights[..., num_prompt : num_prompt + self._num_own]
-        mixed = torch.baddbmm(mixed.index_select(0, places.of_row), own_weights, own_values)
+        grouped = weights[..., :num_prompt].index_select(0, order.to_groups).view(pairs, -1, num_prompt)
+        mixed = torch.bmm(grouped, prompt_values).view(len(order.to_groups), -1, own_values.shape[2])
+        own_weights = weights[..., num_prompt : num_prompt + self._num_suffix]
+        mixed = torch.baddbmm(mixed.index_select(0, order.to_rows), own_weights, own_values)
         return mixed.view(rows, -1, own_values.shape[2]).to(query.dtype)
 
     def _spans_of(self, layer: int) -> torch.Tensor:
         """(n, 10) the rows' records for the kernels, a span of one token each (see `kernels.attend.Span`)."""
-        own, prompts, standing = self._store.own, self._store.prompts, self._standing
+        suffixes, prompts, batch = self._cache.suffixes, self._cache.prompts, self._batch
         if self._spans is None:
-            # Rows of a group one after the other: their prompt is then read once for all.
-            rows = torch.tensor(sorted(range(len(standing.groups)), key=standing.groups.__getitem__))
-            groups, one = torch.tensor(standing.groups)[rows], torch.ones_like(rows)
-            lengths, prompt_lengths = (torch.tensor(x)[rows] for x in (standing.lengths, standing.prompt_lengths))
+            # Rows of a group are adjacent, so that their prompt is read once for all of them.
+            rows = torch.tensor(sorted(range(len(batch.groups)), key=batch.groups.__getitem__))
+            groups, one = torch.tensor(batch.groups)[rows], torch.ones_like(rows)
+            lengths, prompt_lengths = (torch.tensor(x)[rows] for x in (batch.lengths, batch.prompt_lengths))
             counts = (rows, one, lengths + self._num_steps, prompt_lengths)
             self._spans = torch.stack([*counts, one, one, groups, groups, rows, rows], dim=1)
-        tensors = (prompts.keys[layer], prompts.values[layer], own.keys[layer], own.values[layer])
+        tensors = (prompts.keys[layer], prompts.values[layer], suffixes.keys[layer], suffixes.values[layer])
         strides = [1, 1, 1, 1, tensors[0].stride(1), tensors[2].stride(1), *(4 * x.stride(0) for x in tensors)]
         return self._spans * torch.tensor(strides) + torch.tensor([0] * 6 + [x.data_ptr() for x in tensors])
 
@@ -305,8 +306,8 @@ class DecodePlan:
         masks = self._masks_for(call.window, heads, scores.device)
         if masks.prompt is not None:
             scores[..., : self._num_prompt].masked_fill_(masks.prompt, float("-inf"))
-        if masks.own is not None:
-            scores[..., self._num_prompt :].masked_fill_(masks.own, float("-inf"))
+        if masks.suffix is not None:
+            scores[..., self._num_prompt :].masked_fill_(masks.suffix, float("-inf"))
         if call.sinks is None:
             return torch.softmax(scores, dim=-1)
         column = call.sinks.float().view(1, heads, -1, 1).expand(self._num_rows, -1, -1, 1).flatten(0, 1)
@@ -314,15 +315,15 @@ class DecodePlan:
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if self._is_even:
-            keys[:, :, self._num_own - 1] = key.transpose(0, 1)
-            values[:, :, self._num_own - 1] = value.transpose(0, 1)
+            keys[:, :, self._num_suffix - 1] = key.transpose(0, 1)
+            values[:, :, self._num_suffix - 1] = value.transpose(0, 1)
             return
         at = (self._row_tensor("rows", keys.device), slice(None), self._row_tensor("lengths", keys.device))
         keys[at] = key.transpose(0, 1).to(keys.dtype)
         values[at] = value.transpose(0, 1).to(values.dtype)
 
     def _row_tensor(self, name: Literal["rows", "lengths", "prompt_lengths"], device: torch.device) -> torch.Tensor:
-        """(n,) numbers of the rows, their own tokens stored before this step, or the lengths of their prompts."""
+        """(n,) row numbers, suffix tokens stored before this step, or prompt lengths."""
         if (name, device) not in self._row_tensors:
             self._row_tensors[name, device] = self._row_numbers(name).to(device)
         return self._row_tensors[name, device]
@@ -331,41 +332,41 @@ class DecodePlan:
         if name == "rows":
             return torch.arange(self._num_rows)
         numbers = torch.zeros(self._num_rows, dtype=torch.int64)
-        source = self._standing.lengths if name == "lengths" else self._standing.prompt_lengths
+        source = self._batch.lengths if name == "lengths" else self._batch.prompt_lengths
         numbers[: len(source)] = torch.tensor(source)
         return numbers + self._num_steps if name == "lengths" else numbers
 
-    def _places_on(self, heads: int, device: torch.device) -> _Places:
-        """The same for all layers that have as many heads."""
-        if (heads, device) not in self._places:
-            places = self._make_places(heads)
-            self._places[heads, device] = _Places(places.of_group.to(device), places.of_row.to(device))
-        return self._places[heads, device]
+    def _order_on(self, heads: int, device: torch.device) -> _GroupOrder:
+        """The order for all layers with this many key heads."""
+        if (heads, device) not in self._orders:
+            order = self._make_order(heads)
+            self._orders[heads, device] = _GroupOrder(order.to_groups.to(device), order.to_rows.to(device))
+        return self._orders[heads, device]
 
-    def _make_places(self, heads: int) -> _Places:
-        taken = [0] * self._num_groups
-        place_of_row = []
-        for group in self._standing.groups:
-            place_of_row.append(taken[group])
-            taken[group] += 1
-        group, place = torch.tensor(self._standing.groups)[:, None], torch.tensor(place_of_row)[:, None]
-        pairs = ((group * heads + torch.arange(heads)) * self._rows_of_group + place).flatten()
-        of_row = torch.zeros(self._num_rows * heads, dtype=torch.int64)
-        of_row[: len(pairs)] = pairs
-        of_group = torch.zeros(self._num_groups * heads * self._rows_of_group, dtype=torch.int64)
-        of_group[pairs] = torch.arange(len(pairs))
-        return _Places(of_group, of_row)
+    def _make_order(self, heads: int) -> _GroupOrder:
+        num_taken = [0] * self._num_groups
+        places = []
+        for group in self._batch.groups:
+            places.append(num_taken[group])
+            num_taken[group] += 1
+        group, place = torch.tensor(self._batch.groups)[:, None], torch.tensor(places)[:, None]
+        pairs = ((group * heads + torch.arange(heads)) * self._rows_per_group + place).flatten()
+        to_rows = torch.zeros(self._num_rows * heads, dtype=torch.int64)
+        to_rows[: len(pairs)] = pairs
+        to_groups = torch.zeros(self._num_groups * heads * self._rows_per_group, dtype=torch.int64)
+        to_groups[pairs] = torch.arange(len(pairs))
+        return _GroupOrder(to_groups, to_rows)
 
     def _masks_for(self, window: int | None, heads: int, device: torch.device) -> _Masks:
-        """The same for all layers of a step that ask for the same window."""
-        if window is not None and self._num_prompt + self._num_own <= window:
+        """The masks for all layers of a step with the same window."""
+        if window is not None and self._num_prompt + self._num_suffix <= window:
             window = None
         if (window, heads, device) not in self._masks:
             self._masks[window, heads, device] = self._make_masks(window, heads, device)
         return self._masks[window, heads, device]
 
     def _make_masks(self, window: int | None, heads: int, device: torch.device) -> _Masks:
-        prompt = own = None
+        prompt = suffix = None
         if not self._prompts_are_even or window is not None:
             lengths = self._row_tensor("prompt_lengths", device)[:, None]
             place = torch.arange(self._num_prompt, device=device)
@@ -374,13 +375,13 @@ class DecodePlan:
                 prompt = prompt | (lengths + self._row_tensor("lengths", device)[:, None] - place >= window)
         if not self._is_even or window is not None:
             newest = self._row_tensor("lengths", device)[:, None]
-            place = torch.arange(self._num_own, device=device)
-            own = place > newest
+            place = torch.arange(self._num_suffix, device=device)
+            suffix = place > newest
             if window is not None:
-                own = own | (newest - place >= window)
-        return _Masks(_by_head(prompt, heads), _by_head(own, heads))
+                suffix = suffix | (newest - place >= window)
+        return _Masks(_by_head(prompt, heads), _by_head(suffix, heads))
 
 
 def _by_head(mask: torch.Tensor | None, heads: int) -> torch.Tensor | None:
-    """(n, S) as (n * Hkv, 1, S)."""
+    """Repeats a mask (n, S) for each head, as (n * Hkv, 1, S)."""
     return None if mask is None else mask.repeat_interleave(heads, dim=0)[:, None]

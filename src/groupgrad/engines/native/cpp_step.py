@@ -1,9 +1,9 @@
-"""The compiled decode step as the engine calls it: the structures of `decode.cpp`, filled with where tensors lie."""
+"""Runs the compiled decode step: fills the structures of `decode.cpp` with addresses of weights, keys and values."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from groupgrad.engines.native.attention_plans import DecodeBatch
 from groupgrad.engines.native.kv_cache import KVCache
-from groupgrad.engines.native.packed_linear import is_plain, lies_plainly
+from groupgrad.engines.native.packed_linear import is_plain, is_plain_memory
 from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
 from groupgrad.modeling.families import POSITION_ONLY_ROPE_TYPES, is_rms_norm
@@ -25,14 +25,14 @@ class _Linear(ctypes.Structure):
     _fields_ = (("weight", _Pointer), ("bias", _Pointer))
 
 
-_NORMS = ("attention_norm", "query_norm", "key_norm", "gated_norm")
-_LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+NORMS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
+LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Pointer) for name in _NORMS),
-        *((name, _Linear) for name in _LINEARS),
+        *((name, _Pointer) for name in NORMS),
+        *((name, _Linear) for name in LINEARS),
         *((name, _Pointer) for name in ("own_keys", "own_values", "prompt_keys", "prompt_values")),
         ("window", _Number),
         ("scale", ctypes.c_float),
@@ -59,7 +59,7 @@ class _Rows(ctypes.Structure):
     )
 
 
-class _Choosing(ctypes.Structure):
+class _Sampling(ctypes.Structure):
     _fields_ = (
         *((name, _Pointer) for name in ("draws", "logprobs", "entropies")),
         ("longest", _Number),
@@ -71,7 +71,7 @@ class _Choosing(ctypes.Structure):
 
 @dataclass(slots=True, frozen=True)
 class UnfilteredSampling:
-    """How tokens are chosen where nothing is cut off: by a draw each, which the next step need not be asked for."""
+    """State of sampling from the plain softmax, where a uniform draw decides each token."""
 
     draws: torch.Tensor
     """(requests, longest) float64 in [0, 1)."""
@@ -80,22 +80,24 @@ class UnfilteredSampling:
     entropies: torch.Tensor
     temperature: float
     requests: torch.Tensor
-    """(n,) of each row: its place in the tables."""
+    """(n,) table row of each batch row."""
     counts: torch.Tensor
-    """(n,) tokens it has there."""
+    """(n,) tokens that the row has so far."""
     ends: torch.Tensor
     """Tokens that end a row."""
 
 
 @dataclass(slots=True, frozen=True)
-class _Parts:
-    """The modules of one layer."""
+class LayerModules:
+    """Modules of one decoder layer, and the attention it computes."""
 
     call: AttentionCall
+    head_dim: int
+    activation: Any
     attention_norm: Any
     query_norm: Any
     key_norm: Any
-    gated_norm: Any
+    mlp_norm: Any
     query: Any
     key: Any
     value: Any
@@ -105,21 +107,43 @@ class _Parts:
     down: Any
 
 
-class CompiledModel:
-    """A decoder's weights, where they lie now; made anew for each round of sampling, as parameters may be replaced."""
+def layer_modules(layer: Any, calls: dict[int, AttentionCall]) -> LayerModules:
+    """The modules of a layer of one of `families.CAUSAL_LMS`; `calls` are the attention calls by layer."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return LayerModules(
+        call=calls[attention.layer_idx],
+        head_dim=attention.head_dim,
+        activation=mlp.act_fn,
+        attention_norm=layer.input_layernorm,
+        query_norm=getattr(attention, "q_norm", None),
+        key_norm=getattr(attention, "k_norm", None),
+        mlp_norm=layer.post_attention_layernorm,
+        query=attention.q_proj,
+        key=attention.k_proj,
+        value=attention.v_proj,
+        output=attention.o_proj,
+        gate=mlp.gate_proj,
+        up=mlp.up_proj,
+        down=mlp.down_proj,
+    )
 
-    def __init__(self, kernels: ctypes.CDLL, inner: Any, parts: list[_Parts]):
-        self._kernels, self._rotary, self._numbers = kernels, inner.model.rotary_emb, [p.call.layer for p in parts]
+
+class CompiledModel:
+    """Addresses of a decoder's weights. Made for each session, because parameters may be replaced in between."""
+
+    def __init__(self, kernels: ctypes.CDLL, inner: Any, layers: list[LayerModules]):
+        self._kernels, self._rotary = kernels, inner.model.rotary_emb
+        self._layer_numbers = [layer.call.layer for layer in layers]
         self._embedding = inner.model.embed_tokens.weight
-        self._layers = (_Layer * len(parts))(*map(_read_layer, parts))
-        width, first = inner.model.layers[0].self_attn.head_dim, parts[0]
+        self._layers = (_Layer * len(layers))(*map(_read_layer, layers))
+        first = layers[0]
         self._model = _Model(
-            num_layers=len(parts),
+            num_layers=len(layers),
             hidden=self._embedding.shape[1],
             inner=first.gate.out_features,
-            heads=first.query.out_features // width,
-            kv_heads=first.key.out_features // width,
-            head_width=width,
+            heads=first.query.out_features // first.head_dim,
+            kv_heads=first.key.out_features // first.head_dim,
+            head_width=first.head_dim,
             vocabulary=inner.lm_head.out_features,
             layers=ctypes.addressof(self._layers),
             embedding=self._embedding.data_ptr(),
@@ -127,42 +151,40 @@ class CompiledModel:
             head=_read_linear(inner.lm_head),
             epsilon=inner.model.norm.variance_epsilon,
         )
-        # The pointers are good as long as the tensors are kept.
-        self._kept = [p.detach() for p in inner.parameters()]
+        # Addresses are valid as long as the tensors live.
+        self._parameters = [p.detach() for p in inner.parameters()]
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._versions = (-1, -1)
+        self._cache_version = (-1, -1)
         self._logits = torch.empty(0, inner.lm_head.out_features)
 
-    def stand(self, store: KVCache, standing: DecodeBatch) -> CompiledStep:
+    def step_for(self, cache: KVCache, batch: DecodeBatch) -> CompiledStep:
         """The step for these rows."""
-        return CompiledStep(self, store, standing)
+        return CompiledStep(self, cache, batch)
 
-    def make_rows(self, store: KVCache, standing: DecodeBatch, kept: list[Any]) -> _Rows:
-        """The rows' side of a step; `kept` takes what its pointers point to."""
+    def make_rows(self, cache: KVCache, batch: DecodeBatch, arrays: list[Any]) -> _Rows:
+        """The structure of a batch's rows; `arrays` receives the arrays that it points to."""
         chunk_rows = self._kernels.groupgrad_chunk_rows(self._model.heads // self._model.kv_heads)
-        order = sorted(range(len(standing.groups)), key=standing.groups.__getitem__)
+        order = sorted(range(len(batch.groups)), key=batch.groups.__getitem__)
         chunks = [0]
         for at in range(1, len(order)):
-            is_same = standing.groups[order[at]] == standing.groups[order[at - 1]]
+            is_same = batch.groups[order[at]] == batch.groups[order[at - 1]]
             if not is_same or at - chunks[-1] == chunk_rows:
                 chunks.append(at)
         chunks.append(len(order))
-        arrays = [(_Number * len(x))(*x) for x in (standing.groups, standing.prompt_lengths, order, chunks)]
-        kept.extend(arrays)
-        places = store.own.places, store.prompts.places
-        return _Rows(len(order), *places, len(chunks) - 1, *map(ctypes.addressof, arrays))
+        arrays += [(_Number * len(x))(*x) for x in (batch.groups, batch.prompt_lengths, order, chunks)]
+        sizes = cache.suffixes.slot_size, cache.prompts.slot_size
+        return _Rows(len(order), *sizes, len(chunks) - 1, *map(ctypes.addressof, arrays))
 
-    def place(self, store: KVCache) -> None:
-        """Note where the store's tensors lie, and the angles of all positions it has room for."""
-        versions = (store.own.version, store.prompts.version)
-        if versions == self._versions:
+    def bind(self, cache: KVCache) -> None:
+        """Notes the addresses of the cache's tensors, and computes rotary angles for all positions it has room for."""
+        if cache.version == self._cache_version:
             return
-        self._versions = versions
-        for layer, number in zip(self._layers, self._numbers):
-            layer.own_keys, layer.own_values = (x[number].data_ptr() for x in (store.own.keys, store.own.values))
-            layer.prompt_keys = store.prompts.keys[number].data_ptr()
-            layer.prompt_values = store.prompts.values[number].data_ptr()
-        limit = store.own.places + store.prompts.places
+        self._cache_version = cache.version
+        suffixes, prompts = cache.suffixes, cache.prompts
+        for layer, number in zip(self._layers, self._layer_numbers):
+            layer.own_keys, layer.own_values = suffixes.keys[number].data_ptr(), suffixes.values[number].data_ptr()
+            layer.prompt_keys, layer.prompt_values = prompts.keys[number].data_ptr(), prompts.values[number].data_ptr()
+        limit = suffixes.slot_size + prompts.slot_size
         if self._tables is None or len(self._tables[0]) < limit:
             positions = torch.arange(1 << (limit - 1).bit_length())[None]
             cosines, sines = self._rotary(self._embedding[None, :1], positions)
@@ -181,39 +203,37 @@ class CompiledModel:
             torch.get_num_threads(),
         )
         if failed:
-            raise _shortage(rows)
+            raise _out_of_memory(rows)
         return logits
 
     def sample(
-        self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor, free: UnfilteredSampling, num_steps: int
+        self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor, state: UnfilteredSampling, num_steps: int
     ) -> torch.Tensor:
         """(steps, n) tokens of `num_steps` steps, or fewer if a row ends by the last of them."""
-        chosen = torch.empty(num_steps, rows.count, dtype=torch.int64)
-        choosing = _Choosing(
-            longest=free.draws.shape[1],
-            num_ends=len(free.ends),
-            factor=bits_factor(free.temperature),
-            **{
-                name: getattr(free, name).data_ptr()
-                for name in ("draws", "logprobs", "entropies", "requests", "counts", "ends")
-            },
+        sampled = torch.empty(num_steps, rows.count, dtype=torch.int64)
+        names = ("draws", "logprobs", "entropies", "requests", "counts", "ends")
+        sampling = _Sampling(
+            longest=state.draws.shape[1],
+            num_ends=len(state.ends),
+            factor=bits_factor(state.temperature),
+            **{name: getattr(state, name).data_ptr() for name in names},
         )
-        done = self._kernels.groupgrad_sample(
+        num_done = self._kernels.groupgrad_sample(
             ctypes.addressof(self._model),
             ctypes.addressof(rows),
-            ctypes.addressof(choosing),
+            ctypes.addressof(sampling),
             rows.count,
             self._model.vocabulary,
             tokens.data_ptr(),
             positions.data_ptr(),
             self._logits_of(rows).data_ptr(),
             num_steps,
-            chosen.data_ptr(),
+            sampled.data_ptr(),
             torch.get_num_threads(),
         )
-        if done < 0:
-            raise _shortage(rows)
-        return chosen[:done]
+        if num_done < 0:
+            raise _out_of_memory(rows)
+        return sampled[:num_done]
 
     def _logits_of(self, rows: _Rows) -> torch.Tensor:
         if len(self._logits) < rows.count:
@@ -221,105 +241,84 @@ class CompiledModel:
         return self._logits[: rows.count]
 
 
-def _shortage(rows: _Rows) -> MemoryError:
+def _out_of_memory(rows: _Rows) -> MemoryError:
     return MemoryError(f"no memory is left for a decode step of {rows.count} rows; lower engine_kv_memory")
 
 
 class CompiledStep:
-    """Logits of one token each of n rows that stand where they were when it was made."""
+    """The compiled decode step of one batch; its rows keep their slots."""
 
-    def __init__(self, model: CompiledModel, store: KVCache, standing: DecodeBatch):
-        self._model, self._store, self._standing = model, store, standing
-        self._kept: list[Any] = []
+    def __init__(self, model: CompiledModel, cache: KVCache, batch: DecodeBatch):
+        self._model, self._cache, self._batch = model, cache, batch
+        self._arrays: list[Any] = []
         self._rows: _Rows | None = None
-        self._versions = (-1, -1)
+        self._cache_version = (-1, -1)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """(n, V) logits that follow `tokens` (n,) at `positions` (n,), which are stored; overwritten by the next."""
-        return self._model.run(self._placed_rows(), tokens.contiguous(), positions.contiguous())
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, _plan: object = None) -> torch.Tensor:
+        """(n, V) logits behind `tokens` (n,) at `positions` (n,), whose keys and values are stored.
+
+        The next step overwrites them.
+        """
+        return self._model.run(self._bound_rows(), tokens.contiguous(), positions.contiguous())
 
     def sample(
-        self, tokens: torch.Tensor, positions: torch.Tensor, free: UnfilteredSampling, num_steps: int
+        self, tokens: torch.Tensor, positions: torch.Tensor, state: UnfilteredSampling, num_steps: int
     ) -> torch.Tensor:
-        """(steps, n) tokens that follow, of `num_steps` steps or fewer: the last step is one in which a row ends."""
-        rows = self._placed_rows()
-        return self._model.sample(rows, tokens.contiguous(), positions.contiguous(), free, num_steps)
+        """(steps, n) tokens of up to `num_steps` steps; the last step is the first in which a row ends."""
+        return self._model.sample(self._bound_rows(), tokens.contiguous(), positions.contiguous(), state, num_steps)
 
-    def _placed_rows(self) -> _Rows:
-        versions = (self._store.own.version, self._store.prompts.version)
-        if self._rows is None or versions != self._versions:
-            self._kept, self._versions = [], versions
-            self._rows = self._model.make_rows(self._store, self._standing, self._kept)
-        self._model.place(self._store)
+    def _bound_rows(self) -> _Rows:
+        if self._rows is None or self._cache.version != self._cache_version:
+            self._arrays, self._cache_version = [], self._cache.version
+            self._rows = self._model.make_rows(self._cache, self._batch, self._arrays)
+        self._model.bind(self._cache)
         return self._rows
 
 
-def compiled_model(inner: Any, calls: dict[int, AttentionCall]) -> CompiledModel | None:
-    """The compiled form of a decoder of one of `families.CAUSAL_LMS`, or None if it has none here.
+def compiled_model(inner: Any, layers: list[LayerModules]) -> CompiledModel | None:
+    """The compiled form of a decoder of one of `families.CAUSAL_LMS`; None if it has none here.
 
-    `calls` is what its layers ask of attention. No layer may be anything but what its class computes: adapters, hooks
-    and activations other than SiLU have to be called.
+    Adapters, hooks and activations other than SiLU have to be called, so every layer must compute what its class does.
     """
-    parts = [_parts(layer, calls) for layer in inner.model.layers]
-    if not _fits(inner, parts):
-        return None
-    kernels = library()
-    return None if kernels is None else CompiledModel(kernels, inner, parts)
+    kernels = library() if _is_supported(inner, layers) else None
+    return None if kernels is None else CompiledModel(kernels, inner, layers)
 
 
-def _parts(layer: Any, calls: dict[int, AttentionCall]) -> _Parts:
-    attention, gated = layer.self_attn, layer.mlp
-    return _Parts(
-        call=calls[attention.layer_idx],
-        attention_norm=layer.input_layernorm,
-        query_norm=getattr(attention, "q_norm", None),
-        key_norm=getattr(attention, "k_norm", None),
-        gated_norm=layer.post_attention_layernorm,
-        query=attention.q_proj,
-        key=attention.k_proj,
-        value=attention.v_proj,
-        output=attention.o_proj,
-        gate=gated.gate_proj,
-        up=gated.up_proj,
-        down=gated.down_proj,
-    )
-
-
-def _fits(inner: Any, parts: list[_Parts]) -> bool:
+def _is_supported(inner: Any, layers: list[LayerModules]) -> bool:
     backbone = inner.model
     if type(backbone.embed_tokens) is not nn.Embedding or backbone.embed_tokens.max_norm is not None:
         return False
     if getattr(backbone.rotary_emb, "rope_type", None) not in POSITION_ONLY_ROPE_TYPES:
         return False
-    if not all(is_silu(layer.mlp.act_fn) for layer in backbone.layers):
+    if not all(is_silu(layer.activation) for layer in layers):
         return False
-    if any(p.call.softcap is not None or p.call.sinks is not None for p in parts):
+    if any(layer.call.softcap is not None or layer.call.sinks is not None for layer in layers):
         return False
-    linears = [inner.lm_head, *(getattr(p, name) for p in parts for name in _LINEARS)]
-    norms = [backbone.norm, *(getattr(p, name) for p in parts for name in _NORMS)]
+    linears = [inner.lm_head, *(getattr(layer, name) for layer in layers for name in LINEARS)]
+    norms = [backbone.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
     norms = [norm for norm in norms if norm is not None]
     if not all(map(is_plain, linears)) or not all(map(is_rms_norm, norms)):
         return False
-    if len({norm.variance_epsilon for norm in norms}) != 1 or len(set(map(_shape, parts))) != 1:
+    if len({norm.variance_epsilon for norm in norms}) != 1 or len(set(map(_weight_shapes, layers))) != 1:
         return False
-    width = backbone.layers[0].self_attn.head_dim
-    is_whole = width % 2 == 0 and 2 * backbone.rotary_emb.inv_freq.numel() == width
-    return is_whole and all(map(lies_plainly, inner.parameters()))
+    head_dim = layers[0].head_dim
+    rotates_whole_heads = head_dim % 2 == 0 and 2 * backbone.rotary_emb.inv_freq.numel() == head_dim
+    return rotates_whole_heads and all(map(is_plain_memory, inner.parameters()))
 
 
-def _shape(parts: _Parts) -> tuple[Any, ...]:
-    """What the kernel takes to be the same in all layers."""
-    modules = [getattr(parts, field.name) for field in fields(parts) if field.name != "call"]
+def _weight_shapes(layer: LayerModules) -> tuple[Any, ...]:
+    """Weight shapes, which the kernel assumes to be equal in all layers."""
+    modules = [getattr(layer, name) for name in (*NORMS, *LINEARS)]
     return tuple(None if module is None else module.weight.shape for module in modules)
 
 
-def _read_layer(parts: _Parts) -> _Layer:
-    norms = {name: getattr(parts, name) for name in _NORMS}
+def _read_layer(layer: LayerModules) -> _Layer:
+    norms = {name: getattr(layer, name) for name in NORMS}
     return _Layer(
         **{name: norm.weight.data_ptr() for name, norm in norms.items() if norm is not None},
-        **{name: _read_linear(getattr(parts, name)) for name in _LINEARS},
-        window=parts.call.window or 0,
-        scale=parts.call.scale,
+        **{name: _read_linear(getattr(layer, name)) for name in LINEARS},
+        window=layer.call.window or 0,
+        scale=layer.call.scale,
     )
 
 

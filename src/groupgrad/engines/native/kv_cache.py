@@ -1,77 +1,77 @@
 """Keys and values of the tokens computed so far.
 
-Two slabs of one kind: one holds prompts, each once however many rows continue it, the other the rows' own tokens. A
-slab is a rectangle of slots by places for every layer; slots in use are always the first ones, so that a layer's keys
-are one contiguous tensor that matrix products can read as it is. What a row leaves for another that will continue it is
-parked outside, in tensors of its own.
+One slab holds prompts, each once however many sequences share it; another holds the suffixes of sequences, all tokens
+behind their prompts. Slots in use are always the first ones, so that a layer's keys are one contiguous tensor that
+matrix products read as it is. Suffixes of finished sequences that another request will continue are offloaded from the
+slabs into tensors of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(slots=True, frozen=True)
 class LayerShape:
-    """What a layer keeps of a token."""
+    """Shape of one token's keys and values in a layer."""
 
-    heads: int
-    key_width: int
-    value_width: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
     dtype: torch.dtype
     device: torch.device
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's key and value."""
-        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 class KVSlab:
-    """Keys and values of up to `slots` sequences of up to `places` tokens, for every layer."""
+    """Keys and values of up to `num_slots` token sequences of up to `slot_size` tokens, for every layer."""
 
     def __init__(self, layers: dict[int, LayerShape]):
         self._layers = layers
-        self.slots, self.places = 0, 0
+        self.num_slots, self.slot_size = 0, 0
         self.version = 0
-        """Changes when the tensors do."""
+        """Changes when the tensors are replaced."""
         self.keys: dict[int, torch.Tensor] = {}
-        """By layer, (slots, Hkv, places, D)."""
+        """By layer, (num_slots, Hkv, slot_size, D)."""
         self.values: dict[int, torch.Tensor] = {}
         self.resize(0, 0)
 
     @property
-    def area(self) -> int:
-        """Tokens there is room for."""
-        return self.slots * self.places
+    def capacity(self) -> int:
+        """Tokens that fit into the slab."""
+        return self.num_slots * self.slot_size
 
-    def resize(self, slots: int, places: int, keep_slots: int = 0, keep_places: int = 0) -> None:
-        """Room for `slots` times `places` tokens; the first `keep_slots` slots keep `keep_places` tokens."""
-        # What no token was written to is masked, not skipped, by the products that read it: it has to be finite.
+    def resize(self, num_slots: int, slot_size: int, keep_slots: int = 0, keep_tokens: int = 0) -> None:
+        """Replaces the tensors; the first `keep_slots` slots keep their first `keep_tokens` tokens."""
+        # Matrix products read unused places too, and mask them afterwards: they must be finite.
         for number, layer in self._layers.items():
-            for tensors, width in ((self.keys, layer.key_width), (self.values, layer.value_width)):
-                new = torch.empty(slots, layer.heads, places, width, dtype=layer.dtype, device=layer.device)
-                kept = new[:keep_slots, :, :keep_places]
+            for tensors, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
+                new = torch.empty(num_slots, layer.num_heads, slot_size, dim, dtype=layer.dtype, device=layer.device)
+                kept = new[:keep_slots, :, :keep_tokens]
                 if kept.numel():
-                    kept.copy_(tensors[number][:keep_slots, :, :keep_places])
-                new[:keep_slots, :, keep_places:].zero_()
+                    kept.copy_(tensors[number][:keep_slots, :, :keep_tokens])
+                new[:keep_slots, :, keep_tokens:].zero_()
                 new[keep_slots:].zero_()
                 tensors[number] = new
-        self.slots, self.places = slots, places
+        self.num_slots, self.slot_size = num_slots, slot_size
         self.version += 1
 
-    def move(self, source: int, target: int, used: int) -> None:
-        """Copy the first `used` tokens of one slot to another."""
+    def move(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies the first `num_tokens` tokens of one slot to another."""
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
-                tensor[target, :, :used] = tensor[source, :, :used]
+                tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
 
 
 @dataclass(slots=True, eq=False)
 class OffloadedKV:
-    """The first own tokens of a row that has left its slot."""
+    """Keys and values of the first suffix tokens of a sequence that has left its slot."""
 
     num_tokens: int
     keys: dict[int, torch.Tensor]
@@ -79,95 +79,123 @@ class OffloadedKV:
     values: dict[int, torch.Tensor]
 
 
-class KVCache:
-    """The slabs of prompts and of rows, what is parked, and the bound that all together stay under.
+@dataclass(slots=True, frozen=True)
+class Need:
+    """Room that a set of sequences takes in the cache."""
 
-    `is_recorded`: slabs have few sizes, for decode steps that are recorded (see `graphs`).
+    num_suffixes: int
+    suffix_length: int
+    """Of the longest suffix."""
+    num_prompts: int
+    prompt_length: int
+    """Of the longest prompt."""
+    max_suffix_length: int = 0
+    """Longest suffix that any of the sequences may reach."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of slabs of exactly these sizes."""
+        return self.num_suffixes * self.suffix_length + self.num_prompts * self.prompt_length
+
+    def with_more_tokens(self, num_tokens: int) -> Need:
+        """The room that these sequences take when each has `num_tokens` more."""
+        return replace(self, suffix_length=self.suffix_length + num_tokens) if self.num_suffixes else self
+
+
+class KVCache:
+    """The slabs of prompts and suffixes, offloaded suffixes, and the bound on all of them together.
+
+    With `is_recorded` slabs have few distinct sizes, because each size costs a recorded decode step (`cuda_graphs`).
     """
 
     def __init__(self, layers: dict[int, LayerShape], max_bytes: int, *, is_recorded: bool = False):
         self.bytes_per_token = max(1, sum(layer.bytes_per_token for layer in layers.values()))
         self.max_bytes, self.max_tokens = max_bytes, max_bytes // self.bytes_per_token
-        self.parked_tokens = 0
-        self.devices = {layer.device for layer in layers.values()}
-        self.prompts, self.own = KVSlab(layers), KVSlab(layers)
-        # Rows that lie close together are read faster; but where steps are recorded, each size costs a recording.
+        self.offloaded_tokens = 0
+        self.prompts, self.suffixes = KVSlab(layers), KVSlab(layers)
+        # Adjacent suffixes are read faster, so slots have little spare room, unless steps are recorded.
         self._is_recorded = is_recorded
-        self._spare = 1.0 if is_recorded else 0.125
+        self._spare_share = 1.0 if is_recorded else 0.125
         self.peak_tokens = 0
 
-    def fits(self, rows: int, length: int, prompts: int, prompt_length: int, parked: int = 0) -> bool:
-        """True if so many rows and prompts of such lengths can be stored, beside what is parked and `parked` more."""
-        return rows * length + prompts * prompt_length + parked <= self.max_tokens - self.parked_tokens
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes when tensors of a slab are replaced."""
+        return self.suffixes.version, self.prompts.version
 
-    def park(self, slot: int, num_tokens: int) -> OffloadedKV:
-        """A copy of the first own tokens in a slot."""
-        own = self.own
+    def fits(self, need: Need, num_offloaded: int = 0) -> bool:
+        """True if the bound allows `need` and `num_offloaded` tokens beside what is offloaded already."""
+        return need.num_tokens + num_offloaded <= self.max_tokens - self.offloaded_tokens
+
+    def offload(self, slot: int, num_tokens: int) -> OffloadedKV:
+        """Copies the first tokens of a suffix out of its slot."""
         keys, values = (
             {number: tensor[slot, :, :num_tokens].clone() for number, tensor in tensors.items()}
-            for tensors in (own.keys, own.values)
+            for tensors in (self.suffixes.keys, self.suffixes.values)
         )
-        self.parked_tokens += num_tokens
+        self.offloaded_tokens += num_tokens
         return OffloadedKV(num_tokens, keys, values)
 
-    def restore(self, parked: OffloadedKV, slot: int) -> None:
-        """Put what was parked into a slot that has the places for it."""
-        for tensors, stored in ((self.own.keys, parked.keys), (self.own.values, parked.values)):
+    def restore(self, offloaded: OffloadedKV, slot: int) -> None:
+        """Copies an offloaded suffix into a slot that has room for it."""
+        pairs = ((self.suffixes.keys, offloaded.keys), (self.suffixes.values, offloaded.values))
+        for tensors, stored in pairs:
             for number, tensor in stored.items():
-                tensors[number][slot, :, : parked.num_tokens] = tensor
+                tensors[number][slot, :, : offloaded.num_tokens] = tensor
 
-    def drop(self, parked: OffloadedKV) -> None:
-        """Forget what was parked."""
-        self.parked_tokens -= parked.num_tokens
-        parked.keys, parked.values = {}, {}
+    def drop(self, offloaded: OffloadedKV) -> None:
+        """Frees an offloaded suffix."""
+        self.offloaded_tokens -= offloaded.num_tokens
+        offloaded.keys, offloaded.values = {}, {}
 
-    def reserve(self, need: Need, kept: Need) -> bool:
-        """Make room for `need`, keeping what `kept` says is in use; False, and nothing done, if the bound forbids it.
+    def reserve(self, need: Need, used: Need) -> bool:
+        """Makes room for `need`, keeping the tokens of `used`; False, with nothing done, if the bound forbids it.
 
-        Rows get some more places than they need at present, so that room is seldom made.
+        Suffix slots get some spare places, so that slabs are seldom resized.
         """
-        own, prompts = self.own, self.prompts
-        rows, groups = (padded(x) if self._is_recorded else x for x in (need.rows, need.prompts))
-        slots, places = rows if need.rows > own.slots else own.slots, own.places
-        if need.length > places:
-            slots = rows
-            places = min(need.longest, need.length + max(63, int(self._spare * need.length)))
-        prompt_slots, prompt_places = prompts.slots, prompts.places
-        if need.prompts > prompt_slots or need.prompt_length > prompt_places:
-            prompt_slots, prompt_places = groups, need.prompt_length
-        room = self.max_tokens - self.parked_tokens
-        if slots * places + prompt_slots * prompt_places > room:
-            slots, prompt_slots, prompt_places = need.rows, need.prompts, need.prompt_length
-            left = room - prompt_slots * prompt_places
-            places = min(max(places, need.length), left // max(slots, 1))
-            if places < need.length:
-                return False
-        # The slab that shrinks goes first.
-        changes = [(own, slots, places, kept.rows, min(kept.length, places))]
-        changes.append((prompts, prompt_slots, prompt_places, kept.prompts, min(kept.prompt_length, prompt_places)))
-        changes.sort(key=lambda change: change[1] * change[2] - change[0].area)
-        for slab, new_slots, new_places, keep_slots, keep_places in changes:
-            if (new_slots, new_places) != (slab.slots, slab.places):
-                slab.resize(new_slots, new_places, keep_slots, keep_places)
-        self.peak_tokens = max(self.peak_tokens, own.area + prompts.area + self.parked_tokens)
+        sizes = self._sizes(need)
+        if sizes is None:
+            return False
+        num_slots, slot_size, num_prompts, prompt_size = sizes
+        suffixes, prompts = self.suffixes, self.prompts
+        changes = [
+            (suffixes, num_slots, slot_size, used.num_suffixes, min(used.suffix_length, slot_size)),
+            (prompts, num_prompts, prompt_size, used.num_prompts, min(used.prompt_length, prompt_size)),
+        ]
+        # A slab that shrinks is resized first, to stay under the bound meanwhile.
+        changes.sort(key=lambda change: change[1] * change[2] - change[0].capacity)
+        for slab, new_slots, new_size, keep_slots, keep_tokens in changes:
+            if (new_slots, new_size) != (slab.num_slots, slab.slot_size):
+                slab.resize(new_slots, new_size, keep_slots, keep_tokens)
+        self.peak_tokens = max(self.peak_tokens, suffixes.capacity + prompts.capacity + self.offloaded_tokens)
         return True
 
-
-@dataclass(slots=True, frozen=True)
-class Need:
-    """Tokens to be stored."""
-
-    rows: int
-    length: int
-    """Of the longest row's own tokens."""
-    prompts: int
-    prompt_length: int
-    """Of the longest prompt."""
-    longest: int = 0
-    """Own tokens that the longest row may come to have."""
+    def _sizes(self, need: Need) -> tuple[int, int, int, int] | None:
+        """(slots, slot size) of the suffixes and of the prompts that cover `need`; None if the bound forbids them."""
+        suffixes, prompts = self.suffixes, self.prompts
+        num_suffixes, num_prompts = need.num_suffixes, need.num_prompts
+        if self._is_recorded:
+            num_suffixes, num_prompts = padded(num_suffixes), padded(num_prompts)
+        num_slots, slot_size = suffixes.num_slots, suffixes.slot_size
+        if need.num_suffixes > num_slots or need.suffix_length > slot_size:
+            num_slots = num_suffixes
+        if need.suffix_length > slot_size:
+            spare = max(63, int(self._spare_share * need.suffix_length))
+            slot_size = min(need.max_suffix_length, need.suffix_length + spare)
+        prompt_slots, prompt_size = prompts.num_slots, prompts.slot_size
+        if need.num_prompts > prompt_slots or need.prompt_length > prompt_size:
+            prompt_slots, prompt_size = num_prompts, need.prompt_length
+        room = self.max_tokens - self.offloaded_tokens
+        if num_slots * slot_size + prompt_slots * prompt_size > room:
+            num_slots, prompt_slots, prompt_size = need.num_suffixes, need.num_prompts, need.prompt_length
+            room -= prompt_slots * prompt_size
+            slot_size = min(max(slot_size, need.suffix_length), room // max(num_slots, 1))
+            if slot_size < need.suffix_length:
+                return None
+        return num_slots, slot_size, prompt_slots, prompt_size
 
 
 def padded(number: int) -> int:
-    """The next power of two, or one and a half of the one before if that is enough: few sizes, little padding."""
+    """Rounds up to a power of two, or to three quarters of one beyond 16: few sizes with little padding."""
     power = 1 << (number - 1).bit_length()
     return power * 3 // 4 if power > 16 and power * 3 // 4 >= number else power

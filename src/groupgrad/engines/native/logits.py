@@ -1,4 +1,4 @@
-"""One forward pass over flat tokens under an attention plan."""
+"""Forward passes over flat tokens under an attention plan, and the mixed precision they run in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from groupgrad.modeling.scoring.forward import narrowed_head
 def last_logits(
     model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, last: torch.Tensor, **extra: Any
 ) -> torch.Tensor:
-    """(N, V) logits at the places `last` (N,) of the flat tokens `ids` (T,) at `positions` (T,) or (3, T).
+    """(N, V) logits at the indices `last` (N,) of the flat tokens `ids` (T,) at `positions` (T,) or (3, T).
 
-    `extra` are further arguments of the model, its images. ValueError if the model cannot run plans.
+    `extra` are further arguments of the model, such as images. ValueError if the model cannot run plans.
     """
     with narrowed_head(model, (torch.zeros_like(last), last), torch.Size((1, len(ids)))) as head:
         logits = run_planned(model, ids, positions, plan, **extra).logits[0]
@@ -27,22 +27,22 @@ def last_logits(
 
 
 def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """(n, V) logits of one token `ids` (n,) each of n rows, at `positions` (n,)."""
+    """(n, V) logits of one token per row, `ids` (n,) at `positions` (n,)."""
     return run_planned(model, ids, positions, plan).logits[0]
 
 
 @contextmanager
 def weights_cast_once(model: nn.Module) -> Iterator[None]:
-    """Mixed precision, which has to be in force already, casts frozen weights once in here and not in each step.
+    """Lets autocast, which has to be active already, cast frozen weights once instead of in each step.
 
-    Of all weights it keeps the casts of those that require gradients; where nothing is differentiated, that is all that
-    requiring them changes. They take `cast_bytes`.
+    Autocast caches the casts of weights that require gradients only, so frozen weights require them inside. Without
+    gradients nothing else changes. The casts take `cast_bytes`.
     """
-    kinds = {kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    device_types = {name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)}
     frozen = [
         parameter
         for parameter in model.parameters()
-        if parameter.device.type in kinds
+        if parameter.device.type in device_types
         and parameter.dtype == torch.float32
         and not parameter.requires_grad
         and not parameter.is_inference()
@@ -57,7 +57,7 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
 
 
 def cast_bytes(model: nn.Module, device: torch.device) -> int:
-    """What mixed precision, if it is in force, keeps of weights in half precision on a device; at most."""
+    """Upper bound on the bytes of weights that autocast, if active, caches in half precision on a device."""
     if device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device.type):
         return 0
     matrices = (p for p in model.parameters() if p.dtype == torch.float32 and p.dim() > 1 and p.device == device)

@@ -1,8 +1,8 @@
-"""Faster kernels for linear layers on CPUs where our own cannot be compiled, while nothing is trained.
+"""Runs linear layers by oneDNN during sampling, on CPUs where our own kernels cannot be compiled.
 
-For the few rows of a decode step the general matrix product behind `nn.functional.linear` packs the whole weight anew
-each time; oneDNN's reads it as it lies. It is the same sum over the same weights, in another order. It is faster with a
-copy of the weight in the order in which it wants it, made for one call of `sample` and dropped with it.
+For the few rows of a decode step the matrix product behind `nn.functional.linear` repacks the whole weight at every
+call; oneDNN's reads it in place, and sums in another order. It is faster still with a copy of the weight in its own
+layout, which lasts for one session.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from groupgrad.modeling.fused_modules import is_replaced
 
 @contextmanager
 def fast_linears(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
-    """Plain float32 linear layers of `model` that lie on a CPU run by oneDNN, unless they have been replaced already;
-    gradients do not flow there.
+    """Runs the plain float32 linear layers of `model` on a CPU by oneDNN, without gradients.
 
-    With `pack` the weights are copied into the kernel's own order; inside, they must not change.
+    Layers with a replaced forward method are left alone. With `pack` weights are copied into oneDNN's layout and must
+    not change inside.
     """
-    chosen: list[Any] = [module for module in model.modules() if _fits(module)] if _is_available() else []
+    modules: list[Any] = [module for module in model.modules() if _is_supported(module)] if _is_available() else []
     try:
-        for module in chosen:
+        for module in modules:
             module.forward = partial(_forward, module, _pack(module.weight) if pack else module.weight)
         yield
     finally:
-        for module in chosen:
+        for module in modules:
             module.__dict__.pop("forward", None)
 
 
@@ -46,8 +46,8 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
-def _fits(module: nn.Module) -> bool:
-    # Whoever replaced a layer's forward method (offloading hooks, quantisation) wants to be asked.
+def _is_supported(module: nn.Module) -> bool:
+    # A replaced forward method (offloading hooks, quantisation) has to be called.
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         return False
     weight = module.weight
@@ -56,13 +56,13 @@ def _fits(module: nn.Module) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
 
 
-def lies_plainly(parameter: torch.Tensor) -> bool:
-    """True if its numbers can be read from its address on: shards and quantised weights bring a class of their own."""
+def is_plain_memory(parameter: torch.Tensor) -> bool:
+    """True if the values can be read from the parameter's address; sharded and quantised weights have other classes."""
     return type(parameter) is nn.Parameter and parameter.is_contiguous()
 
 
 def is_plain(module: Any) -> bool:
-    """True if the module computes a linear layer and nothing else, for all that can be seen."""
+    """True if the module is a linear layer and computes nothing else."""
     forward = module.__dict__.get("forward")
     is_unchanged = forward is None or getattr(forward, "func", None) is _forward or is_replaced(module)
     return (
@@ -75,17 +75,17 @@ def _is_available() -> bool:
 
 
 def _find_kernel() -> Any:
-    """oneDNN's linear layer, if this build of torch has it and it computes what it should."""
+    """oneDNN's linear layer; None if this build of torch lacks it or it computes something else."""
     try:
         kernel = torch.ops.mkldnn._linear_pointwise.default
-        draw = torch.Generator().manual_seed(0)
-        inputs, weight, bias = (torch.rand(shape, generator=draw) for shape in ((1, 3, 8), (5, 8), (5,)))
+        generator = torch.Generator().manual_seed(0)
+        inputs, weight, bias = (torch.rand(shape, generator=generator) for shape in ((1, 3, 8), (5, 8), (5,)))
         for b in (bias, None):
             expected = F.linear(inputs, weight, b)
             for w in (weight, _pack(weight)):
                 if not torch.allclose(kernel(inputs, w, b, "none", [], ""), expected, rtol=1e-5, atol=1e-5):
                     return None
-    except Exception:  # whatever a build without oneDNN says to it
+    except Exception:  # builds without oneDNN raise different errors
         return None
     return kernel
 

@@ -1,4 +1,4 @@
-"""What is found out about a model by running it, which holds as long as the model is made of the same parts."""
+"""Caches the results of probing a model, which hold as long as it consists of the same modules and parameters."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ import torch
 from torch import nn
 
 from groupgrad.engines.native.attention_plans import ProbePlan
-from groupgrad.engines.native.runner import Agreement
+from groupgrad.engines.native.runner import StepChecks
 
-_ASKED = ("scaling", "sliding_window")
-"""Attributes of transformers' attention layers."""
+_ATTENTION_SETTINGS = ("scaling", "sliding_window")
+"""Attributes of transformers' attention layers that may be changed in place."""
 
 
 @dataclass(slots=True)
 class ProbeResults:
-    """What one run of a model tells."""
+    """Results of running a model once under a `ProbePlan`, and of its decode steps since."""
 
-    parts: tuple[Any, ...]
-    probe: ProbePlan
-    agreement: Agreement = field(default_factory=Agreement)
+    fingerprint: tuple[Any, ...]
+    plan: ProbePlan
+    checks: StepChecks = field(default_factory=StepChecks)
 
 
 class ProbeCache:
-    """Keeps what is known of a model from one round of sampling to the next."""
+    """Keeps the probe results of one model from session to session."""
 
     def __init__(self) -> None:
-        self._known: ProbeResults | None = None
+        self._results: ProbeResults | None = None
 
-    def of(self, model: nn.Module, run: Callable[[ProbePlan], object]) -> ProbeResults:
-        """What is known of `model`; `run` runs it under a plan if its parts are others than before.
+    def results(self, model: nn.Module, run: Callable[[ProbePlan], object]) -> ProbeResults:
+        """The results for `model`; `run` runs it under a plan if it has changed since the last call.
 
-        Other values in the same parameters are no other parts.
+        New values in the same parameters are no change.
         """
-        parts = _parts(model)
-        if self._known is None or self._known.parts != parts:
-            probe = ProbePlan()
-            run(probe)
-            self._known = ProbeResults(parts, probe)
-        return self._known
+        fingerprint = _fingerprint(model)
+        if self._results is None or self._results.fingerprint != fingerprint:
+            plan = ProbePlan()
+            run(plan)
+            self._results = ProbeResults(fingerprint, plan)
+        return self._results
 
 
-def _parts(model: nn.Module) -> tuple[Any, ...]:
-    # References and not addresses, which a later module may come to have. What attention is asked for may be changed in
-    # place.
-    modules = ((weakref.ref(m), *(m.__dict__.get(name) for name in _ASKED)) for m in model.modules())
+def _fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    # Weak references, since a later module may have the address of an earlier one.
+    modules = ((weakref.ref(m), *(m.__dict__.get(name) for name in _ATTENTION_SETTINGS)) for m in model.modules())
     parameters = [(p.shape, p.dtype, p.device) for p in model.parameters()]
-    kinds = sorted({"cpu", *(device.type for _, _, device in parameters)} - {"meta"})
-    precision = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    return (*modules, *parameters, *precision)
+    device_types = sorted({"cpu", *(device.type for _, _, device in parameters)} - {"meta"})
+    autocast = ((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in device_types)
+    return (*modules, *parameters, *autocast)

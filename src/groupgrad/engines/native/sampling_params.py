@@ -1,4 +1,4 @@
-"""What sampling options mean here, and which of them this engine does not have."""
+"""Reads sampling options for the native engine, and names those that it lacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KNOWN = frozenset(
     }
 )
 
-# Values with which an option of `generate` changes nothing.
+# Values with which an option of `generate` has no effect.
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
-    """How the next token is chosen and when a row ends."""
+    """How tokens are sampled and when a completion ends."""
 
     temperature: float
     top_k: int
@@ -60,12 +60,12 @@ class SamplingParams:
     eos_ids: tuple[int, ...]
     suppressed: tuple[int, ...]
     suppressed_first: tuple[int, ...]
-    """Not as a completion's first token."""
+    """Excluded as first token of a completion."""
     stop_strings: tuple[str, ...]
 
     @property
-    def is_cut(self) -> bool:
-        """True if tokens are drawn from something else than the temperature softmax."""
+    def is_filtered(self) -> bool:
+        """True if tokens are sampled from another distribution than the temperature softmax."""
         return bool(
             self.top_k
             or self.top_p < 1.0
@@ -78,7 +78,7 @@ class SamplingParams:
 
 
 def unsupported(options: SamplingOptions) -> list[str]:
-    """Names of the options in force that this engine lacks, in order; empty if it has all of them."""
+    """Names of the options with an effect that the native engine lacks, in order."""
     names = [
         name
         for name, value in options.extra.items()
@@ -88,37 +88,37 @@ def unsupported(options: SamplingOptions) -> list[str]:
 
 
 def read_options(options: SamplingOptions, tokenizer: Any) -> SamplingParams:
-    """The options as this engine takes them; `options.extra` wins over the fields.
+    """Parses sampling options; `options.extra` wins over the fields.
 
-    ConfigError if one of them is not there, ValueError if stop strings are asked for without a tokenizer.
+    ConfigError for an option the engine lacks, ValueError for stop strings without a tokenizer.
     """
     missing = unsupported(options)
     if missing:
-        values = {**options.extra, "cache_implementation": options.cache_implementation}
+        unknown = {**options.extra, "cache_implementation": options.cache_implementation}
         raise ConfigError(
             [
-                f"{name}={values[name]!r} is not an option of rollout_engine='native'; "
+                f"{name}={unknown[name]!r} is not an option of rollout_engine='native'; "
                 "set rollout_engine='transformers', which has it, or leave it out"
                 for name in missing
             ]
         )
     extra = options.extra
-    chosen = {name: extra.get(name, getattr(options, name)) for name in _FIELDS}
+    values = {name: extra.get(name, getattr(options, name)) for name in _FIELDS}
     stop_strings = extra.get("stop_strings") or ()
     if stop_strings and tokenizer is None:
         raise ValueError(
             f"stop_strings={stop_strings!r} need a tokenizer to compare texts; the engine was made without"
         )
     do_sample = extra.get("do_sample")
-    temperature = 1.0 if chosen["temperature"] is None else float(chosen["temperature"])
+    temperature = 1.0 if values["temperature"] is None else float(values["temperature"])
     if temperature <= 0.0:
         raise ValueError(f"temperature={temperature} divides the logits; set it above 0 (or do_sample=False)")
     return SamplingParams(
         temperature=temperature,
-        top_k=int(chosen["top_k"] or 0),
-        top_p=1.0 if chosen["top_p"] is None else float(chosen["top_p"]),
-        min_p=float(chosen["min_p"] or 0.0),
-        repetition_penalty=float(chosen["repetition_penalty"] or 1.0),
+        top_k=int(values["top_k"] or 0),
+        top_p=1.0 if values["top_p"] is None else float(values["top_p"]),
+        min_p=float(values["min_p"] or 0.0),
+        repetition_penalty=float(values["repetition_penalty"] or 1.0),
         greedy=do_sample is not None and not do_sample,
         min_new_tokens=int(extra.get("min_new_tokens") or 0),
         eos_ids=_ids(extra.get("eos_token_id", options.eos_ids)),

@@ -1,4 +1,4 @@
-"""Sampling under way: prompts are computed once, rows come and go, each step adds a token."""
+"""A sampling session: prompts are computed once, sequences come and go, each step adds a token to all of them."""
 
 from __future__ import annotations
 
@@ -15,119 +15,124 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.native.attention_plans import DecodeBatch, Place, PrefillPlan, Segment
 from groupgrad.engines.native.logits import last_logits
-from groupgrad.engines.native.runner import DecodeRunner, EagerStep, RecordedStep
+from groupgrad.engines.native.runner import DecodeRunner, Step
 from groupgrad.engines.native.sampler import Sampler
-from groupgrad.engines.native.scheduler import Group, Scheduler, Sequence
+from groupgrad.engines.native.scheduler import Admission, Scheduler
+from groupgrad.engines.native.sequence import Group, Sequence
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.vlm import ImageSegment, PromptImages, flat_image_inputs, prompt_images
 
 PREFILL_TOKENS = 8192
-"""Tokens of prompts that go through the model at once, unless a single prompt has more."""
+"""Tokens per prefill pass, unless a single prompt has more."""
 
-FIRST_ROWS = 64
-"""Rows whose first tokens are chosen at once; the logits of their prompts are copied for each."""
+FIRST_TOKEN_ROWS = 64
+"""First tokens sampled at once; the logits of a prompt are copied for each of its sequences."""
 
 RUN_SECONDS = 0.05
-"""For about so long steps are made without a look in between at who comes or goes: a small model's step takes less than
-that."""
+"""Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
 
 
 @dataclass(slots=True)
 class Statistics:
-    """What happened in a session."""
+    """Counters of a session."""
 
     num_steps: int = 0
     num_decoded: int = 0
-    """Tokens that went through the model one by one."""
+    """Tokens computed one by one."""
     num_prefilled: int = 0
-    """Tokens of prompts, of what came between turns, and of rows that had to be computed anew."""
+    """Tokens of prompts, of replies between turns, and of preempted sequences and dropped prefixes computed again."""
     num_waited: int = 0
-    """Times that rows had to wait for others to finish."""
+    """Admissions that left sequences waiting."""
     num_preempted: int = 0
-    """Rows that gave way to others, to go on later."""
     num_restored: int = 0
-    """Tokens of earlier turns that were stored still when their rows were continued."""
+    """Tokens of earlier turns whose keys and values were still stored when their sequences were continued."""
     peak_bytes: int = 0
-    """Of keys and values, those kept between turns included."""
+    """Of keys and values, offloaded ones included."""
+
+
+@dataclass(slots=True, frozen=True)
+class StopRules:
+    """What ends a sequence before its budget does."""
+
+    end_ids: frozenset[int]
+    strings: StopStrings
 
 
 class NativeSession:
-    """Requests under way in the native engine; see `engines.base.Session`.
+    """A session of the native engine; see `engines.base.Session`.
 
-    `end_ids` and `stops` end a row. `may_stretch` lets the memory bound grow for a row that could never fit.
+    With `may_exceed_bound` the memory bound grows for a sequence that could never fit.
     """
 
     def __init__(
         self,
         model: nn.Module,
         sampler: Sampler,
-        schedule: Scheduler,
-        steps: DecodeRunner,
-        *,
-        end_ids: frozenset[int],
-        stops: StopStrings,
-        may_stretch: bool,
+        scheduler: Scheduler,
+        runner: DecodeRunner,
+        stops: StopRules,
         statistics: Statistics,
+        *,
+        may_exceed_bound: bool,
     ):
-        self._model, self._sampler, self._schedule, self._steps = model, sampler, schedule, steps
-        self._store, self._device = schedule.store, sampler.device
-        self._stops, self._end_ids = stops, end_ids
-        self._end_tensor = self._tensor(sorted(end_ids))
+        self._model, self._sampler, self._scheduler, self._runner = model, sampler, scheduler, runner
+        self._cache, self._device = scheduler.cache, sampler.device
+        self._stops, self._end_ids = stops, self._tensor(sorted(stops.end_ids))
         self._step_seconds = RUN_SECONDS
-        self._may_stretch, self._statistics = may_stretch, statistics
-        self._active: _Active | None = None
-        self._ended: list[tuple[int, Sample]] = []
+        self._may_exceed_bound, self._statistics = may_exceed_bound, statistics
+        self._batch: _RunningBatch | None = None
+        self._finished: list[tuple[int, Sample]] = []
         self._num_submitted = self._num_open = 0
         self._is_closed = False
 
-    # ------------------------------------------------------------------------------------ what callers do
+    # ------------------------------------------------------------------------------------ interface
 
     def submit(self, request: Request) -> int:
-        """The ticket of a request that is sampled from now on.
+        """Accepts a request; returns its ticket.
 
         ValueError for a request that leaves nothing to sample, that can never fit into the memory bound, or whose
-        `continues` names nothing that is kept or something that it does not begin with.
+        `continues` names no retained request or one that `prompt_ids` does not begin with.
         """
         self._check_open()
         self.check([request])
         ticket = self._num_submitted
-        self._schedule.add(ticket, request)
+        self._scheduler.add(ticket, request)
         self._num_submitted += 1
         self._num_open += 1
         return ticket
 
     @torch.no_grad()
     def advance(self) -> list[tuple[int, Sample]]:
-        """Let rows enter and compute a token for each, or several in about `RUN_SECONDS`; those that ended by it, in
-        ticket order.
+        """Admits sequences and samples a token for each, or several within about `RUN_SECONDS`.
 
-        ValueError if log-probs are no finite numbers.
+        Returns the samples that finished, in ticket order. ValueError if log-probs are not finite.
         """
         self._check_open()
-        schedule, statistics = self._schedule, self._statistics
-        if entering := schedule.admit():
-            self._enter(entering)
-        if schedule.active:
-            self._make_room()
-            self._step()
-        statistics.peak_bytes = self._store.peak_tokens * self._store.bytes_per_token
-        statistics.num_waited, statistics.num_preempted = schedule.num_waited, schedule.num_preempted
-        ended, self._ended = sorted(self._ended, key=lambda pair: pair[0]), []
-        self._num_open -= len(ended)
-        _check_numbers([sample for _, sample in ended])
-        return ended
+        scheduler, statistics = self._scheduler, self._statistics
+        admission = scheduler.admit()
+        if admission.sequences:
+            self._start(admission)
+        if scheduler.running:
+            scheduler.make_room()
+            self._decode()
+        statistics.peak_bytes = self._cache.peak_tokens * self._cache.bytes_per_token
+        statistics.num_waited, statistics.num_preempted = scheduler.num_waited, scheduler.num_preempted
+        finished, self._finished = sorted(self._finished, key=lambda pair: pair[0]), []
+        self._num_open -= len(finished)
+        _check_finite([sample for _, sample in finished])
+        return finished
 
     @property
     def num_open(self) -> int:
-        """Requests submitted that have not ended."""
+        """Requests submitted that have not finished."""
         return self._num_open
 
     def release(self, ticket: int) -> None:
-        """Forget what was kept of an ended request; nothing happens if nothing is."""
-        self._schedule.release(ticket)
+        """Frees what is retained of a finished request, if anything."""
+        self._scheduler.release(ticket)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """ValueError if one of the requests could not be sampled whatever the others are."""
+        """ValueError if one of the requests could not be sampled even alone."""
         for request in requests:
             if not request.prompt_ids:
                 raise ValueError("a prompt without tokens gives nothing to continue; put at least a BOS token into it")
@@ -137,232 +142,218 @@ class NativeSession:
                     "leaves no room for a completion; take the prompt out or allow a longer context"
                 )
         longest = max(requests, key=lambda request: len(request.prompt_ids) + request.max_new_tokens)
-        need, store = len(longest.prompt_ids) + longest.max_new_tokens, self._store
-        if need > store.max_tokens and self._may_stretch:
-            store.max_tokens = need
-        if need > store.max_tokens:
+        num_tokens, cache = len(longest.prompt_ids) + longest.max_new_tokens, self._cache
+        if num_tokens > cache.max_tokens and self._may_exceed_bound:
+            cache.max_tokens = num_tokens
+        if num_tokens > cache.max_tokens:
             raise ValueError(
-                f"engine_kv_memory={store.max_bytes} bytes hold the keys and values of {store.max_tokens} tokens; a "
-                f"prompt of {len(longest.prompt_ids)} tokens with {longest.max_new_tokens} new ones needs {need}: set "
-                f"engine_kv_memory to at least {need * store.bytes_per_token} (better a multiple, so that rows are "
-                "sampled together), or lower max_completion_length"
+                f"engine_kv_memory={cache.max_bytes} bytes hold the keys and values of {cache.max_tokens} tokens; a "
+                f"prompt of {len(longest.prompt_ids)} tokens with {longest.max_new_tokens} new ones needs {num_tokens}:"
+                f" set engine_kv_memory to at least {num_tokens * cache.bytes_per_token} (better a multiple, so that "
+                "rows are sampled together), or lower max_completion_length"
             )
 
     def close(self) -> None:
-        """Nothing can be submitted or computed any more."""
-        self._is_closed, self._active = True, None
+        """Ends the session; later calls of `submit` and `advance` raise."""
+        self._is_closed, self._batch = True, None
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError("this sampling session is closed, its memory given back; open another one")
 
-    # ------------------------------------------------------------------------------------ rows come
+    # ------------------------------------------------------------------------------------ prefill
 
-    def _enter(self, rows: list[Sequence]) -> None:
-        """Compute what the rows continue and is not stored, and first tokens for those that have none."""
-        schedule, store = self._schedule, self._store
-        new = list({id(row.group): row.group for row in rows if row.group.slot < 0}.values())
-        groups = [*schedule.groups, *new]
-        is_room = store.reserve(schedule.need(1, rows, groups), schedule.need())
-        assert is_room, "rows are let in only if they fit"
-        first_slot = len(schedule.active)
-        schedule.enter(rows, groups)
-        for group in new:
+    def _start(self, admission: Admission) -> None:
+        """Computes the tokens of admitted sequences that are not stored, and samples missing first tokens."""
+        sequences, new_groups = admission.sequences, admission.new_groups
+        for group in new_groups:
             if group.media is not None and group.prompt_images is None:
-                group.prompt_images = prompt_images(self._model, torch.tensor(group.ids), group.media)
-                if group.shift:
-                    # The direct step takes a token's position for its place.
-                    self._steps.leave_direct()
-        self._statistics.num_restored += sum(row.num_restored for row in rows)
-        beginning = [row for row in rows if row.index < 0]
-        for row, index in zip(beginning, self._sampler.add([row.request for row in beginning])):
-            row.index = index
-        # Of a prompt that is stored, but not what follows it, the last token is enough.
-        lacking = {id(row.group): row.group for row in rows if row.is_fresh and row.group.first_logits is None}
-        known = [group for group in lacking.values() if group not in new]
-        self._prefill_prompts([*((group, 0) for group in new), *((group, _last_place(group)) for group in known)])
-        self._begin([row for row in rows if row.is_fresh])
-        self._prefill_rows([(slot, row) for slot, row in enumerate(rows, first_slot) if row.num_stored])
-        self._end([row for row in rows if row.reason is not None])
+                group.prompt_images = prompt_images(self._model, torch.tensor(group.prompt_ids), group.media)
+                if group.position_shift:
+                    # The direct step assumes that a token's position is the number of tokens before it.
+                    self._runner.disable_direct()
+        self._statistics.num_restored += sum(sequence.num_restored for sequence in sequences)
+        unseen = [sequence for sequence in sequences if sequence.table_row < 0]
+        for sequence, table_row in zip(unseen, self._sampler.add([sequence.request for sequence in unseen])):
+            sequence.table_row = table_row
+        fresh = [sequence for sequence in sequences if sequence.is_fresh]
+        without_logits = {id(s.group): s.group for s in fresh if s.group.first_logits is None}.values()
+        stored = [group for group in without_logits if group not in new_groups]
+        self._prefill_prompts([*((g, 0) for g in new_groups), *((g, _start_of_last_pass(g)) for g in stored)])
+        self._sample_first_tokens(fresh)
+        first_slot = len(self._scheduler.running) - len(sequences)
+        self._prefill_suffixes([(slot, s) for slot, s in enumerate(sequences, first_slot) if s.num_stored])
+        self._finish(sequences)
 
     def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
-        """Compute prompts, each from a place on that it is stored up to."""
-        for pack in _packs(groups, [len(group.ids) - start for group, start in groups]):
-            ids = [group.ids[start:] for group, start in pack]
-            places = [Place(self._store.prompts, group.slot, offset=start) for group, start in pack]
+        """Computes prompts, each from a place on; the tokens before it are stored."""
+        for pack in _packs(groups, [len(group.prompt_ids) - start for group, start in groups]):
             logits = self._prefill(
-                ids, [start for _, start in pack], places, [group.prompt_images for group, _ in pack]
+                [group.prompt_ids[start:] for group, start in pack],
+                [start for _, start in pack],
+                [Place(self._cache.prompts, group.slot, offset=start) for group, start in pack],
+                [group.prompt_images for group, _ in pack],
             )
             for (group, _), row in zip(pack, logits):
                 if group.num_fresh:
                     group.first_logits = row
 
-    def _prefill_rows(self, rows: list[tuple[int, Sequence]]) -> None:
-        """Compute what is missing of rows' own tokens, given behind an earlier turn or lost when they gave way."""
-        for pack in _packs(rows, [row.num_stored - row.num_restored for _, row in rows]):
-            prompt_lengths = [len(row.group.ids) for _, row in pack]
-            places = [
-                Place(self._store.own, slot, row.group.slot, length, offset=row.num_restored)
-                for (slot, row), length in zip(pack, prompt_lengths)
-            ]
-            ids = [row.own_ids[row.num_restored : row.num_stored] for _, row in pack]
-            starts = [length + row.num_restored for (_, row), length in zip(pack, prompt_lengths)]
-            logits = self._prefill(ids, starts, places, [row.group.prompt_images for _, row in pack])
-            first = [i for i, (_, row) in enumerate(pack) if not row.ids]
+    def _prefill_suffixes(self, sequences: list[tuple[int, Sequence]]) -> None:
+        """Computes suffix tokens, by slot, that are not stored: replies, and what preemption or dropping freed."""
+        for pack in _packs(sequences, [s.num_stored - s.num_restored for _, s in sequences]):
+            prompt_lengths = [len(s.group.prompt_ids) for _, s in pack]
+            logits = self._prefill(
+                [s.suffix_ids[s.num_restored : s.num_stored] for _, s in pack],
+                [length + s.num_restored for (_, s), length in zip(pack, prompt_lengths)],
+                [
+                    Place(self._cache.suffixes, slot, s.group.slot, length, offset=s.num_restored)
+                    for (slot, s), length in zip(pack, prompt_lengths)
+                ],
+                [s.group.prompt_images for _, s in pack],
+            )
+            first = [i for i, (_, s) in enumerate(pack) if not s.sampled_ids]
             if first:
-                self._choose_first([pack[i][1] for i in first], logits[first])
+                self._sample_first([pack[i][1] for i in first], logits[first])
 
     def _prefill(
-        self, ids: list[list[int]], starts: list[int], places: list[Place], sights: list[PromptImages | None]
+        self, ids: list[list[int]], starts: list[int], places: list[Place], images: list[PromptImages | None]
     ) -> torch.Tensor:
-        """(sequences, V) logits of what follows each of some sequences, whose first tokens stand at `starts`."""
-        flat = self._tensor([token for sequence in ids for token in sequence])
-        positions = self._tensor([start + i for sequence, start in zip(ids, starts) for i in range(len(sequence))])
-        lengths = [len(sequence) for sequence in ids]
-        ends = list(itertools.accumulate(lengths))
-        segments = [Segment(end - length, length, place) for length, end, place in zip(lengths, ends, places)]
+        """(N, V) logits behind N runs of tokens whose first ones stand at `starts`; stores their keys and values."""
+        flat = self._tensor([token for run in ids for token in run])
+        positions = self._tensor([start + i for run, start in zip(ids, starts) for i in range(len(run))])
+        ends = list(itertools.accumulate(map(len, ids)))
+        segments = [Segment(end - len(run), len(run), place) for run, end, place in zip(ids, ends, places)]
         self._statistics.num_prefilled += len(flat)
-        laid = [
-            ImageSegment(segment.start, segment.length, start, seen)
-            for segment, start, seen in zip(segments, starts, sights)
+        image_segments = [
+            ImageSegment(segment.start, segment.length, start, prompt)
+            for segment, start, prompt in zip(segments, starts, images)
         ]
-        view = flat_image_inputs(self._model, flat, positions, laid)
-        plan, last = view.attention_plan(PrefillPlan(segments, self._store)), self._tensor([end - 1 for end in ends])
+        view = flat_image_inputs(self._model, flat, positions, image_segments)
+        plan, last = view.attention_plan(PrefillPlan(segments, self._cache)), self._tensor([end - 1 for end in ends])
         with view.embedding_true_ids(self._model):
             positions = positions if view.rope is None else view.rope
             return last_logits(self._model, view.ids, positions, plan, last, **view.inputs)
 
-    def _begin(self, rows: list[Sequence]) -> None:
-        """First tokens right behind prompts; those of one prompt are drawn from the same logits."""
-        for start in range(0, len(rows), FIRST_ROWS):
-            part = rows[start : start + FIRST_ROWS]
-            self._choose_first(part, torch.stack([row.group.first_logits for row in part]))  # pyright: ignore
-        self._schedule.begun(rows)
+    def _sample_first_tokens(self, sequences: list[Sequence]) -> None:
+        """Samples the first tokens of fresh sequences from the logits behind their prompts."""
+        for start in range(0, len(sequences), FIRST_TOKEN_ROWS):
+            part = sequences[start : start + FIRST_TOKEN_ROWS]
+            self._sample_first(part, torch.stack([s.group.first_logits for s in part]))  # pyright: ignore
+        self._scheduler.started(sequences)
 
-    def _choose_first(self, rows: list[Sequence], logits: torch.Tensor) -> None:
-        indices = self._tensor([row.index for row in rows])
-        tokens = self._sampler.choose(logits.to(self._device), indices, torch.zeros_like(indices))
-        self._take(rows, tokens[:, None].tolist())
+    def _sample_first(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        table_rows = self._tensor([sequence.table_row for sequence in sequences])
+        tokens = self._sampler.choose(logits.to(self._device), table_rows, torch.zeros_like(table_rows))
+        self._append(sequences, tokens[:, None].tolist())
 
-    # ------------------------------------------------------------------------------------ a token for each
+    # ------------------------------------------------------------------------------------ decode
 
-    def _step(self) -> None:
-        rows = self._schedule.active
-        version = self._version()
-        if self._active is None or self._active.version != version:
-            self._active = self._make_active(rows, version)
-        active, started = self._active, time.perf_counter()
-        tokens = self._next_tokens(active, self._num_free_steps(rows))
+    def _decode(self) -> None:
+        """Samples one or several tokens of each running sequence."""
+        running = self._scheduler.running
+        if self._batch is None or self._batch.version != self._scheduler.version:
+            self._batch = self._make_batch(running)
+        batch, started = self._batch, time.perf_counter()
+        tokens = self._next_tokens(batch, self._num_free_steps(running))
         self._step_seconds = (time.perf_counter() - started) / len(tokens)
-        active.tokens = tokens[-1]
-        active.counts += len(tokens)
+        batch.tokens = tokens[-1]
+        batch.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
         self._statistics.num_decoded += tokens.numel()
-        self._take(rows, tokens.T.tolist())
-        self._end([row for row in rows if row.reason is not None])
+        self._append(running, tokens.T.tolist())
+        self._finish(running)
 
-    def _num_free_steps(self, rows: list[Sequence]) -> int:
-        """Steps after which the rows need looking after, if none draws a token that ends it."""
-        if self._stops or self._schedule.has_arrived:
+    def _num_free_steps(self, running: list[Sequence]) -> int:
+        """Steps before the scheduler is needed again, unless a sequence ends earlier; 1 if tokens need a look each."""
+        if self._stops.strings or self._scheduler.is_gathering:
             return 1
-        left = min(row.request.max_new_tokens - len(row.ids) for row in rows)
-        places = self._store.own.places - max(row.num_stored for row in rows)
-        return max(1, min(left, places, int(RUN_SECONDS / self._step_seconds)))
+        budget = min(s.request.max_new_tokens - len(s.sampled_ids) for s in running)
+        room = self._cache.suffixes.slot_size - max(s.num_stored for s in running)
+        return max(1, min(budget, room, int(RUN_SECONDS / self._step_seconds)))
 
-    def _next_tokens(self, active: _Active, num_steps: int) -> torch.Tensor:
-        """(steps, n) tokens of up to so many steps; rows end by the last one only."""
-        positions = active.starts + active.counts - 1
-        free = self._sampler.free(active.indices, active.counts, self._end_tensor) if num_steps > 1 else None
-        if free is not None and isinstance(active.step, EagerStep):
-            tokens = active.step.sample(active.tokens, positions, free, num_steps)
+    def _next_tokens(self, batch: _RunningBatch, num_steps: int) -> torch.Tensor:
+        """(steps, n) tokens of up to `num_steps` steps; sequences end by the last one only."""
+        positions = batch.starts + batch.counts - 1
+        if num_steps > 1:
+            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._end_ids)
+            tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, num_steps)
             if tokens is not None:
                 return tokens
-        logits = active.step.logits(active.tokens, positions).to(self._device)
-        return self._sampler.choose(logits, active.indices, active.counts)[None]
+        logits = batch.step.logits(batch.tokens, positions).to(self._device)
+        return self._sampler.choose(logits, batch.table_rows, batch.counts)[None]
 
-    def _version(self) -> tuple[int, int, int]:
-        return self._schedule.version, self._store.own.version, self._store.prompts.version
-
-    def _make_active(self, rows: list[Sequence], version: tuple[int, int, int]) -> _Active:
-        if self._active is not None and len(rows) > len(self._active.tokens):
-            # How long a step of more rows takes has to be seen first.
+    def _make_batch(self, running: list[Sequence]) -> _RunningBatch:
+        if self._batch is not None and len(running) > len(self._batch.tokens):
+            # The duration of a step with more rows has to be measured first.
             self._step_seconds = RUN_SECONDS
-        prompt_lengths = [len(row.group.ids) for row in rows]
-        standing = DecodeBatch([row.group.slot for row in rows], prompt_lengths, [row.num_stored for row in rows])
-        return _Active(
-            version=version,
-            tokens=self._tensor([row.ids[-1] for row in rows]),
-            counts=self._tensor([len(row.ids) for row in rows]),
-            indices=self._tensor([row.index for row in rows]),
-            starts=self._tensor(
-                [length + row.group.shift + len(row.given) for length, row in zip(prompt_lengths, rows)]
+        prompt_lengths = [len(s.group.prompt_ids) for s in running]
+        starts = [n + s.group.position_shift + len(s.context_ids) for n, s in zip(prompt_lengths, running)]
+        return _RunningBatch(
+            version=self._scheduler.version,
+            tokens=self._tensor([s.sampled_ids[-1] for s in running]),
+            counts=self._tensor([len(s.sampled_ids) for s in running]),
+            table_rows=self._tensor([s.table_row for s in running]),
+            starts=self._tensor(starts),
+            step=self._runner.step_for(
+                DecodeBatch([s.group.slot for s in running], prompt_lengths, [s.num_stored for s in running])
             ),
-            step=self._steps.make(standing),
         )
 
-    def _take(self, rows: list[Sequence], tokens: list[list[int]]) -> None:
-        """The rows' next tokens; marks those that end by their last one."""
-        for row, next_tokens in zip(rows, tokens):
-            row.ids.extend(next_tokens)
-            if row.ids[-1] in self._end_ids or self._stops.is_end(row.ids):
-                row.reason = "eos"
-            elif len(row.ids) >= row.request.max_new_tokens:
-                row.reason = "length"
+    def _append(self, sequences: list[Sequence], tokens: list[list[int]]) -> None:
+        """Appends sampled tokens to sequences and notes why a sequence ends."""
+        end_ids, strings = self._stops.end_ids, self._stops.strings
+        for sequence, new_ids in zip(sequences, tokens):
+            ids = sequence.sampled_ids
+            ids.extend(new_ids)
+            if ids[-1] in end_ids or strings.is_end(ids):
+                sequence.finish_reason = "eos"
+            elif len(ids) >= sequence.request.max_new_tokens:
+                sequence.finish_reason = "length"
 
-    # ------------------------------------------------------------------------------------ rows go
-
-    def _end(self, rows: list[Sequence]) -> None:
-        """Take rows that have ended out of the batch; their slots go to the last rows."""
-        if not rows:
+    def _finish(self, sequences: list[Sequence]) -> None:
+        """Turns sequences that have ended into samples and frees their slots."""
+        ended = [sequence for sequence in sequences if sequence.finish_reason is not None]
+        if not ended:
             return
-        found = self._sampler.take_out([row.index for row in rows], [len(row.ids) for row in rows])
-        for row, numbers in zip(rows, found):
-            assert row.reason is not None
-            self._ended.append((row.ticket, Sample(row.ids, row.reason, numbers.logprobs, numbers.entropies)))
-        self._schedule.end(rows)
-
-    def _make_room(self) -> None:
-        """Places for one more token of each row.
-
-        If the bound forbids it, what is kept for later turns goes, and then the youngest rows give way.
-        """
-        schedule, store = self._schedule, self._store
-        while not store.reserve(schedule.need(1), schedule.need()):
-            if schedule.drop_parked(also_awaited=True):
-                continue
-            row = schedule.youngest()
-            schedule.leave([row])
-            schedule.wait(row)
+        scores = self._sampler.take_out([s.table_row for s in ended], [len(s.sampled_ids) for s in ended])
+        for sequence, score in zip(ended, scores):
+            assert sequence.finish_reason is not None
+            sample = Sample(sequence.sampled_ids, sequence.finish_reason, score.logprobs, score.entropies)
+            self._finished.append((sequence.ticket, sample))
+        self._scheduler.finish(ended)
 
     def _tensor(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
 
 @dataclass(slots=True)
-class _Active:
-    """The rows under way, in the order of their slots, each tensor (n,)."""
+class _RunningBatch:
+    """Tensors (n,) of the running sequences, in the order of their slots."""
 
-    version: tuple[int, int, int]
-    """Of the slots and the slabs that it was made for."""
+    version: tuple[int, ...]
+    """The scheduler's version that the batch was made for."""
     tokens: torch.Tensor
-    """Chosen last and not yet stored."""
+    """Sampled last and not yet stored."""
     counts: torch.Tensor
-    """Tokens chosen so far."""
-    indices: torch.Tensor
+    """Tokens sampled so far."""
+    table_rows: torch.Tensor
     """In the sampler's tables."""
     starts: torch.Tensor
-    """Positions of the first ones chosen."""
-    step: EagerStep | RecordedStep
+    """Positions of the first sampled tokens."""
+    step: Step
 
 
-def _last_place(group: Group) -> int:
-    """From where on a stored prompt is computed to know what follows it: its last token, unless that is an image's."""
-    last = len(group.ids) - 1
+def _start_of_last_pass(group: Group) -> int:
+    """First token of a stored prompt to compute again for the logits behind it.
+
+    The last token is enough, unless it belongs to an image, whose features need the whole prompt.
+    """
+    last = len(group.prompt_ids) - 1
     return 0 if group.prompt_images is not None and bool(group.prompt_images.mask[last]) else last
 
 
 def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:
-    """Runs of items of at most `PREFILL_TOKENS` tokens together."""
+    """Splits items into runs of at most `PREFILL_TOKENS` tokens."""
     pack, size = [], 0
     for item, length in zip(items, lengths):
         if pack and size + length > PREFILL_TOKENS:
@@ -374,11 +365,11 @@ def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:
         yield pack
 
 
-def _check_numbers(samples: list[Sample]) -> None:
-    broken = sum(not all(map(math.isfinite, sample.logprobs or ())) for sample in samples)
-    if broken:
+def _check_finite(samples: list[Sample]) -> None:
+    num_broken = sum(not all(map(math.isfinite, sample.logprobs or ())) for sample in samples)
+    if num_broken:
         raise ValueError(
-            f"{broken} of {len(samples)} rows got log-probs that are no finite numbers: the model's weights or logits "
-            "are NaN or infinite, or every token was suppressed; look at the gradient norms before this step, and "
-            "lower learning_rate or set max_grad_norm"
+            f"{num_broken} of {len(samples)} rows got log-probs that are no finite numbers: the model's weights or "
+            "logits are NaN or infinite, or every token was suppressed; look at the gradient norms before this step, "
+            "and lower learning_rate or set max_grad_norm"
         )

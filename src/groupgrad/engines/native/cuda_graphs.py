@@ -1,0 +1,185 @@
+"""Records decode steps as CUDA graphs and replays them: launching a small step's kernels costs more than running them.
+
+Recorded operations read and write the same tensors at every replay, so a recorded step has fixed sizes (`StepShape`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
+from groupgrad.engines.native.cpp_step import UnfilteredSampling
+from groupgrad.engines.native.kv_cache import KVCache, padded
+from groupgrad.engines.native.logits import step_logits
+
+Work = Callable[[], torch.Tensor]
+
+Recorder = Callable[[Work, Iterable[torch.Tensor]], Work]
+"""Takes work and the tensors it reads that have other owners; returns work that replays it."""
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """A decode step of fixed sizes that replays the recorded operations."""
+
+    plan: DecodePlan
+    ids: torch.Tensor
+    """(padded n,)."""
+    positions: torch.Tensor
+    replay: Work
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(n, V) logits; overwritten by the next step."""
+        self.ids[: len(tokens)] = tokens
+        self.positions[: len(tokens)] = positions
+        logits = self.replay()[: len(tokens)]
+        self.plan.advance()
+        return logits
+
+    def sample(
+        self, tokens: torch.Tensor, positions: torch.Tensor, sampling: UnfilteredSampling, num_steps: int
+    ) -> None:
+        """Recorded steps run one at a time."""
+
+
+class StepRecorder:
+    """Records the decode steps of a model, one for each `StepShape`."""
+
+    def __init__(self, model: nn.Module, cache: KVCache, device: torch.device, record: Recorder):
+        self._model, self._cache, self._device, self._record = model, cache, device, record
+        self._rows_per_group = 1
+        self._steps: dict[StepShape, RecordedStep] = {}
+        self._version = (0, 0)
+
+    def step_for(self, batch: DecodeBatch) -> RecordedStep:
+        """A step for these rows, recorded if there is none of their shape."""
+        suffixes, prompts = self._cache.suffixes, self._cache.prompts
+        if self._version != self._cache.version:
+            # The tensors that these steps were recorded with are gone.
+            self._steps, self._version = {}, self._cache.version
+        # It never shrinks: a smaller value would save a few queries and cost recordings.
+        self._rows_per_group = max(self._rows_per_group, padded(batch.rows_per_group))
+        shape = StepShape(
+            num_rows=min(padded(len(batch.groups)), suffixes.num_slots),
+            num_groups=min(padded(max(batch.groups) + 1), prompts.num_slots),
+            rows_per_group=self._rows_per_group,
+            prompt_size=prompts.slot_size,
+            suffix_size=suffixes.slot_size,
+        )
+        if shape in self._steps:
+            self._steps[shape].plan.change(batch)
+        else:
+            self._steps[shape] = self._record_step(batch, shape)
+        return self._steps[shape]
+
+    def _record_step(self, batch: DecodeBatch, shape: StepShape) -> RecordedStep:
+        plan = DecodePlan(self._cache, batch, shape)
+        ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
+
+        def work() -> torch.Tensor:
+            # Masks depend on lengths, so the recording has to include their computation.
+            plan.drop_masks()
+            return step_logits(self._model, ids, positions, plan)
+
+        slabs = (self._cache.suffixes, self._cache.prompts)
+        stored = [tensor for slab in slabs for tensor in (*slab.keys.values(), *slab.values.values())]
+        return RecordedStep(plan, ids, positions, self._record(work, stored))
+
+
+def cuda_recorder(devices: set[torch.device]) -> Recorder | None:
+    """Records work as CUDA graphs that share their memory; None if the model is not on one CUDA device.
+
+    Of graphs that share memory only the one replayed last has a valid result.
+    """
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return None
+    device = next(iter(devices))
+    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def record(work: Work, owned: Iterable[torch.Tensor]) -> Work:
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            # Libraries initialise themselves in a first run, which a graph must not contain. The first replay writes
+            # the same keys and values to the cache again.
+            work()
+            replay = _capture(work, pool, _InputCollector(owned))
+        current.wait_stream(side)
+        return replay
+
+    return record
+
+
+@dataclass(slots=True, frozen=True)
+class _Replay:
+    """Recorded work; a call replays it."""
+
+    graph: torch.cuda.CUDAGraph
+    output: torch.Tensor
+    inputs: list[torch.Tensor]
+    """Tensors that the graph reads, kept alive as long as the graph."""
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.output
+
+
+def _capture(work: Work, pool: Any, collector: _InputCollector) -> _Replay:
+    """Records what `work` does on the current stream, without running it.
+
+    `torch.cuda.graph` does not restore stream and memory pool if the work fails.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads may use the GPU meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with collector:
+            output = work()
+        graph.capture_end()
+    except BaseException:
+        with suppress(RuntimeError):
+            graph.capture_end()
+        # A failed capture leaves its pool open, and cached memory could not be freed any more.
+        close = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if close is not None:
+            with suppress(RuntimeError):
+                close(torch.cuda.current_device(), pool)
+        raise
+    return _Replay(graph, output, list(collector.inputs.values()))
+
+
+class _InputCollector(TorchDispatchMode):
+    """Collects the tensors that operations read, except `owned` ones and those the operations make themselves.
+
+    Some have no other owner for as long as a graph reads them: weights cast by mixed precision are freed when any
+    thread leaves autocast.
+    """
+
+    def __init__(self, owned: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.inputs: dict[int, torch.Tensor] = {}
+        self._others = {_memory(tensor) for tensor in owned}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            if (key := _memory(tensor)) not in self._others:
+                self.inputs.setdefault(key, tensor)
+        output = func(*args, **(kwargs or {}))
+        self._others.update(key for tensor in _tensors(output) if (key := _memory(tensor)) not in self.inputs)
+        return output
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,107 @@
+"""Records of sequences, of the prompts they share, and of what finished sequences leave in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from groupgrad.engines.base import Request
+from groupgrad.engines.native.kv_cache import OffloadedKV
+from groupgrad.modeling.vlm import PromptImages
+from groupgrad.types import Media
+
+PromptKey = tuple[tuple[int, ...], str]
+"""Token ids of a prompt and the key of its images."""
+
+
+@dataclass(eq=False)
+class Group:
+    """A distinct prompt, computed and stored once for all sequences behind it."""
+
+    prompt_ids: list[int]
+    number: int
+    """Groups are numbered in the order in which they arrive."""
+    media: Media | None = None
+    prompt_images: PromptImages | None = None
+    """Computed from `media` when the prompt is first prefilled."""
+    slot: int = -1
+    """In the cache's prompt slab; -1: not stored."""
+    ref_count: int = 0
+    """Running sequences and offloaded prefixes that need the stored prompt."""
+    num_fresh: int = 0
+    """Sequences right behind the prompt that have no token yet."""
+    first_logits: torch.Tensor | None = None
+    """(V,) logits behind the prompt, while it is stored and fresh sequences remain."""
+
+    @property
+    def key(self) -> PromptKey:
+        """Requests with equal keys have the same prompt."""
+        return prompt_key(self.prompt_ids, self.media)
+
+    @property
+    def position_shift(self) -> int:
+        """Difference between a position and the number of tokens before it, for tokens behind the prompt's images."""
+        return 0 if self.prompt_images is None else self.prompt_images.shift
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion, waiting or running.
+
+    Its tokens are the group's prompt and a suffix of `context_ids` and `sampled_ids`.
+    """
+
+    ticket: int
+    request: Request
+    group: Group
+    context_ids: list[int] = field(default_factory=list)
+    """Tokens between the group's prompt and the completion: earlier turns, and the replies to them."""
+    sampled_ids: list[int] = field(default_factory=list)
+    """The last one's keys and values are not stored yet."""
+    table_row: int = -1
+    """In the sampler's tables; -1: in none yet."""
+    finish_reason: Literal["eos", "length"] | None = None
+    admission: int = 0
+    """Admissions are numbered; the highest number is preempted first."""
+    num_restored: int = 0
+    """Suffix tokens whose keys and values were restored at the last admission."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """True for a sequence right behind its group's prompt that has no token yet."""
+        return not self.context_ids and not self.sampled_ids
+
+    @property
+    def num_stored(self) -> int:
+        """Suffix tokens whose keys and values are stored while the sequence runs."""
+        return len(self.context_ids) + max(0, len(self.sampled_ids) - 1)
+
+    @property
+    def max_length(self) -> int:
+        """Longest suffix that the sequence may reach."""
+        return len(self.context_ids) + self.request.max_new_tokens
+
+    @property
+    def suffix_ids(self) -> list[int]:
+        """All tokens behind the group's prompt."""
+        return [*self.context_ids, *self.sampled_ids]
+
+
+@dataclass(slots=True, eq=False)
+class RetainedPrefix:
+    """Tokens of a finished sequence, for the request that continues it."""
+
+    group: Group
+    suffix_ids: list[int]
+    """All tokens behind the group's prompt. The last one was never computed."""
+    offloaded: OffloadedKV | None = None
+    """Keys and values of the suffix but for the last token; None: dropped, to be computed again."""
+    is_claimed: bool = False
+    """The request that continues it has arrived."""
+
+
+def prompt_key(prompt_ids: list[int], media: Media | None) -> PromptKey:
+    """Identifies a prompt by its tokens and its images."""
+    return tuple(prompt_ids), "" if media is None else media.key
