@@ -1,7 +1,7 @@
-"""Sampling by the `generate` method of the model that trains.
+"""The engine that samples by the `generate` method of the model that trains.
 
-`generate` draws all rows of a batch from one global random stream. Here each row draws from its own, by inverting the
-cumulative distribution at one uniform number a token, so a row's text is a function of its seed alone.
+`generate` draws all rows of a batch from one global random stream. This engine gives each row its own: it inverts the
+cumulative distribution at one uniform number per token, so that a completion depends on its seed alone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from transformers import (
 )
 
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
+from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
 from groupgrad.modeling.vlm import ModelInputs, padded_image_inputs, prompt_images
 
-# With these options `generate` searches or cuts in ways of its own: rows then share its random stream.
+# With these options `generate` searches or filters in ways of its own, and rows share its random stream.
 _OWN_SAMPLER = frozenset(
     {"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "custom_generate"}
 )
 
-# With these options the tokens before a completion count, and padding on the left would count with them.
+# With these options the tokens before a completion matter, and left padding would count among them.
 _LOOKS_BACK = frozenset(
     {
         "bad_words_ids",
@@ -48,10 +49,10 @@ _LOOKS_BACK = frozenset(
 
 
 class TransformersEngine(BatchEngine):
-    """Samples through `model.generate`, at most `max_rows` rows a call, without dropout and in evaluation mode.
+    """Samples through `model.generate`, at most `max_rows` rows a call, in evaluation mode.
 
-    `precision` makes the context that training's mixed precision computes in. With `equal_lengths` prompts share a call
-    only if they have equally many tokens, for models whose states begin with what lies left of a prompt.
+    `precision` makes training's autocast context. With `equal_lengths` only prompts of equal lengths share a call, for
+    models whose recurrent state would include left padding.
     """
 
     def __init__(
@@ -65,18 +66,17 @@ class TransformersEngine(BatchEngine):
     ):
         self._model, self._tokenizer, self._max_rows = model, tokenizer, max_rows
         self._equal_lengths = equal_lengths
-        # `accelerate` gives the outermost module training's mixed precision; an adapter's `generate` goes past it.
+        # `accelerate` puts autocast around the outermost module's forward pass, which an adapter's `generate` bypasses.
         self._precision = precision
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
-        """One sample a request, in order."""
+        """One sample per request, in order."""
         samples: list[Sample | None] = [None] * len(requests)
-        # Rows of like budget and prompt length share a call: less padding, and no row runs past its context.
-        # Rows with images are apart from those without.
-        order = sorted(range(len(requests)), key=lambda i: (_kind(requests[i]), len(requests[i].prompt_ids)))
+        # Rows of similar budgets and prompt lengths share a call: less padding, and no row exceeds its context.
+        order = sorted(range(len(requests)), key=lambda i: (_call_key(requests[i]), len(requests[i].prompt_ids)))
         padded = not (self._equal_lengths or _needs_equal_lengths(unwrap(self._model), options))
-        with _switched_by_itself(unwrap(self._model)), evaluation_mode(self._model), self._precision():
+        with _own_inference_mode(unwrap(self._model)), evaluation_mode(self._model), self._precision():
             for chunk in _chunks(order, requests, self._max_rows, padded=padded):
                 for i, sample in zip(chunk, self._generate([requests[i] for i in chunk], options)):
                     samples[i] = sample
@@ -89,93 +89,82 @@ class TransformersEngine(BatchEngine):
         view = _view(model, ids, requests)
         budget = requests[0].max_new_tokens
         config = _generation_config(options, budget)
-        stop = _StopStrings(options.extra.get("stop_strings") or (), self._tokenizer, ids.shape[1])
+        stops = StopStrings(options.extra.get("stop_strings") or (), self._tokenizer)
         kwargs: dict[str, Any] = {"attention_mask": mask, "generation_config": config, **view.inputs}
-        if stop.strings:
-            kwargs["stopping_criteria"] = StoppingCriteriaList([stop])
+        if stops:
+            kwargs["stopping_criteria"] = StoppingCriteriaList([_StopCriterion(stops, ids.shape[1])])
         if _OWN_SAMPLER & options.extra.keys():
             fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
             with fork, view.embedding_true_ids(model), _only_config(model, config):
                 torch.manual_seed(requests[0].seed)
                 output = model.generate(view.ids, **kwargs)  # pyright: ignore[reportCallIssue]
-            return [_cut(row, None, options, stop) for row in output[:, ids.shape[1] :].tolist()]
+            return [_as_sample(row, None, options, stops) for row in output[:, ids.shape[1] :].tolist()]
         sampler = _RowSampler([request.seed for request in requests], budget, options, device)
         kwargs["logits_processor"] = LogitsProcessorList([*_warpers(options), sampler])
-        with sampler.watching(model), view.embedding_true_ids(model), _only_config(model, config):
+        with sampler.reading_logits(model), view.embedding_true_ids(model), _only_config(model, config):
             output = model.generate(view.ids, **kwargs)  # pyright: ignore[reportCallIssue]
         completions = output[:, ids.shape[1] :].tolist()
-        return [_cut(row, logprobs, options, stop) for row, logprobs in zip(completions, sampler.logprobs())]
+        return [_as_sample(row, logprobs, options, stops) for row, logprobs in zip(completions, sampler.logprobs())]
 
 
 @contextmanager
-def _switched_by_itself(model: Any) -> Iterator[None]:
-    """Let a model that brings `for_inference()` and `for_training()`, as Unsloth's do, switch itself to the one and
-    back to the other; afterwards every module is in the mode that it was in, gradient checkpointing included."""
-    begin, end = getattr(model, "for_inference", None), getattr(model, "for_training", None)
-    if not (callable(begin) and callable(end)):
+def _own_inference_mode(model: Any) -> Iterator[None]:
+    """Calls `for_inference()` and `for_training()` of models that have them, such as Unsloth's.
+
+    Afterwards every module has its former mode, gradient checkpointing included.
+    """
+    for_inference, for_training = getattr(model, "for_inference", None), getattr(model, "for_training", None)
+    if not (callable(for_inference) and callable(for_training)):
         yield
         return
     names = ("training", "gradient_checkpointing")
     modes = [
         (module, {name: vars(module)[name] for name in names if name in vars(module)}) for module in model.modules()
     ]
-    begin()
+    for_inference()
     try:
         yield
     finally:
-        end()
+        for_training()
         for module, mode in modes:
             vars(module).update(mode)
 
 
-class _StopStrings(StoppingCriteria):
-    """Ends a row when its completion contains one of some strings; `generate`'s own rule would look into the prompt."""
+class _StopCriterion(StoppingCriteria):
+    """Ends a row at a stop string in its completion; `generate`'s own rule would also search the prompt."""
 
-    def __init__(self, strings: str | Sequence[str], tokenizer: Any, prompt_width: int):
-        self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
-        self._tokenizer, self._prompt_width = tokenizer, prompt_width
-        # A token gives at least one byte, but for a few special ones.
-        self._window = max((len(string.encode()) for string in self.strings), default=0) + 8
+    def __init__(self, strings: StopStrings, prompt_width: int):
+        self._strings, self._prompt_width = strings, prompt_width
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        rows = input_ids[:, self._prompt_width :][:, -self._window :].tolist()
-        return torch.tensor([self._is_hit(row) for row in rows], device=input_ids.device)  # pyright: ignore
-
-    def end(self, row: list[int]) -> int | None:
-        """Tokens up to and including the one that completes a string; None if none occurs."""
-        if not self.strings:
-            return None
-        return next((n for n in range(1, len(row) + 1) if self._is_hit(row[max(0, n - self._window) : n])), None)
-
-    def _is_hit(self, row: list[int]) -> bool:
-        text = self._tokenizer.decode(row)
-        return any(string in text for string in self.strings)
+        rows = input_ids[:, self._prompt_width :][:, -self._strings.window :].tolist()
+        return torch.tensor([self._strings.is_end(row) for row in rows], device=input_ids.device)  # pyright: ignore
 
 
-def _cut(row: list[int], logprobs: list[float] | None, options: SamplingOptions, stop: _StopStrings) -> Sample:
-    """The row up to its first end; what `generate` filled in behind it is not part of it."""
-    end = next((i + 1 for i, token in enumerate(row) if token in _eos_ids(options)), None)
-    end = stop.end(row[:end]) or end
+def _as_sample(row: list[int], logprobs: list[float] | None, options: SamplingOptions, stops: StopStrings) -> Sample:
+    """The row up to its first end, without what `generate` filled in behind it."""
+    eos_ids = _eos_ids(options)
+    end = next((i + 1 for i, token in enumerate(row) if token in eos_ids), None)
+    end = stops.end(row[:end]) or end
     ids = row[:end]
     return Sample(ids, "length" if end is None else "eos", None if logprobs is None else logprobs[: len(ids)])
 
 
 def _eos_ids(options: SamplingOptions) -> list[int]:
-    given = options.extra.get("eos_token_id", options.eos_ids)
-    return [] if given is None else [given] if isinstance(given, int) else list(given)
+    eos_ids = options.extra.get("eos_token_id", options.eos_ids)
+    return [] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
 
 
 class _RowSampler(LogitsProcessor):
-    """Chooses each row's next token by the row's own random stream, and leaves `generate` no other choice.
+    """Samples each row's next token from its own random stream and masks all others, so that `generate` takes it.
 
-    The log-probs that it notes are those of the model's own logits at the sampling temperature, as training will score
-    them, whatever was cut from the distribution for sampling.
+    It collects log-probs of the model's logits at the sampling temperature before any filter, as training scores them.
     """
 
     def __init__(self, seeds: list[int], max_tokens: int, options: SamplingOptions, device: torch.device):
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         draws = [torch.rand(max_tokens, generator=stream, dtype=torch.float64) for stream in streams]
-        # Apple's GPUs have no float64: there the choice is made on the CPU.
+        # Apple's GPUs have no float64, so tokens are sampled on the CPU.
         self._device = torch.device("cpu") if device.type == "mps" else device
         self._draws = torch.stack(draws, dim=1).to(self._device)  # (max_tokens, B)
         self._temperature = float(options.extra.get("temperature", options.temperature))
@@ -184,15 +173,15 @@ class _RowSampler(LogitsProcessor):
         self._logprobs: list[torch.Tensor] = []
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Look at the logits of every forward pass inside."""
+    def reading_logits(self, model: nn.Module) -> Iterator[None]:
+        """Keeps the logits of every forward pass inside."""
 
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def keep_logits(_module: nn.Module, _inputs: Any, output: Any) -> None:
             logits = getattr(output, "logits", None)
             self._logits = None if logits is None else logits[:, -1].float()
 
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-        handle = inner.register_forward_hook(look)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        handle = inner.register_forward_hook(keep_logits)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         try:
             yield
         finally:
@@ -202,37 +191,37 @@ class _RowSampler(LogitsProcessor):
         draws = self._draws[self._steps]
         self._steps += 1
         cumulative = scores.to(self._device).double().softmax(dim=-1).cumsum(dim=-1)
-        # The last sum is 1 up to rounding; scaling the draw by it keeps the choice inside the support.
-        chosen = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
-        chosen = chosen.clamp(max=scores.shape[-1] - 1).to(scores.device)
-        # A model patched from outside may go past the hook that shows them.
+        # The last sum is 1 up to rounding; scaling the draw by it keeps the token inside the support.
+        tokens = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
+        tokens = tokens.clamp(max=scores.shape[-1] - 1).to(scores.device)
+        # A patched model may bypass the hook; its logits are then unknown.
         logits, self._logits = self._logits, None
         if logits is not None:
-            logprobs = torch.log_softmax(logits / self._temperature, dim=-1).gather(-1, chosen)
+            logprobs = torch.log_softmax(logits / self._temperature, dim=-1).gather(-1, tokens)
             self._logprobs.append(logprobs.squeeze(-1))
-        return torch.full_like(scores, float("-inf")).scatter(-1, chosen, 0.0)  # pyright: ignore[reportReturnType]
+        return torch.full_like(scores, float("-inf")).scatter(-1, tokens, 0.0)  # pyright: ignore[reportReturnType]
 
     def logprobs(self) -> Sequence[list[float] | None]:
-        """By row, one number a step taken; None if the model's logits were not seen in every step."""
+        """Log-probs by row, one per step; None if the logits of some step are unknown."""
         if len(self._logprobs) < self._steps or not self._steps:
             return [None] * self._draws.shape[1]
         return torch.stack(self._logprobs, dim=1).tolist()
 
 
 def _warpers(options: SamplingOptions) -> list[LogitsProcessor]:
-    """The cuts of the distribution, in the order in which `generate` applies them."""
-    chosen = {
+    """Temperature and filters, in the order in which `generate` applies them."""
+    values = {
         name: options.extra.get(name, getattr(options, name)) for name in ("temperature", "top_k", "top_p", "min_p")
     }
     warpers: list[LogitsProcessor] = []
-    if chosen["temperature"] != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(chosen["temperature"])))
-    if chosen["top_k"]:
-        warpers.append(TopKLogitsWarper(top_k=int(chosen["top_k"])))
-    if chosen["top_p"] < 1.0:
-        warpers.append(TopPLogitsWarper(top_p=float(chosen["top_p"])))
-    if chosen["min_p"]:
-        warpers.append(MinPLogitsWarper(min_p=float(chosen["min_p"])))
+    if values["temperature"] != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(values["temperature"])))
+    if values["top_k"]:
+        warpers.append(TopKLogitsWarper(top_k=int(values["top_k"])))
+    if values["top_p"] < 1.0:
+        warpers.append(TopPLogitsWarper(top_p=float(values["top_p"])))
+    if values["min_p"]:
+        warpers.append(MinPLogitsWarper(min_p=float(values["min_p"])))
     return warpers
 
 
@@ -248,19 +237,19 @@ def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfi
     }
     if options.cache_implementation is not None:
         values["cache_implementation"] = options.cache_implementation
-    cuts = {"temperature", "top_k", "top_p", "min_p"}
+    filters = {"temperature", "top_k", "top_p", "min_p"}
     if own_sampler:
-        values |= {name: getattr(options, name) for name in cuts}
+        values |= {name: getattr(options, name) for name in filters}
         values |= options.extra
     else:
-        values |= {name: value for name, value in options.extra.items() if name not in cuts}
+        values |= {name: value for name, value in options.extra.items() if name not in filters}
     values |= {"max_new_tokens": budget, "eos_token_id": _eos_ids(options) or None, "stop_strings": None}
     return GenerationConfig(**values)
 
 
 @contextmanager
 def _only_config(model: nn.Module, config: GenerationConfig) -> Iterator[None]:
-    """Keep the model's own generation config out: `generate` would fill every option left unset from it."""
+    """Hides the model's own generation config, from which `generate` would fill every unset option."""
     owners: list[Any] = [model]
     if hasattr(model, "get_base_model"):
         owners.append(owners[0].get_base_model())
@@ -282,23 +271,23 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
 
 
 def _view(model: nn.Module, ids: torch.Tensor, requests: list[Request]) -> ModelInputs:
-    """What the model is given to see the requests' images; positions it finds itself."""
-    sights = [
+    """Model inputs with the requests' images; the model computes positions itself."""
+    images = [
         None if request.media is None else prompt_images(model, torch.tensor(request.prompt_ids), request.media)
         for request in requests
     ]
-    return padded_image_inputs(model, ids, sights, [ids.shape[1] - len(request.prompt_ids) for request in requests])
+    return padded_image_inputs(model, ids, images, [ids.shape[1] - len(request.prompt_ids) for request in requests])
 
 
-def _kind(request: Request) -> tuple[int, bool]:
-    """Requests of one call of `generate` have this in common."""
+def _call_key(request: Request) -> tuple[int, bool]:
+    """Requests with equal keys may share a call of `generate`: equal budgets, and all or none with images."""
     return request.max_new_tokens, request.media is not None
 
 
 def _needs_equal_lengths(model: Any, options: SamplingOptions) -> bool:
-    """True if padding on the left of a prompt would change what comes after it.
+    """True if left padding of a prompt would change its completion.
 
-    Virtual tokens of an adapter stand left of the padding, so that it moves them away from the prompt.
+    Virtual tokens of an adapter precede the padding, which would separate them from the prompt.
     """
     if options.repetition_penalty != 1.0 or _LOOKS_BACK & options.extra.keys():
         return True
@@ -307,14 +296,14 @@ def _needs_equal_lengths(model: Any, options: SamplingOptions) -> bool:
 
 
 def _chunks(order: list[int], requests: Sequence[Request], max_rows: int, *, padded: bool) -> Iterator[list[int]]:
-    """Runs of `order` of at most `max_rows` requests of one kind, and unless `padded` one prompt length."""
+    """Splits `order` into calls of at most `max_rows` requests, and unless `padded` of one prompt length."""
 
-    def kind(i: int) -> tuple[Any, int]:
-        return _kind(requests[i]), 0 if padded else len(requests[i].prompt_ids)
+    def key(i: int) -> tuple[Any, int]:
+        return _call_key(requests[i]), 0 if padded else len(requests[i].prompt_ids)
 
     chunk: list[int] = []
     for i in order:
-        if chunk and (len(chunk) == max_rows or kind(i) != kind(chunk[0])):
+        if chunk and (len(chunk) == max_rows or key(i) != key(chunk[0])):
             yield chunk
             chunk = []
         chunk.append(i)
