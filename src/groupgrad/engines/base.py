@@ -1,4 +1,4 @@
-"""What every engine takes and gives."""
+"""The interface of all engines: requests of token ids in, samples with log-probs out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from groupgrad.types import Media
 
 @dataclass(slots=True, frozen=True)
 class SamplingOptions:
-    """How completions are drawn. The tokens' distribution is the temperature softmax, cut by top-k, top-p, min-p."""
+    """Sampling options. Tokens follow the temperature softmax, filtered by top-k, top-p and min-p."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: no cut."""
+    """0: no filter."""
     min_p: float | None = None
     repetition_penalty: float = 1.0
     eos_ids: tuple[int, ...] = ()
@@ -32,20 +32,20 @@ class SamplingOptions:
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One completion to be sampled; its text is a function of the prompt, the seed and the budget alone."""
+    """One completion to sample. It depends on the prompt, the seed and the budget alone."""
 
     prompt_ids: list[int]
-    """The whole context, whatever of it an engine may have kept."""
+    """The whole context, including turns that an engine may have retained."""
     seed: int
-    """Of the row's own random stream: its text depends on nothing else, neither neighbours nor batch size."""
+    """Of the completion's own random stream, so that neither neighbours nor batch size matter."""
     max_new_tokens: int
     continues: int | None = None
-    """The ticket of an ended request of the same session that was kept: `prompt_ids` begins with its `prompt_ids` and
-    what was sampled for it, and what was kept is taken over. It saves work and changes nothing else."""
+    """Ticket of a finished request of the same session with `keep`, whose `prompt_ids` and sampled tokens begin this
+    `prompt_ids`. The engine reuses their keys and values; the completion is the same without."""
     keep: bool = False
-    """Keep, when this request has ended, what another may continue."""
+    """Retain the finished request, so that another may continue it."""
     media: Media | None = None
-    """The images whose placeholders `prompt_ids` has, in their order; None without images."""
+    """Images of the placeholders in `prompt_ids`, in order; None without images."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,12 +53,12 @@ class Sample:
     """One sampled completion."""
 
     ids: list[int]
-    """The ending EOS included."""
+    """Token ids, with the ending EOS."""
     finish_reason: Literal["eos", "length"]
     logprobs: list[float] | None = None
-    """Log-probability (nats) of each token under the temperature softmax, before any cut; None if not measured."""
+    """Log-probability (nats) of each token under the temperature softmax, before any filter; None if not measured."""
     entropies: list[float] | None = None
-    """Entropy (nats) of the temperature softmax that each token came from, before any cut; None if not measured."""
+    """Entropy (nats) of the temperature softmax at each token, before any filter; None if not measured."""
 
 
 class Engine(Protocol):
@@ -83,32 +83,32 @@ class Engine(Protocol):
 
 
 class Session(Protocol):
-    """Sampling under way, to which requests may come at any time; of one thread only.
+    """Continuous sampling: requests may arrive at any time. A session belongs to one thread.
 
-    While it is open the model is as the engine samples from it (evaluation mode, the precision's context on this
-    thread, layers replaced by faster ones), and its weights must not change: close it before anything is trained.
+    An open session prepares the model for sampling (evaluation mode, this thread's autocast, faster layers). Weights
+    must not change while it is open: close it before training.
     """
 
     def submit(self, request: Request) -> int:
-        """The ticket of a request that is sampled from now on."""
+        """Accepts a request; returns its ticket."""
         ...
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Compute a little, a token or a few for each request under way; those that ended by it, in ticket order."""
+        """Samples one token or a few of each open request; returns those that finished, in ticket order."""
         ...
 
     @property
     def num_open(self) -> int:
-        """Requests submitted that have not ended."""
+        """Requests submitted that have not finished."""
         ...
 
     def release(self, ticket: int) -> None:
-        """Forget what was kept of an ended request; nothing happens if nothing is."""
+        """Frees what is retained of a finished request, if anything."""
         ...
 
 
 def sample_all(session: Session, requests: Sequence[Request]) -> list[Sample]:
-    """One sample a request, in order, of a session that does nothing else meanwhile."""
+    """One sample per request, in order, of a session without other requests."""
     tickets = [session.submit(request) for request in requests]
     samples: dict[int, Sample] = {}
     while session.num_open:
@@ -117,9 +117,9 @@ def sample_all(session: Session, requests: Sequence[Request]) -> list[Sample]:
 
 
 class BatchSession:
-    """A session over an engine that samples whole batches: `advance` samples all that was submitted since the last.
+    """A session over an engine that samples whole batches: `advance` samples all requests submitted since the last one.
 
-    Nothing is kept between turns; a request that continues another is sampled from its whole context.
+    Nothing is retained; a request that continues another is sampled from its whole context.
     """
 
     def __init__(self, engine: Engine, options: SamplingOptions):
@@ -128,14 +128,14 @@ class BatchSession:
         self._num_submitted = 0
 
     def submit(self, request: Request) -> int:
-        """The ticket of a request that the next `advance` samples."""
+        """Accepts a request for the next `advance`; returns its ticket."""
         ticket = self._num_submitted
         self._num_submitted += 1
         self._waiting[ticket] = replace(request, continues=None, keep=False)
         return ticket
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """All requests submitted since the last call, in ticket order."""
+        """Samples all requests submitted since the last call, in ticket order."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
             return []
@@ -147,7 +147,7 @@ class BatchSession:
         return len(self._waiting)
 
     def release(self, ticket: int) -> None:
-        """Nothing is kept, so nothing happens."""
+        """Does nothing, since nothing is retained."""
 
 
 class BatchEngine(ABC):
