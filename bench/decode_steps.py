@@ -1,7 +1,7 @@
-"""Seconds of sampling with the compiled decode step and without it, in turn, on one thread and on models of the
-workloads' shapes: `python bench/decode_steps.py [--only uniform,ragged] [--repetitions 2]`.
+"""Times sampling with and without the compiled decode step, on one thread and on models of the workloads' shapes.
 
-Seconds of the processor are printed beside those of the clock: other work on the machine changes them little.
+`python bench/decode_steps.py [--only uniform,ragged] [--repetitions 2]` prints CPU seconds beside wall-clock seconds;
+other work on the machine hardly changes them.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ def make_model(shape: ModelShape) -> Qwen3ForCausalLM:
 
 
 def make_requests(workload: Workload) -> list[Request]:
-    """The workload's rows; geometric lengths are drawn here, since a random model does not end its rows."""
-    draw = random.Random(1)
+    """Requests of the workload. Geometric lengths are drawn here, since a random model does not end its rows."""
+    generator = random.Random(1)
     tokens = [
-        [draw.randrange(workload.model.vocab_size) for _ in range(workload.prompt_tokens or 64)]
+        [generator.randrange(workload.model.vocab_size) for _ in range(workload.prompt_tokens or 64)]
         for _ in range(workload.num_groups)
     ]
     mean, limit = workload.mean_length, workload.limit
     lengths = [
-        limit if mean is None else min(limit, 1 + int(draw.expovariate(1 / mean))) for _ in range(workload.batch_rows)
+        limit if mean is None else min(limit, 1 + int(generator.expovariate(1 / mean)))
+        for _ in range(workload.batch_rows)
     ]
     return [Request(tokens[i // workload.num_generations], i, length) for i, length in enumerate(lengths)]
 
 
 def main() -> None:
-    """Print a line for each workload and way."""
+    """Prints a line for each workload, with and without the compiled step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="uniform,ragged,reasoning,large_vocab", help="workloads, comma-separated")
     parser.add_argument("--repetitions", type=int, default=2)
@@ -64,18 +65,16 @@ def main() -> None:
         workload = WORKLOADS[name]
         model, requests = make_model(workload.model), make_requests(workload)
         num_tokens = sum(request.max_new_tokens for request in requests)
-        found: dict[str, list[tuple[float, float]]] = {"compiled": [], "in Python": []}
+        timings: dict[str, list[tuple[float, float]]] = {"compiled": [], "in Python": []}
         for _ in range(options.repetitions):
-            for way in found:
-                os.environ[SWITCH] = "1" if way == "compiled" else "0"
-                clock, processor = time.perf_counter(), time.process_time()
+            for name_of_step in timings:
+                os.environ[SWITCH] = "1" if name_of_step == "compiled" else "0"
+                started, cpu_started = time.perf_counter(), time.process_time()
                 NativeEngine(model).sample(requests, SamplingOptions(max_new_tokens=workload.limit))
-                found[way].append((time.perf_counter() - clock, time.process_time() - processor))
-        for way, seconds in found.items():
-            clock, processor = (statistics.median(values) for values in zip(*seconds))
-            print(
-                f"{name}, {way}: {clock:.2f} s, of the processor {processor:.2f} s, {num_tokens / clock:.0f} tokens/s"
-            )
+                timings[name_of_step].append((time.perf_counter() - started, time.process_time() - cpu_started))
+        for name_of_step, seconds in timings.items():
+            wall_s, cpu_s = (statistics.median(values) for values in zip(*seconds))
+            print(f"{name}, {name_of_step}: {wall_s:.2f} s, CPU {cpu_s:.2f} s, {num_tokens / wall_s:.0f} tokens/s")
 
 
 if __name__ == "__main__":

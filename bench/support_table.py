@@ -1,7 +1,7 @@
-"""Writes the support table of docs/models.md from the results of the tests: `python bench/support_table.py`.
+"""Writes the support table of docs/models.md from test results: `python bench/support_table.py`.
 
-The tests named in `TESTS` compare every path of every architecture with the model called by itself. A cell says what
-became of them: yes (passed), no with a number (skipped, with the reason below the table), FAILED.
+`TESTS` compare every path of every architecture with plain calls of the model. A cell is yes (passed), no with a number
+(skipped, with the reason below the table), or FAILED.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Results = dict[tuple[str, str, str], str]
 
 
 def run_tests() -> Results:
-    """Run the tests; RuntimeError if they could not be run."""
+    """Runs the tests; RuntimeError if they could not be run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", f"--junitxml={report}", *TESTS]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
-            raise RuntimeError(f"the tests did not run:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+            raise RuntimeError(f"the tests did not run:\n{process.stdout[-2000:]}\n{process.stderr[-2000:]}")
         return read_report(report.read_text())
 
 
 def read_report(text: str) -> Results:
-    """Results out of a JUnit report, of tests whose ids are `name-path-adapters`."""
-    found: Results = {}
+    """Parses a JUnit report of tests whose ids are `name-path-adapters`."""
+    results: Results = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
         match = re.fullmatch(r"test_\w*path\[(.*)-(\w+)-(\w+)\]", case.get("name", ""))
         if match is None or match[2] not in PATHS:
@@ -56,12 +56,12 @@ def read_report(text: str) -> Results:
         skipped = case.find("skipped")
         failed = case.find("failure") is not None or case.find("error") is not None
         result = "FAILED" if failed else "" if skipped is None else skipped.get("message", "skipped")
-        found[match[1], match[3], match[2]] = result
-    return found
+        results[match[1], match[3], match[2]] = result
+    return results
 
 
 def table(results: Results) -> str:
-    """The table as Markdown, one line for each architecture and kind of adapters."""
+    """The table as Markdown, one line for each architecture and choice of trained weights."""
     reasons: list[str] = []
     lines = ["| architecture | trains | " + " | ".join(PATHS.values()) + " |", "|---" * (2 + len(PATHS)) + "|"]
     names = list(dict.fromkeys(name for name, _, _ in results))
@@ -69,12 +69,17 @@ def table(results: Results) -> str:
         for adapters in ADAPTERS:
             cells = [_cell(results.get((name, adapters, path)), reasons) for path in PATHS]
             if any(cells):
-                lines.append(f"| {name} | {_WORDS[adapters]} | " + " | ".join(cells) + " |")
+                lines.append(f"| {name} | {_TRAINED_WEIGHTS[adapters]} | " + " | ".join(cells) + " |")
     notes = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *notes])
 
 
-_WORDS = {"full": "all weights", "lora": "LoRA", "lora_text": "LoRA, text layers", "lora_all": "LoRA, all layers"}
+_TRAINED_WEIGHTS = {
+    "full": "all weights",
+    "lora": "LoRA",
+    "lora_text": "LoRA, text layers",
+    "lora_all": "LoRA, all layers",
+}
 
 
 def _cell(result: str | None, reasons: list[str]) -> str:
@@ -90,7 +95,7 @@ def _cell(result: str | None, reasons: list[str]) -> str:
 
 
 def main() -> int:
-    """Run the tests and put the table in its place; 1 if any failed."""
+    """Runs the tests and updates the table; 1 if any failed."""
     results = run_tests()
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Both engines draw from the exact distributions that temperature, top-k, top-p and min-p leave."""
+"""Both engines sample from the exact distributions that temperature, top-k, top-p and min-p define."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 
 NUM_DRAWS = 4000
-CUTS = [
+FILTERS = [
     (1.0, 0, 1.0, 0.0),
     (0.7, 0, 1.0, 0.0),
     (0.7, 4, 1.0, 0.0),
@@ -23,8 +23,8 @@ CUTS = [
 """(temperature, top_k, top_p, min_p)."""
 
 
-def cut(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The distribution that top-k, then the nucleus, then min-p leave, renormalised each time."""
+def filtered(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The distribution behind top-k, top-p and min-p in this order, renormalised each time."""
     p = (logits.double() / temperature).softmax(-1)
     if top_k:
         p = torch.where(p >= p.topk(top_k).values[-1], p, 0.0)
@@ -41,15 +41,15 @@ def cut(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
-@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), CUTS)
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
 def test_first_two_tokens_follow_the_exact_distribution(engine, temperature, top_k, top_p, min_p, build):
-    """Chi-square against the product of two cut distributions; an EOS first is a text of one token."""
+    """Chi-square against the product of two filtered distributions; a first EOS is a completion of one token."""
     model = build("qwen3", vocab_size=8, num_hidden_layers=1)
     prompt = [3, 4, 5]
 
     def after(ids: list[int]) -> list[float]:
         logits = model(torch.tensor([ids])).logits[0, -1].detach()
-        return cut(logits, temperature, top_k, top_p, min_p).tolist()
+        return filtered(logits, temperature, top_k, top_p, min_p).tolist()
 
     expected: dict[tuple[int, ...], float] = {}
     for a, p in enumerate(after(prompt)):
@@ -59,9 +59,9 @@ def test_first_two_tokens_follow_the_exact_distribution(engine, temperature, top
     options = SamplingOptions(
         max_new_tokens=2, eos_ids=(1,), pad_id=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p or None
     )
-    found = engines[engine].sample([Request(prompt, seed, 2) for seed in range(NUM_DRAWS)], options)
-    counts = Counter(tuple(s.ids) for s in found)
-    assert all(expected[ids] > 0 for ids in counts), "nothing that was cut is drawn"
+    samples = engines[engine].sample([Request(prompt, seed, 2) for seed in range(NUM_DRAWS)], options)
+    counts = Counter(tuple(s.ids) for s in samples)
+    assert all(expected[ids] > 0 for ids in counts), "no filtered token is sampled"
     chi_square = sum((counts[ids] - NUM_DRAWS * p) ** 2 / (NUM_DRAWS * p) for ids, p in expected.items() if p > 0)
     freedom = sum(p > 0 for p in expected.values()) - 1
     assert freedom >= 3

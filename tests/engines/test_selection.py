@@ -1,4 +1,4 @@
-"""Which engine samples, and what is said about it."""
+"""The selection of an engine, its reason and its warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-from groupgrad.engines import selection as choice
+from groupgrad.engines import selection
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.selection import EngineOptions, brings_own_generate, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
@@ -106,14 +106,14 @@ def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, monkeypatc
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2
     assert texts[0].startswith("LlamaForCausalLM is sampled by generate: its log-probs differ by ")
-    # A step with cached keys sees no neighbour, so that generate is no better.
+    # A step with cached keys has no neighbouring hidden state, so `generate` differs too.
     assert texts[1].startswith("generate does not sample LlamaForCausalLM as it is trained: its log-probs differ by ")
     assert not any("\n" in text for text in texts)
 
 
 @pytest.mark.parametrize("engine", ["auto", "transformers"])
 def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(engine, caplog):
-    """RecurrentGemma's states begin with the padding. Alone or beside longer prompts, its rows are its own."""
+    """RecurrentGemma's state includes left padding; its completions must not depend on longer prompts in a call."""
     torch.manual_seed(0)
     config = RecurrentGemmaConfig(
         **SIZES, lru_width=16, attention_window_size=8, block_types=["recurrent", "attention"]
@@ -124,9 +124,11 @@ def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(en
             parameter.add_(0.3 * torch.randn_like(parameter))
     with caplog.at_level(logging.WARNING):
         chosen = choose_engine(model, EngineOptions(engine=engine), OPTIONS)
-    said = [record.getMessage() for record in caplog.records if "given prompts of one length" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("RecurrentGemmaForCausalLM is given prompts of one length at a time")
+    warnings = [
+        record.getMessage() for record in caplog.records if "given prompts of one length" in record.getMessage()
+    ]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("RecurrentGemmaForCausalLM is given prompts of one length at a time")
     requests = [Request(list(range(3, 3 + length)), seed=length, max_new_tokens=4) for length in (3, 8, 8, 5)]
     together = chosen.engine.sample(requests, OPTIONS)
     for request, sample in zip(requests, together):
@@ -141,12 +143,12 @@ def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(en
 def test_recurrent_models_that_heed_the_mask_share_a_call(build, name, caplog):
     with caplog.at_level(logging.WARNING):
         chosen = choose_engine(build(name), EngineOptions(), OPTIONS)
-    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
-    assert said.endswith("is sampled by generate: it carries a recurrent state")
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
+    assert warning.endswith("is sampled by generate: it carries a recurrent state")
     calls: list[int] = []
     model = chosen.engine._model  # pyright: ignore[reportAttributeAccessIssue]
     plain = model.generate
-    model.generate = lambda ids, **given: calls.append(len(ids)) or plain(ids, **given)
+    model.generate = lambda ids, **options: calls.append(len(ids)) or plain(ids, **options)
     chosen.engine.sample([Request(list(range(3, 3 + n)), seed=n, max_new_tokens=4) for n in (3, 8, 5)], OPTIONS)
     assert calls == [3]
 
@@ -155,13 +157,13 @@ def test_a_model_that_fails_on_flat_tokens_falls_back(build, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(choice.NativeEngine, "sample", fail)
+    monkeypatch.setattr(selection.NativeEngine, "sample", fail)
     chosen = choose_engine(build("llama"), EngineOptions(), OPTIONS)
     assert (chosen.name, chosen.reason) == ("transformers", "sampling random tokens failed: RuntimeError: no")
 
 
 def test_a_model_that_a_device_map_placed_is_sampled_natively(build):
-    """With hooks at every module that move what goes in and out, as on several devices."""
+    """Every module has hooks that move its inputs and outputs, as on several devices."""
     from accelerate import dispatch_model
 
     model = build("llama")
@@ -184,12 +186,17 @@ def test_every_fallback_is_one_warning_with_its_reason(build, caplog):
     ]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_positions_that_depend_on_the_whole_call_are_left_to_generate(build, kind):
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_the_whole_call_are_left_to_generate(build, rope_type):
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
-    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    rope = {
+        "rope_type": rope_type,
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        **(factors if rope_type == "longrope" else {}),
+    }
     chosen = choose_engine(build("llama", rope_parameters=rope), EngineOptions(), OPTIONS)
     assert (chosen.name, chosen.reason) == (
         "transformers",
-        f"its {kind} rotary positions depend on the longest row of a call",
+        f"its {rope_type} rotary positions depend on the longest row of a call",
     )

@@ -1,4 +1,4 @@
-"""Sessions: requests that come at any time, and turns that cost their new tokens only and say the same."""
+"""Sessions: requests arrive at any time, and a continued turn costs its new tokens only and samples the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDLESS = replace(OPTIONS, eos_ids=())
 GREEDY = replace(OPTIONS, extra={"do_sample": False})
 LONG, SHORT = [5, 6, 7, 8, 9, 10, 11], [12, 13]
 BYTES = 2 * 1 * (8 + 8) * 4
-"""Of a token in "qwen3": layers x heads x widths x float32."""
+"""Per token in "qwen3": layers x heads x dims x float32."""
 SINKS = {
     "vocab_size": 48,
     "hidden_size": 16,
@@ -45,79 +45,81 @@ SINKS = {
 
 @dataclass
 class Turn:
-    """What a row is given before it goes on (the first turn: its prompt), and how it goes on."""
+    """Tokens before a turn (the prompt or a reply), and how the turn is sampled."""
 
-    given: list[int]
+    new_ids: list[int]
     seed: int
     budget: int
 
 
 @dataclass
-class Said:
-    """A turn as it was sampled."""
+class SampledTurn:
+    """A turn's request and sample."""
 
     request: Request
     sample: Sample
 
 
 @dataclass
-class Talk:
-    """A row of several turns, turned into requests one after the other."""
+class Conversation:
+    """A row of several turns, which become requests one after the other."""
 
     turns: Sequence[Turn]
     keep: bool = True
-    said: list[Said] = field(default_factory=list)
+    sampled: list[SampledTurn] = field(default_factory=list)
     ticket: int | None = None
-    """Of the turn sampled last, or of the one under way."""
+    """Of the last turn."""
 
     @property
     def is_over(self) -> bool:
-        return len(self.said) == len(self.turns)
+        return len(self.sampled) == len(self.turns)
 
     def request(self) -> Request:
-        turn = self.turns[len(self.said)]
-        before = [*self.said[-1].request.prompt_ids, *self.said[-1].sample.ids] if self.said else []
-        continues = self.ticket if self.keep and self.said else None
-        return Request([*before, *turn.given], turn.seed, turn.budget, continues, self.keep)
+        turn = self.turns[len(self.sampled)]
+        before = [*self.sampled[-1].request.prompt_ids, *self.sampled[-1].sample.ids] if self.sampled else []
+        continues = self.ticket if self.keep and self.sampled else None
+        return Request([*before, *turn.new_ids], turn.seed, turn.budget, continues, self.keep)
 
 
-def talk(session: Session, talks: Sequence[Talk]) -> None:
-    """Let all rows talk at once, each going on as soon as its turn has ended."""
-    open_talks: dict[int, Talk] = {}
-    for row in talks:
+def run(session: Session, rows: Sequence[Conversation]) -> None:
+    """Samples all conversations at once; each submits its next turn as soon as one has ended."""
+    open_rows: dict[int, Conversation] = {}
+    for row in rows:
         row.ticket = session.submit(row.request())
-        open_talks[row.ticket] = row
+        open_rows[row.ticket] = row
     while session.num_open:
         for ticket, sample in session.advance():
-            row = open_talks.pop(ticket, None)
+            row = open_rows.pop(ticket, None)
             if row is None:
                 continue
-            row.said.append(Said(row.request(), sample))
+            row.sampled.append(SampledTurn(row.request(), sample))
             if not row.is_over:
                 row.ticket = session.submit(row.request())
-                open_talks[row.ticket] = row
-    assert not open_talks
+                open_rows[row.ticket] = row
+    assert not open_rows
 
 
-def assert_said_as_if_alone(model: Any, talks: Sequence[Talk], options: SamplingOptions, tokenizer: Any = None) -> None:
-    """Each turn, sampled by itself from its whole context, has the same tokens and the same numbers."""
-    for row in talks:
+def assert_sampled_as_if_alone(
+    model: Any, rows: Sequence[Conversation], options: SamplingOptions, tokenizer: Any = None
+) -> None:
+    """Each turn, sampled alone from its whole context, has the same tokens and log-probs."""
+    for row in rows:
         assert row.is_over
-        for turn, said in zip(row.turns, row.said):
-            request = replace(said.request, continues=None, keep=False)
+        for turn, sampled in zip(row.turns, row.sampled):
+            request = replace(sampled.request, continues=None, keep=False)
             expected = NativeEngine(model, tokenizer=tokenizer).sample([request], options)[0]
             assert (request.seed, request.max_new_tokens) == (turn.seed, turn.budget)
-            assert (said.sample.ids, said.sample.finish_reason) == (expected.ids, expected.finish_reason)
-            assert said.sample.logprobs == pytest.approx(expected.logprobs, rel=1e-5, abs=1e-5)
-            assert said.sample.entropies == pytest.approx(expected.entropies, rel=1e-5, abs=1e-5)
+            assert (sampled.sample.ids, sampled.sample.finish_reason) == (expected.ids, expected.finish_reason)
+            assert sampled.sample.logprobs == pytest.approx(expected.logprobs, rel=1e-5, abs=1e-5)
+            assert sampled.sample.entropies == pytest.approx(expected.entropies, rel=1e-5, abs=1e-5)
 
 
-def conversations() -> list[Talk]:
+def conversations() -> list[Conversation]:
     """Two groups of two rows and a row alone; three, two and one turns; one reply is empty."""
     first = [(LONG, 6), (LONG, 3), (SHORT, 5), (SHORT, 1), ([14], 4)]
     later = [[([20, 21, 22], 4), ([23], 5)], [([24] * 9, 3), ([], 2)], [([25, 26], 6)], [([27], 1), ([28, 29], 7)], []]
     return [
-        Talk([Turn(ids, 100 * i + j, budget) for j, (ids, budget) in enumerate([start, *rest])])
+        Conversation([Turn(ids, 100 * i + j, budget) for j, (ids, budget) in enumerate([start, *rest])])
         for i, (start, rest) in enumerate(zip(first, later))
     ]
 
@@ -131,21 +133,21 @@ def make_sinks_model() -> Any:
     return model.eval()
 
 
-# ------------------------------------------------------------------------------------------- the same texts
+# ------------------------------------------------------------------------------------------- equal completions
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3", "gemma2 (soft caps)", "mistral (sliding window)", "gpt2", "qwen3-moe", "gpt-oss (sinks)"]
+    "name", ["qwen3", "gemma2 (soft caps)", "mistral (sliding window)", "gpt2", "qwen3-moe", "gpt-oss (sinks)"]
 )
 @pytest.mark.parametrize("options", [OPTIONS, GREEDY, replace(ENDLESS, temperature=0.7)])
-def test_a_continued_turn_says_what_the_whole_context_does(kind: str, options: SamplingOptions, build):
-    model = make_sinks_model() if kind == "gpt-oss (sinks)" else build(kind)
-    talks = conversations()
+def test_a_continued_turn_says_what_the_whole_context_does(name: str, options: SamplingOptions, build):
+    model = make_sinks_model() if name == "gpt-oss (sinks)" else build(name)
+    rows = conversations()
     engine = NativeEngine(model)
     with engine.session(options) as session:
-        talk(session, talks)
+        run(session, rows)
     assert engine.statistics.num_restored > 0
-    assert_said_as_if_alone(model, talks, options)
+    assert_sampled_as_if_alone(model, rows, options)
 
 
 @pytest.mark.parametrize(
@@ -159,71 +161,71 @@ def test_a_continued_turn_says_what_the_whole_context_does(kind: str, options: S
 )
 def test_options_count_for_each_turn_and_penalties_for_the_whole_context(changes: dict[str, Any], build):
     model, options = build("qwen3"), replace(OPTIONS, **changes)
-    plain, talks = conversations(), conversations()
+    plain, rows = conversations(), conversations()
     with NativeEngine(model).session(OPTIONS) as session:
-        talk(session, plain)
+        run(session, plain)
     with NativeEngine(model).session(options) as session:
-        talk(session, talks)
-    assert_said_as_if_alone(model, talks, options)
-    assert [s.sample.ids for t in talks for s in t.said] != [s.sample.ids for t in plain for s in t.said]
+        run(session, rows)
+    assert_sampled_as_if_alone(model, rows, options)
+    assert [s.sample.ids for t in rows for s in t.sampled] != [s.sample.ids for t in plain for s in t.sampled]
 
 
 def test_a_stop_string_ends_the_turn_that_it_stands_in(make_model, make_tokenizer):
     model, tokenizer = make_model().eval(), make_tokenizer()
     options = replace(ENDLESS, extra={"stop_strings": ["a", "b"], "suppress_tokens": [0, 1, 2, 3, *range(10, 100)]})
-    talks = [Talk([Turn([5, 6], i, 8), Turn([4, 5], i + 50, 8)]) for i in range(8)]
+    rows = [Conversation([Turn([5, 6], i, 8), Turn([4, 5], i + 50, 8)]) for i in range(8)]
     with NativeEngine(model, tokenizer=tokenizer).session(options) as session:
-        talk(session, talks)
-    assert_said_as_if_alone(model, talks, options, tokenizer)
-    second = [row.said[1].sample for row in talks]
-    assert any(len(s.ids) > 1 for s in second), "the strings in the turn before and in the reply end nothing"
+        run(session, rows)
+    assert_sampled_as_if_alone(model, rows, options, tokenizer)
+    second = [row.sampled[1].sample for row in rows]
+    assert any(len(s.ids) > 1 for s in second), "stop strings in the earlier turn and in the reply do not count"
     assert any(s.finish_reason == "eos" for s in second)
 
 
 def test_rows_that_come_later_change_nothing(build):
-    """One row after the other enters while those before are under way, in two orders."""
+    """Requests arrive one by one while earlier ones are sampled, in two orders."""
     model = build("mistral (sliding window)")
-    asked = [Request([LONG, SHORT, [14]][i % 3], i, 4 + i % 5) for i in range(9)]
-    alone = [NativeEngine(model).sample([request], ENDLESS)[0] for request in asked]
+    submitted = [Request([LONG, SHORT, [14]][i % 3], i, 4 + i % 5) for i in range(9)]
+    alone = [NativeEngine(model).sample([request], ENDLESS)[0] for request in submitted]
     for order in (range(9), range(8, -1, -1)):
-        found: dict[int, Sample] = {}
+        actual: dict[int, Sample] = {}
         with NativeEngine(model, max_rows=4).session(ENDLESS) as session:
             tickets = {}
             for i in order:
-                tickets[session.submit(asked[i])] = i
-                found.update((tickets[t], s) for t, s in session.advance())
+                tickets[session.submit(submitted[i])] = i
+                actual.update((tickets[t], s) for t, s in session.advance())
             while session.num_open:
                 ended = session.advance()
                 assert [t for t, _ in ended] == sorted(t for t, _ in ended)
-                found.update((tickets[t], s) for t, s in ended)
-        assert [found[i].ids for i in range(9)] == [s.ids for s in alone]
+                actual.update((tickets[t], s) for t, s in ended)
+        assert [actual[i].ids for i in range(9)] == [s.ids for s in alone]
 
 
 def test_recorded_steps_go_on_from_turns_too(build, monkeypatch):
-    model, talks = build("gemma2 (soft caps)"), conversations()
+    model, rows = build("gemma2 (soft caps)"), conversations()
     engine = NativeEngine(model)
     monkeypatch.setattr(engine, "_recorder", lambda devices: lambda work: work)
     with engine.session(OPTIONS) as session:
-        talk(session, talks)
-    assert_said_as_if_alone(model, talks, OPTIONS)
+        run(session, rows)
+    assert_sampled_as_if_alone(model, rows, OPTIONS)
 
 
 def test_an_engine_of_batches_has_the_same_texts(build):
     model, ours, theirs = build("qwen3"), conversations(), conversations()
     with NativeEngine(model).session(OPTIONS) as session:
         assert not isinstance(session, BatchSession)
-        talk(session, ours)
+        run(session, ours)
     with TransformersEngine(model).session(OPTIONS) as session:
         assert isinstance(session, BatchSession)
         assert (session.num_open, session.advance()) == (0, [])
-        talk(session, theirs)
-    for a, b in zip((s for t in ours for s in t.said), (s for t in theirs for s in t.said), strict=True):
+        run(session, theirs)
+    for a, b in zip((s for t in ours for s in t.sampled), (s for t in theirs for s in t.sampled), strict=True):
         assert (a.request.prompt_ids, a.sample.ids) == (b.request.prompt_ids, b.sample.ids)
         assert a.sample.logprobs == pytest.approx(b.sample.logprobs, rel=1e-5, abs=1e-5)
 
 
 class Scripted(BatchEngine):
-    """An engine that answers each request with its seed, and notes what it was asked."""
+    """An engine that answers each request with its seed and records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[Request]] = []
@@ -246,19 +248,19 @@ def test_a_batch_is_what_was_submitted_since_the_last():
     assert engine.calls == [[Request([5], 7, 3), Request([5], 8, 3)], [Request([5, 7, 9], 10, 3)]]
 
 
-# ------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------------- costs
 
 
 def test_a_turn_costs_its_new_tokens_only(build):
-    """By hand: both prompts once; then each turn its reply and the token chosen last, which was never computed."""
-    talks = [
-        Talk([Turn(LONG, 1, 6), Turn([20, 21, 22], 2, 5), Turn([23], 3, 4)]),
-        Talk([Turn(LONG, 4, 6), Turn([24, 25], 5, 5)]),
-        Talk([Turn(SHORT, 6, 1), Turn([26] * 10, 7, 3)]),
+    """By hand: both prompts once; then for each turn its reply and the token sampled last, which was never computed."""
+    rows = [
+        Conversation([Turn(LONG, 1, 6), Turn([20, 21, 22], 2, 5), Turn([23], 3, 4)]),
+        Conversation([Turn(LONG, 4, 6), Turn([24, 25], 5, 5)]),
+        Conversation([Turn(SHORT, 6, 1), Turn([26] * 10, 7, 3)]),
     ]
     engine = NativeEngine(build("qwen3"))
     with engine.session(ENDLESS) as session:
-        talk(session, talks)
+        run(session, rows)
         assert engine.statistics.num_prefilled == 7 + 2 + (1 + 3) + (1 + 1) + (1 + 2) + (1 + 10)
         assert engine.statistics.num_restored == 5 + (5 + 4 + 4) + 5 + 0
         assert engine.statistics.num_decoded == (5 + 4 + 3) + (5 + 4) + (0 + 2)
@@ -267,58 +269,58 @@ def test_a_turn_costs_its_new_tokens_only(build):
 
 @pytest.mark.parametrize("prompt", [LONG, [14]])
 def test_a_prompt_that_is_stored_is_joined(prompt: list[int], build):
-    """While a row of the group is under way or kept, a new one costs the prompt's last token, for what follows it."""
+    """While a prompt is stored, a new request costs its last token, for the logits behind it."""
     model = build("qwen3")
     engine = NativeEngine(model)
-    asked = [Request(prompt, seed, 4, keep=seed == 1) for seed in range(4)]
-    found: dict[int, Sample] = {}
+    submitted = [Request(prompt, seed, 4, keep=seed == 1) for seed in range(4)]
+    actual: dict[int, Sample] = {}
     costs = []
     with engine.session(ENDLESS) as session:
-        for request in asked[:2]:
+        for request in submitted[:2]:
             session.submit(request)
-        for request in asked[2:]:
-            found.update(session.advance())
+        for request in submitted[2:]:
+            actual.update(session.advance())
             costs.append(engine.statistics.num_prefilled)
             session.submit(request)
         while session.num_open:
-            found.update(session.advance())
+            actual.update(session.advance())
         costs.append(engine.statistics.num_prefilled)
-        kept = session.submit(replace(asked[0], seed=9))
-        found.update(session.advance())
+        kept = session.submit(replace(submitted[0], seed=9))
+        actual.update(session.advance())
         costs.append(engine.statistics.num_prefilled)
         while session.num_open:
-            found.update(session.advance())
+            actual.update(session.advance())
         session.release(1)
-        session.submit(asked[0])
+        session.submit(submitted[0])
         session.advance()
         costs.append(engine.statistics.num_prefilled)
     size = len(prompt)
     assert costs == [size, size + 1, size + 2, size + 3, 2 * size + 3]
-    alone = [NativeEngine(model).sample([r], ENDLESS)[0].ids for r in [*asked, replace(asked[0], seed=9)]]
-    assert [found[i].ids for i in range(4)] == alone[:4]
-    assert found[kept].ids == alone[4]
+    alone = [NativeEngine(model).sample([r], ENDLESS)[0].ids for r in [*submitted, replace(submitted[0], seed=9)]]
+    assert [actual[i].ids for i in range(4)] == alone[:4]
+    assert actual[kept].ids == alone[4]
 
 
 def test_tables_and_groups_do_not_grow_with_the_turns(build):
     engine = NativeEngine(build("qwen3", max_position_embeddings=512))
     with engine.session(replace(ENDLESS, repetition_penalty=1.5)) as session:
-        for round_number in range(10):
-            talk(session, [Talk([Turn([5 + i, 6 + round_number], i, 3), Turn([7], i, 3)]) for i in range(3)])
+        for number in range(10):
+            run(session, [Conversation([Turn([5 + i, 6 + number], i, 3), Turn([7], i, 3)]) for i in range(3)])
         assert session._sampler.logprobs.shape == (3, 3)
         for ticket in range(60):
             session.release(ticket)
         left = session._scheduler
         assert not (left._retained or left._groups_by_key or left.groups)
         assert left.cache.offloaded_tokens == 0
-        talk(session, [Talk([Turn([5], i, 20)]) for i in range(4)])
+        run(session, [Conversation([Turn([5], i, 20)]) for i in range(4)])
         assert session._sampler.logprobs.shape == (6, 20)
 
 
 def test_what_is_kept_counts_as_memory_until_it_is_released(build):
     engine = NativeEngine(build("qwen3"))
     with engine.session(ENDLESS) as session:
-        asked = [Request(LONG, 0, 5, keep=True), Request(SHORT, 1, 3, keep=True), Request(SHORT, 2, 4)]
-        for request in asked:
+        submitted = [Request(LONG, 0, 5, keep=True), Request(SHORT, 1, 3, keep=True), Request(SHORT, 2, 4)]
+        for request in submitted:
             session.submit(request)
         while session.num_open:
             session.advance()
@@ -337,105 +339,108 @@ def test_what_is_kept_counts_as_memory_until_it_is_released(build):
 
 @pytest.fixture
 def single_steps(monkeypatch):
-    """The session looks at its rows after each step."""
+    """The scheduler runs after each step."""
     monkeypatch.setattr(native_session, "RUN_SECONDS", 1e-9)
 
 
-@pytest.mark.parametrize(("num_coming", "num_held"), [(1, 8), (2, 8), (3, 0)])
-def test_rows_that_come_wait_a_few_steps_for_each_other(num_coming: int, num_held: int, build, single_steps):
-    """Beside 20 rows under way: three are one for each eight of them, fewer are held for eight steps."""
+@pytest.mark.parametrize(("num_new", "num_waited"), [(1, 8), (2, 8), (3, 0)])
+def test_rows_that_come_wait_a_few_steps_for_each_other(num_new: int, num_waited: int, build, single_steps):
+    """Beside 20 running rows three requests enter at once, fewer wait for eight steps."""
     with NativeEngine(build("qwen3")).session(ENDLESS) as session:
         for seed in range(20):
             session.submit(Request(LONG, seed, 30))
         session.advance()
-        coming = [session.submit(Request(SHORT, seed, 1)) for seed in range(num_coming)]
-        for _ in range(num_held):
+        tickets = [session.submit(Request(SHORT, seed, 1)) for seed in range(num_new)]
+        for _ in range(num_waited):
             assert session.advance() == []
-        assert [ticket for ticket, _ in session.advance()] == coming
+        assert [ticket for ticket, _ in session.advance()] == tickets
 
 
-# ------------------------------------------------------------------------------------------- when memory is short
+# ------------------------------------------------------------------------------------------- memory pressure
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral (sliding window)"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral (sliding window)"])
 @pytest.mark.parametrize("tokens", [180, 300])
-def test_when_memory_is_short_what_is_kept_goes_and_rows_give_way_and_say_the_same(kind: str, tokens: int, build):
-    """Only second turns are long enough to outgrow the headroom that rows enter with."""
-    model = build(kind, max_position_embeddings=256)
-    talks = [
-        Talk(
+def test_when_memory_is_short_what_is_kept_goes_and_rows_give_way_and_say_the_same(name: str, tokens: int, build):
+    """Only second turns are long enough to exceed the headroom of admission."""
+    model = build(name, max_position_embeddings=256)
+    rows = [
+        Conversation(
             [Turn([LONG, SHORT][i % 2], i, 6 + 2 * i), Turn([20] * (3 + i), 50 + i, 90 + i), Turn([21], 90 + i, 9 - i)]
         )
         for i in range(8)
     ]
     engine = NativeEngine(model, kv_memory=tokens * BYTES)
     with engine.session(ENDLESS) as session:
-        talk(session, talks)
+        run(session, rows)
     statistics = engine.statistics
     assert statistics.peak_bytes <= tokens * BYTES
     assert statistics.num_waited > 0
     assert statistics.num_preempted > 0
-    replies = sum(1 + len(turn.given) for row in talks for turn in row.turns[1:])
+    replies = sum(1 + len(turn.new_ids) for row in rows for turn in row.turns[1:])
     assert statistics.num_prefilled > len(LONG) + len(SHORT) + replies
-    assert_said_as_if_alone(model, talks, ENDLESS)
+    assert_sampled_as_if_alone(model, rows, ENDLESS)
 
 
 def test_rows_that_come_are_worth_more_than_rows_that_may_come_back(build):
-    """Room for one row and nothing beside it: what was kept of the first goes for the second, and is computed anew."""
+    """Room for one row only: the retained prefix of the first is dropped for the second, and computed again."""
     model = build("qwen3")
     engine = NativeEngine(model, kv_memory=30 * BYTES)
-    rows = [Talk([Turn(LONG, 0, 8), Turn([20, 21], 1, 8)]), Talk([Turn([30] * 9, 2, 20)])]
+    rows = [Conversation([Turn(LONG, 0, 8), Turn([20, 21], 1, 8)]), Conversation([Turn([30] * 9, 2, 20)])]
     with engine.session(ENDLESS) as session:
         rows[0].ticket = session.submit(rows[0].request())
         while session.num_open:
-            rows[0].said += [Said(rows[0].request(), sample) for _, sample in session.advance()]
+            rows[0].sampled += [SampledTurn(rows[0].request(), sample) for _, sample in session.advance()]
         assert session._scheduler.cache.offloaded_tokens == 7
-        talk(session, rows[1:])
-        talk(session, [rows[0]])
+        run(session, rows[1:])
+        run(session, [rows[0]])
     assert engine.statistics.num_restored == 0
     assert engine.statistics.num_prefilled == 7 + 9 + 7 + (8 + 2)
-    assert_said_as_if_alone(model, rows, ENDLESS)
+    assert_sampled_as_if_alone(model, rows, ENDLESS)
 
 
 def test_what_waiting_rows_take_back_is_left_to_them_up_to_half_of_the_bound(build):
-    """Beside a row of 40 tokens there is room for neither of two rows that go on; the 10 tokens they left stay."""
+    """Beside a row of 40 tokens neither of two continuations fits; their 10 retained tokens stay."""
     model = build("qwen3")
     engine = NativeEngine(model, kv_memory=80 * BYTES)
-    rows = [Talk([Turn(SHORT, i, 6), Turn([20], 10 + i, 30)]) for i in range(2)]
+    rows = [Conversation([Turn(SHORT, i, 6), Turn([20], 10 + i, 30)]) for i in range(2)]
     with engine.session(ENDLESS) as session:
         for row in rows:
             row.ticket = session.submit(row.request())
         while session.num_open:
             for ticket, sample in session.advance():
-                rows[ticket].said.append(Said(rows[ticket].request(), sample))
+                rows[ticket].sampled.append(SampledTurn(rows[ticket].request(), sample))
         session.submit(Request([14], 5, 40))
         session.advance()
-        talk(session, rows)
+        run(session, rows)
     assert engine.statistics.num_waited > 0
     assert engine.statistics.num_restored == 5 + 5
-    assert_said_as_if_alone(model, rows, ENDLESS)
+    assert_sampled_as_if_alone(model, rows, ENDLESS)
 
 
 def test_a_bound_that_nobody_set_stretches_for_a_long_row(build, monkeypatch):
     monkeypatch.setattr("groupgrad.engines.native.engine.free_bytes", lambda device: 20 * BYTES)
-    model, rows = build("qwen3"), [Talk([Turn(LONG, 0, 8), Turn([20, 21], 1, 20)]), Talk([Turn(SHORT, 3, 5)])]
+    model, rows = (
+        build("qwen3"),
+        [Conversation([Turn(LONG, 0, 8), Turn([20, 21], 1, 20)]), Conversation([Turn(SHORT, 3, 5)])],
+    )
     with NativeEngine(model).session(ENDLESS) as session:
-        talk(session, rows)
-    assert_said_as_if_alone(model, rows, ENDLESS)
+        run(session, rows)
+    assert_sampled_as_if_alone(model, rows, ENDLESS)
 
 
-# ------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------- errors
 
 
 @contextmanager
 def kept_row(model: Any, **bounds: int) -> Iterator[tuple[Any, list[int]]]:
-    """A session with a kept request, ticket 0, and its prompt with what was sampled."""
+    """A session with a retained request, ticket 0, and its context."""
     with NativeEngine(model, **bounds).session(ENDLESS) as session:
         session.submit(Request(SHORT, 0, 3, keep=True))
-        found = []
+        actual = []
         while session.num_open:
-            found += session.advance()
-        yield session, [*SHORT, *found[0][1].ids]
+            actual += session.advance()
+        yield session, [*SHORT, *actual[0][1].ids]
 
 
 def test_a_continuation_begins_with_what_it_continues(build):
@@ -455,17 +460,17 @@ def test_only_what_is_kept_is_continued_and_once(build, single_steps):
     with kept_row(build("qwen3")) as (session, context):
         with pytest.raises(ValueError, match="continues=5, but nothing is kept"):
             session.submit(Request([*context, 20], 0, 3, continues=5))
-        going_on = session.submit(Request([*context, 20], 0, 3, continues=0))
+        continuation = session.submit(Request([*context, 20], 0, 3, continues=0))
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"continues={going_on}, but that request has not ended"):
-                session.submit(Request([*context, 20], 0, 3, continues=going_on))
+            with pytest.raises(ValueError, match=f"continues={continuation}, but that request has not ended"):
+                session.submit(Request([*context, 20], 0, 3, continues=continuation))
             session.advance()
         with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
             session.submit(Request([*context, 20], 0, 3, continues=0))
         while session.num_open:
             session.advance()
-        with pytest.raises(ValueError, match=f"continues={going_on}, but nothing is kept .* keep=True"):
-            session.submit(Request([*context, 20, 3, 3, 3], 0, 3, continues=going_on))
+        with pytest.raises(ValueError, match=f"continues={continuation}, but nothing is kept .* keep=True"):
+            session.submit(Request([*context, 20, 3, 3, 3], 0, 3, continues=continuation))
 
 
 def test_a_turn_that_can_never_fit_is_refused_and_the_session_goes_on(build):
@@ -501,7 +506,7 @@ def test_sample_takes_requests_of_a_session_for_what_they_are(build):
     assert engine.sample([Request(SHORT, 3, 4, continues=8, keep=True)], OPTIONS) == plain
 
 
-# ------------------------------------------------------------------------------------------- any schedule
+# ------------------------------------------------------------------------------------------- arbitrary schedules
 
 
 TURN = st.tuples(st.lists(st.integers(3, 40), max_size=6), st.integers(1, 9))
@@ -520,18 +525,18 @@ ROWS = st.lists(
     bounds=st.sampled_from([(None, 32), (None, 1), (2, 32), (1, 1)]),
 )
 def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[int], tokens: int, bounds: Any):
-    """Each choice submits the next turn of an idle row, now and then as a new one, or lets the session advance."""
+    """Each choice submits the next turn of an idle row, sometimes without continuing it, or advances the session."""
     model, (max_rows, headroom) = make_small(), bounds
-    talks = [
-        Talk([Turn(prompt, 10 * i, budget), *(Turn(ids, 10 * i + j, n) for j, (ids, n) in enumerate(later, 1))])
+    rows = [
+        Conversation([Turn(prompt, 10 * i, budget), *(Turn(ids, 10 * i + j, n) for j, (ids, n) in enumerate(later, 1))])
         for i, (prompt, budget, later) in enumerate(rows)
     ]
     engine = NativeEngine(model, kv_memory=tokens * BYTES, max_rows=max_rows)
     with pytest.MonkeyPatch.context() as patch, engine.session(OPTIONS) as session:
         patch.setattr(scheduler, "HEADROOM", headroom)
-        under_way: dict[int, Talk] = {}
-        while not all(row.is_over for row in talks):
-            idle = [row for row in talks if not row.is_over and row.ticket not in under_way]
+        under_way: dict[int, Conversation] = {}
+        while not all(row.is_over for row in rows):
+            idle = [row for row in rows if not row.is_over and row.ticket not in under_way]
             choice = choices.pop() if choices else 1
             if idle and choice % 2:
                 row = idle[choice % len(idle)]
@@ -544,18 +549,18 @@ def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[in
                 continue
             for ticket, sample in session.advance():
                 row = under_way.pop(ticket)
-                row.said.append(Said(row.request(), sample))
-        for row in talks:
+                row.sampled.append(SampledTurn(row.request(), sample))
+        for row in rows:
             assert row.ticket is not None
             session.release(row.ticket)
         assert session._scheduler.cache.offloaded_tokens == 0
         assert not session._scheduler.groups
     assert engine.statistics.peak_bytes <= tokens * BYTES
-    assert_said_as_if_alone(model, talks, OPTIONS)
+    assert_sampled_as_if_alone(model, rows, OPTIONS)
 
 
 def make_small() -> Any:
-    """The model "qwen3", made here because a property has no fixtures."""
+    """The model "qwen3", made here because hypothesis tests cannot use fixtures."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 48,

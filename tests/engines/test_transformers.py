@@ -1,4 +1,4 @@
-"""Sampling: exact distributions, one random stream a row, the options in force and no others."""
+"""The engine over `generate`: exact log-probs, one random stream per row, and only the requested options."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def requests(num_rows: int = 12, budget: int = 6, prompts: Any = PROMPTS) -> lis
     return [Request(prompts[i % len(prompts)], 1000 + i, budget) for i in range(num_rows)]
 
 
-def sample(model: nn.Module, asked: Any = None, options: SamplingOptions = OPTIONS, **engine: Any) -> list[Sample]:
-    return TransformersEngine(model, **engine).sample(asked if asked is not None else requests(), options)
+def sample(model: nn.Module, submitted: Any = None, options: SamplingOptions = OPTIONS, **engine: Any) -> list[Sample]:
+    return TransformersEngine(model, **engine).sample(submitted if submitted is not None else requests(), options)
 
 
-def as_batch(asked: list[Request], samples: list[Sample]) -> Batch:
+def as_batch(submitted: list[Request], samples: list[Sample]) -> Batch:
     rollouts = [
         Rollout(
             Prompt(r.prompt_ids, {"prompt": ""}, i), i, s.ids, s.finish_reason, "", "", sampling_logprobs=s.logprobs
         )
-        for i, (r, s) in enumerate(zip(asked, samples))
+        for i, (r, s) in enumerate(zip(submitted, samples))
     ]
     return collate(rollouts, [0.0] * len(rollouts), mask_truncated=False)
 
 
-def assert_logprobs_are_the_trainers(model: nn.Module, asked: Any, samples: list[Sample], options: Any) -> None:
-    batch = as_batch(asked, samples)
+def assert_logprobs_are_the_trainers(model: nn.Module, submitted: Any, samples: list[Sample], options: Any) -> None:
+    batch = as_batch(submitted, samples)
     scores = score_without_gradient(model, batch, ForwardOptions(temperature=options.temperature))
     torch.testing.assert_close(batch.sampling_logprobs, scores.logprobs, rtol=1e-5, atol=1e-5)
 
 
 def markov(make_model: Callable[..., Any], next_logits: dict[int, dict[int, float]], **config: Any) -> Any:
-    """A model whose next token depends on the last one alone, with these logits; what is not named gets -30."""
+    """A model whose next token depends on the last one alone, with these logits; others are -30."""
     model = make_model(hidden_size=96, num_hidden_layers=1, **config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,11 +67,11 @@ def markov(make_model: Callable[..., Any], next_logits: dict[int, dict[int, floa
 
 
 def chain(*tokens: int) -> dict[int, dict[int, float]]:
-    """Each token surely follows the one before it."""
+    """Logits under which each token follows the one before it."""
     return {a: {b: 30.0} for a, b in itertools.pairwise(tokens)}
 
 
-# ------------------------------------------------------------------------------------------- what is sampled
+# ------------------------------------------------------------------------------------------- exactness
 
 
 def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
@@ -94,10 +94,10 @@ def test_without_chance_the_most_likely_tokens_are_taken(changes: dict[str, Any]
 def test_greedy_equals_generate(build):
     model = build("llama")
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=0)
-    for request, found in zip(requests(4), sample(model, requests(4), replace(OPTIONS, temperature=1e-4))):
+    for request, actual in zip(requests(4), sample(model, requests(4), replace(OPTIONS, temperature=1e-4))):
         ids = torch.tensor([request.prompt_ids])
         output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        assert found.ids == output[0, len(request.prompt_ids) :].tolist()
+        assert actual.ids == output[0, len(request.prompt_ids) :].tolist()
 
 
 # ------------------------------------------------------------------------------------------- one stream a row
@@ -116,17 +116,17 @@ def test_greedy_equals_generate(build):
 )
 def test_a_rows_text_depends_on_neither_neighbours_nor_order_nor_batch_size(changes: dict[str, Any], build):
     model, options = build("qwen3"), replace(OPTIONS, **changes)
-    asked = requests(12)
-    alone = [sample(model, [request], options)[0] for request in asked]
+    submitted = requests(12)
+    alone = [sample(model, [request], options)[0] for request in submitted]
     for max_rows in (1, 5, 64):
-        assert [s.ids for s in sample(model, asked, options, max_rows=max_rows)] == [s.ids for s in alone]
-    turned = sample(model, asked[::-1], options)[::-1]
+        assert [s.ids for s in sample(model, submitted, options, max_rows=max_rows)] == [s.ids for s in alone]
+    turned = sample(model, submitted[::-1], options)[::-1]
     assert [s.ids for s in turned] == [s.ids for s in alone]
     assert [s.finish_reason for s in turned] == [s.finish_reason for s in alone]
 
 
 def test_padding_is_not_seen_by_the_repetition_penalty(make_model):
-    """Padding with the EOS id must not make the EOS a token that was seen."""
+    """Padding with the EOS id must not count as an occurrence of the EOS."""
     model = markov(make_model, {10: {1: 3.0, 12: 2.0}, 12: {1: 30.0}})
     options = replace(OPTIONS, pad_id=1, repetition_penalty=3.0)
     short = [Request([10], i, 3) for i in range(40)]
@@ -175,22 +175,24 @@ def test_logprobs_are_those_that_training_computes(changes: dict[str, Any], buil
 
 
 def test_logprobs_of_every_architecture(any_model):
-    """Prompts of unlike lengths share a call, so padding on the left must not change a thing."""
+    """Prompts of different lengths share a call, so left padding must have no effect."""
     options = replace(OPTIONS, temperature=0.7)
     samples = sample(any_model, requests(), options)
     assert {len(s.ids) == len(s.logprobs or []) for s in samples} == {True}
     assert_logprobs_are_the_trainers(any_model, requests(), samples, options)
 
 
-@pytest.mark.parametrize("kind", ["LoraConfig", "PromptTuningConfig", "PrefixTuningConfig"])
-def test_adapters_sample_as_they_train(kind: str, build):
+@pytest.mark.parametrize("config_name", ["LoraConfig", "PromptTuningConfig", "PrefixTuningConfig"])
+def test_adapters_sample_as_they_train(config_name: str, build):
     peft = pytest.importorskip("peft")
     base = build("qwen3")
     bare = [s.ids for s in sample(copy.deepcopy(base))]
-    settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False} if kind == "LoraConfig" else {}
-    settings |= {} if kind == "LoraConfig" else {"num_virtual_tokens": 3}
+    settings = (
+        {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False} if config_name == "LoraConfig" else {}
+    )
+    settings |= {} if config_name == "LoraConfig" else {"num_virtual_tokens": 3}
     torch.manual_seed(0)
-    model = peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
+    model = peft.get_peft_model(base, getattr(peft, config_name)(task_type="CAUSAL_LM", **settings))
     samples = sample(model)
     assert [s.ids for s in samples] != bare
     assert_logprobs_are_the_trainers(model, requests(), samples, OPTIONS)
@@ -199,29 +201,29 @@ def test_adapters_sample_as_they_train(kind: str, build):
 
 def test_a_static_cache_gives_the_same_texts(build):
     model = build("qwen3")
-    found = sample(model, options=replace(OPTIONS, cache_implementation="static"))
-    assert [s.ids for s in found] == [s.ids for s in sample(model)]
+    actual = sample(model, options=replace(OPTIONS, cache_implementation="static"))
+    assert [s.ids for s in actual] == [s.ids for s in sample(model)]
 
 
-# ------------------------------------------------------------------------------------------- where texts end
+# ------------------------------------------------------------------------------------------- ends of completions
 
 
 def test_every_eos_id_ends_a_text_and_stays_in_it(make_model):
     model = markov(make_model, chain(10, 11, 12, 13, 14, 15, 16, 17))
     for eos_ids, expected in (((13, 15), [11, 12, 13]), ((15,), [11, 12, 13, 14, 15]), ((11,), [11])):
-        found = sample(model, [Request([10], 0, 6)], replace(OPTIONS, eos_ids=eos_ids))
-        assert found[0].ids == expected
-        assert found[0].finish_reason == "eos"
-        assert len(found[0].logprobs or []) == len(expected)
+        actual = sample(model, [Request([10], 0, 6)], replace(OPTIONS, eos_ids=eos_ids))
+        assert actual[0].ids == expected
+        assert actual[0].finish_reason == "eos"
+        assert len(actual[0].logprobs or []) == len(expected)
 
 
 def test_rows_that_end_early_are_not_padded(make_model):
     model = markov(make_model, {**chain(10, 1), **chain(20, 21, 22, 23, 24, 25, 26, 27)})
     for pad_id in (0, 1):
-        found = sample(model, [Request([10], 0, 6), Request([5, 20], 1, 6)], replace(OPTIONS, pad_id=pad_id))
-        assert [s.ids for s in found] == [[1], [21, 22, 23, 24, 25, 26]]
-        assert [s.finish_reason for s in found] == ["eos", "length"]
-        assert [len(s.logprobs or []) for s in found] == [1, 6]
+        actual = sample(model, [Request([10], 0, 6), Request([5, 20], 1, 6)], replace(OPTIONS, pad_id=pad_id))
+        assert [s.ids for s in actual] == [[1], [21, 22, 23, 24, 25, 26]]
+        assert [s.finish_reason for s in actual] == ["eos", "length"]
+        assert [len(s.logprobs or []) for s in actual] == [1, 6]
 
 
 def test_a_pad_token_that_the_policy_chose_is_a_token_like_any(make_model):
@@ -239,16 +241,16 @@ def test_eos_at_the_last_allowed_token_is_an_end(make_model):
 
 def test_without_an_eos_id_texts_run_to_their_budget(make_model):
     model = markov(make_model, chain(10, 1, 10))
-    found = sample(model, [Request([10], 0, 4)], replace(OPTIONS, eos_ids=()))[0]
-    assert (found.ids, found.finish_reason) == ([1, 10, 1, 10], "length")
+    actual = sample(model, [Request([10], 0, 4)], replace(OPTIONS, eos_ids=()))[0]
+    assert (actual.ids, actual.finish_reason) == ([1, 10, 1, 10], "length")
 
 
 def test_every_request_has_its_own_budget(make_model):
     model = markov(make_model, chain(10, 11, 12, 13, 14, 15, 16, 17))
-    asked = [Request([10], i, budget) for i, budget in enumerate((3, 1, 5, 3, 2))]
-    found = sample(model, asked, replace(OPTIONS, max_new_tokens=6))
-    assert [len(s.ids) for s in found] == [3, 1, 5, 3, 2]
-    assert all(s.finish_reason == "length" for s in found)
+    submitted = [Request([10], i, budget) for i, budget in enumerate((3, 1, 5, 3, 2))]
+    actual = sample(model, submitted, replace(OPTIONS, max_new_tokens=6))
+    assert [len(s.ids) for s in actual] == [3, 1, 5, 3, 2]
+    assert all(s.finish_reason == "length" for s in actual)
 
 
 def test_nothing_asked_nothing_sampled(build):
@@ -274,21 +276,21 @@ def test_suppressed_tokens_never_come(make_model):
 def test_repetition_penalty_divides_the_logits_of_tokens_seen(make_model):
     """After 10, logits 6 for 10 itself and 4 for 12: penalty 2 makes them 3 and 4."""
     model = markov(make_model, {10: {10: 6.0, 12: 4.0}, 12: {1: 30.0}})
-    asked = [Request([10], i, 1) for i in range(400)]
+    submitted = [Request([10], i, 1) for i in range(400)]
     for penalty, logit in ((1.0, 6.0), (2.0, 3.0)):
-        found = sample(model, asked, replace(OPTIONS, repetition_penalty=penalty), max_rows=400)
-        share = sum(s.ids == [10] for s in found) / 400
+        actual = sample(model, submitted, replace(OPTIONS, repetition_penalty=penalty), max_rows=400)
+        share = sum(s.ids == [10] for s in actual) / 400
         assert share == pytest.approx(1 / (1 + 2.718281828 ** (4.0 - logit)), abs=0.08)
 
 
 def test_extra_options_win_over_the_fields(make_model):
     model = markov(make_model, {10: {11: 1.0, 12: 0.0}})
-    asked = [Request([10], i, 1) for i in range(30)]
+    submitted = [Request([10], i, 1) for i in range(30)]
     options = replace(OPTIONS, temperature=5.0, extra={"temperature": 0.01})
-    found = sample(model, asked, options)
-    assert {tuple(s.ids) for s in found} == {(11,)}
-    assert found[0].logprobs == pytest.approx([0.0], abs=1e-6)
-    assert {tuple(s.ids) for s in sample(model, asked, replace(OPTIONS, extra={"top_k": 1}))} == {(11,)}
+    actual = sample(model, submitted, options)
+    assert {tuple(s.ids) for s in actual} == {(11,)}
+    assert actual[0].logprobs == pytest.approx([0.0], abs=1e-6)
+    assert {tuple(s.ids) for s in sample(model, submitted, replace(OPTIONS, extra={"top_k": 1}))} == {(11,)}
 
 
 def letters(tokenizer: Any, text: str) -> list[int]:
@@ -300,28 +302,28 @@ def test_stop_strings_end_a_text_and_stay_in_it(stops: Any, make_model, tokenize
     model = markov(make_model, chain(*letters(tokenizer, "abcdefgh")))
     options = replace(OPTIONS, extra={"stop_strings": stops})
     prompts = [letters(tokenizer, "a"), letters(tokenizer, "xxe")]
-    found = sample(model, [Request(p, i, 4) for i, p in enumerate(prompts)], options, tokenizer=tokenizer)
-    assert [tokenizer.decode(s.ids) for s in found] == ["bcd", "fgh" + tokenizer.decode(found[1].ids[3:])]
-    assert [s.finish_reason for s in found] == ["eos", "length"]
-    assert [len(s.logprobs or []) for s in found] == [3, 4]
+    actual = sample(model, [Request(p, i, 4) for i, p in enumerate(prompts)], options, tokenizer=tokenizer)
+    assert [tokenizer.decode(s.ids) for s in actual] == ["bcd", "fgh" + tokenizer.decode(actual[1].ids[3:])]
+    assert [s.finish_reason for s in actual] == ["eos", "length"]
+    assert [len(s.logprobs or []) for s in actual] == [3, 4]
 
 
 @pytest.mark.parametrize("extra", [{}, {"do_sample": False}])
 def test_a_stop_string_counts_only_within_the_completion(extra: dict[str, Any], make_model, tokenizer):
-    """`bc` stands across the border of prompt and completion, `ab` in the prompt: neither is an end."""
+    """`bc` spans prompt and completion, `ab` is in the prompt: neither ends the completion."""
     model = markov(make_model, chain(*letters(tokenizer, "abcdefgh")))
     options = replace(OPTIONS, extra={"stop_strings": ["bc", "ab"], **extra})
-    found = sample(model, [Request(letters(tokenizer, "ab"), 0, 4)], options, tokenizer=tokenizer)[0]
-    assert tokenizer.decode(found.ids) == "cdef"
-    assert found.finish_reason == "length"
+    actual = sample(model, [Request(letters(tokenizer, "ab"), 0, 4)], options, tokenizer=tokenizer)[0]
+    assert tokenizer.decode(actual.ids) == "cdef"
+    assert actual.finish_reason == "length"
 
 
 def test_an_eos_before_the_stop_string(make_model, tokenizer):
     a, b, c = letters(tokenizer, "abc")
     model = markov(make_model, chain(a, b, 1, c))
     options = replace(OPTIONS, extra={"stop_strings": ["c"]})
-    found = sample(model, [Request([a], 0, 5)], options, tokenizer=tokenizer)[0]
-    assert (found.ids, found.finish_reason) == ([b, 1], "eos")
+    actual = sample(model, [Request([a], 0, 5)], options, tokenizer=tokenizer)[0]
+    assert (actual.ids, actual.finish_reason) == ([b, 1], "eos")
 
 
 def test_beam_search_is_generates_own(build):
@@ -329,15 +331,15 @@ def test_beam_search_is_generates_own(build):
     options = replace(OPTIONS, extra={"num_beams": 3, "do_sample": False})
     config = GenerationConfig(num_beams=3, do_sample=False, max_new_tokens=6, eos_token_id=1, pad_token_id=0)
     for request in requests(3):
-        found = sample(model, [request], options)[0]
+        actual = sample(model, [request], options)[0]
         ids = torch.tensor([request.prompt_ids])
         output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         expected = output[0, ids.shape[1] :].tolist()
-        assert found.ids == (expected[: expected.index(1) + 1] if 1 in expected else expected)
-        assert found.logprobs is None
+        assert actual.ids == (expected[: expected.index(1) + 1] if 1 in expected else expected)
+        assert actual.logprobs is None
 
 
-# ------------------------------------------------------------------------------------------- the model is untouched
+# ------------------------------------------------------------------------------------------- state of the model
 
 
 def test_the_models_own_generation_config_plays_no_part(build):
@@ -357,8 +359,8 @@ def test_the_models_own_generation_config_plays_no_part(build):
     )
     model.generation_config = own
     before = own.to_dict()
-    found = sample(model)
-    assert [(s.ids, s.finish_reason) for s in found] == [(s.ids, s.finish_reason) for s in expected]
+    actual = sample(model)
+    assert [(s.ids, s.finish_reason) for s in actual] == [(s.ids, s.finish_reason) for s in expected]
     assert model.generation_config is own
     assert own.to_dict() == before
 
@@ -393,7 +395,7 @@ def test_gradient_checkpointing_does_not_matter_and_stays_on(build):
 
 
 def test_a_model_that_goes_past_the_hook_is_sampled_without_logprobs(build):
-    """Log-probs that were not seen are not made up; training then computes its own."""
+    """Without the model's logits, log-probs are None and training computes its own."""
     model = build("llama")
     expected = TransformersEngine(model).sample([Request([5, 6], 3, 4), Request([7], 4, 4)], SamplingOptions(4))
 
@@ -402,9 +404,9 @@ def test_a_model_that_goes_past_the_hook_is_sampled_without_logprobs(build):
             return self.forward(*args, **kwargs)
 
     model.__class__ = Uncalled
-    found = TransformersEngine(model).sample([Request([5, 6], 3, 4), Request([7], 4, 4)], SamplingOptions(4))
-    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
-    assert [sample.logprobs for sample in found] == [None, None]
+    actual = TransformersEngine(model).sample([Request([5, 6], 3, 4), Request([7], 4, 4)], SamplingOptions(4))
+    assert [sample.ids for sample in actual] == [sample.ids for sample in expected]
+    assert [sample.logprobs for sample in actual] == [None, None]
     assert all(sample.logprobs for sample in expected)
 
 
@@ -426,12 +428,12 @@ def test_a_model_that_switches_itself_is_switched_and_left_as_it_was(build, fail
     model.for_inference, model.for_training = lambda: switch(False), lambda: switch(True)
     engine = TransformersEngine(model)
 
-    def look(*_):
+    def check_mode(*_):
         calls.append(model.model.gradient_checkpointing)
         if fails:
             raise ZeroDivisionError
 
-    model.register_forward_pre_hook(look)
+    model.register_forward_pre_hook(check_mode)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         engine.sample([Request([5, 6], 3, 4)], SamplingOptions(4))
     assert calls == ["inference", *[False] * (1 if fails else 4), "training"]

@@ -1,7 +1,7 @@
-"""Which architectures run on which paths: `python bench/support_table.py` writes the table of docs/models.md from this.
+"""Every architecture on every path; `python bench/support_table.py` turns the results into the table of docs/models.md.
 
-Every path is compared with the model called by itself, a row at a time. A path that groupgrad does not take for an
-architecture is skipped, with groupgrad's own reason.
+Each path is compared with plain calls of the model, a row at a time. Paths that groupgrad does not take for an
+architecture are skipped with its reason.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def adapted(build: Any, name: str, adapters: str) -> Any:
     if adapters == "full":
         return model
     torch.manual_seed(1)
-    # PEFT refuses Mamba's other layers, whose weights its kernels read past the adapter.
+    # PEFT refuses Mamba's other layers, whose kernels read the weights without the adapter.
     targets = ["in_proj"] if name.startswith("mamba") else "all-linear"
     model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     return model.eval()
 
 
 def alone(model: nn.Module) -> torch.Tensor:
-    """(L,) log-probs of the completions, a row at a time."""
+    """(L,) log-probs of the completions, computed a row at a time."""
     parts = []
     for prompt, completion in zip(ROWS, COMPLETIONS):
         ids = torch.tensor([PROMPTS[prompt] + completion])
@@ -70,8 +70,8 @@ def alone(model: nn.Module) -> torch.Tensor:
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = torch.autograd.grad(loss, trained, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(trained, found)])
+    actual = torch.autograd.grad(loss, trained, allow_unused=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(trained, actual)])
 
 
 @pytest.mark.parametrize("adapters", ADAPTERS)
@@ -87,8 +87,8 @@ def test_training_path(name: str, layout: Layout, adapters: str, build: Any):
     scores = score_tokens(model, batch, ForwardOptions(layout=layout)).logprobs
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
     weights = torch.linspace(-1, 2, batch.num_tokens)
-    found, wanted = (gradients(model, (weights * values).sum()) for values in (scores, expected))
-    assert float((found - wanted).norm() / wanted.norm()) <= 1e-5
+    actual, expected_gradient = (gradients(model, (weights * values).sum()) for values in (scores, expected))
+    assert float((actual - expected_gradient).norm() / expected_gradient.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("adapters", ADAPTERS)
@@ -101,13 +101,13 @@ def test_sampling_path(name: str, engine: str, adapters: str, build: Any):
         pytest.skip(reason)
     sampler: Any = NativeEngine(model) if engine == "native" else TransformersEngine(model)
     requests = [Request(list(PROMPTS[prompt]), seed=row, max_new_tokens=6) for row, prompt in enumerate(ROWS)]
-    found = [sample.ids for sample in sampler.sample(requests, GREEDY)]
-    assert found == [greedy(model, list(PROMPTS[prompt])) for prompt in ROWS]
+    actual = [sample.ids for sample in sampler.sample(requests, GREEDY)]
+    assert actual == [greedy(model, list(PROMPTS[prompt])) for prompt in ROWS]
 
 
 @torch.no_grad()
 def greedy(model: nn.Module, ids: list[int]) -> list[int]:
-    """Six most likely tokens, one after the other, without any cache."""
+    """Greedy completion of six tokens without a cache."""
     start = len(ids)
     for _ in range(6):
         ids = [*ids, int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())]

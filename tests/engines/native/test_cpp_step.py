@@ -1,4 +1,4 @@
-"""The compiled decode step: the numbers of the modules, and the way without it wherever it cannot be had."""
+"""The compiled decode step: the results of the model's modules, and the fallback where it cannot be compiled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BASE: dict[str, Any] = {
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 MANY_HEADS = {"hidden_size": 40, "num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 6}
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases, one key head": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "twenty heads a key head": ("Llama", MANY_HEADS),
     "window": ("Mistral", {"sliding_window": 6}),
@@ -59,7 +59,7 @@ needs_kernels = pytest.mark.skipif(library() is None, reason=status())
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """As if no kernel had been asked for in this process, with a cache of its own."""
+    """No kernel has been loaded in this process, and the cache folder is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build._library.cache_clear()
     yield tmp_path / "groupgrad" / "kernels"
@@ -69,7 +69,7 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def threads():
-    """Sets how many torch, and so the kernels, may use; as before afterwards."""
+    """Sets the number of threads of torch and the kernels; restores it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -84,7 +84,7 @@ def make(family: str, changes: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def form(model: Any) -> CompiledModel | DirectModel | None:
+def direct_form(model: Any) -> CompiledModel | DirectModel | None:
     plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
         last_logits(model, token, token, plan, token)
@@ -97,7 +97,7 @@ def requests() -> list[Request]:
 
 
 def logprobs(model: Any, request: Request, ids: list[int]) -> list[float]:
-    """What the model gives the tokens `ids` in a plain forward pass."""
+    """Log-probs of the tokens `ids` in a plain forward pass."""
     with torch.no_grad():
         logits = model.double()(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, len(request.prompt_ids) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1).tolist()
@@ -107,7 +107,7 @@ def logprobs(model: Any, request: Request, ids: list[int]) -> list[float]:
 
 
 def has_fused_sums() -> bool:
-    """True if a multiplication and an addition are rounded once, together."""
+    """True if the machine has fused multiply-add, which rounds once."""
     return platform.machine() in ("aarch64", "arm64") or "fma" in Path("/proc/cpuinfo").read_text().split()
 
 
@@ -120,28 +120,28 @@ def test_products_are_those_of_float64(rows: int, width: int, outputs: int):
     assert kernels is not None
     inputs, weight, bias = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(outputs)
     for b, threads in ((bias, 1), (None, 3)):
-        found = torch.full((rows + 1, outputs), 7.0)
-        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, b, found)]
+        output = torch.full((rows + 1, outputs), 7.0)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, b, output)]
         assert kernels.groupgrad_linear(*pointers, rows, width, outputs, threads) == 0
         expected = inputs.double() @ weight.double().T + (0.0 if b is None else b.double())
-        torch.testing.assert_close(found[:rows].double(), expected, rtol=1e-5, atol=1e-6 * width)
-        assert (found[rows] == 7.0).all()
+        torch.testing.assert_close(output[:rows].double(), expected, rtol=1e-5, atol=1e-6 * width)
+        assert (output[rows] == 7.0).all()
 
 
 def sums_in_order(inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """(rows, outputs) float32: 192 numbers summed one by one, or two halves of up to 384, then the next ones added."""
+    """(rows, outputs) float32: runs of 192 terms, or of two halves up to 384, summed in order and then added up."""
     width = inputs.shape[1]
     size = (width + 1) // 2 if 192 < width <= 384 else 192
-    found = None
+    output = None
     for start in range(0, width, size):
         total = np.zeros((len(inputs), len(weight)), np.float32)
         for k in range(start, min(start + size, width)):
-            # A product of two float32 numbers is exact in float64, so that only the sum is rounded.
+            # A product of two float32 numbers is exact in float64, so only the sum is rounded.
             exact = np.outer(inputs[:, k].astype(np.float64), weight[:, k].astype(np.float64)) + total
             total = exact.astype(np.float32)
-        found = total if found is None else found + total
-    assert found is not None
-    return found
+        output = total if output is None else output + total
+    assert output is not None
+    return output
 
 
 @needs_kernels
@@ -154,15 +154,15 @@ def test_sums_are_taken_number_by_number_whatever_the_rows(width: int):
     inputs, weight = torch.randn(120, width), torch.randn(53, width)
     expected = torch.from_numpy(sums_in_order(inputs.numpy(), weight.numpy()))
     for rows in (1, 3, 8, 13, 16, 24, 31, 40, 56, 64, 77, 120):
-        found = torch.empty(rows, 53)
-        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        output = torch.empty(rows, 53)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
         assert kernels.groupgrad_linear(*pointers, rows, width, 53, 2) == 0
-        assert torch.equal(found, expected[:rows]), rows
+        assert torch.equal(output, expected[:rows]), rows
 
 
 @needs_kernels
 def test_norms_are_rounded_once():
-    # Layers that add nothing, and a head that gives each number of the last norm as a logit.
+    # Layers add zeros, and the head returns the last norm as logits.
     model = make("Qwen3", {"hidden_size": 53})
     with torch.no_grad():
         for layer in model.model.layers:
@@ -171,14 +171,14 @@ def test_norms_are_rounded_once():
         model.lm_head.weight.copy_(torch.eye(53))
         model.model.embed_tokens.weight.normal_()
         model.model.norm.weight.copy_(torch.empty(53).uniform_(2.0, 4.0))
-    assert isinstance(form(model), CompiledModel)
+    assert isinstance(direct_form(model), CompiledModel)
     samples = NativeEngine(model).sample(
         [Request([3], i, 60) for i in range(64)], SamplingOptions(max_new_tokens=60, eos_ids=(), pad_id=0)
     )
     hidden, norm = model.model.embed_tokens.weight.double(), model.model.norm
     factor = (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
     expected = (norm.weight.double() * hidden * factor).log_softmax(-1)
-    # The first token's logits are those of the model's own modules.
+    # The logits of the first token come from the model's modules.
     off = [
         logprob - expected[before, token].item()
         for sample in samples
@@ -202,14 +202,14 @@ def test_products_are_those_of_the_training_pass_to_the_last_bit(width: int):
     inputs, weight = torch.randn(300, width), torch.randn(96, width)
     expected = nn.functional.linear(inputs, weight)
     for rows in (1, 8, 37, 64):
-        found = torch.empty(rows, 96)
-        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        output = torch.empty(rows, 96)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
         assert kernels.groupgrad_linear(*pointers, rows, width, 96, 1) == 0
-        assert torch.equal(found, expected[:rows]), rows
+        assert torch.equal(output, expected[:rows]), rows
 
 
 def other_machines() -> list[str]:
-    """Compiler options for machines with narrower vectors than this one may have, which run here too."""
+    """Compiler options for CPUs with narrower vectors that run on this one too."""
     flags = (
         Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" and sys.platform == "linux" else []
     )
@@ -224,10 +224,10 @@ def test_kernels_built_for_narrower_vectors_give_the_same(target: str, fresh: Pa
     assert kernels is not None
     torch.manual_seed(0)
     for rows, width, outputs in ((1, 16, 50), (3, 33, 1), (9, 100, 203), (31, 515, 97)):
-        inputs, weight, found = torch.randn(rows, width), torch.randn(outputs, width), torch.empty(rows, outputs)
-        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, found)]
+        inputs, weight, output = torch.randn(rows, width), torch.randn(outputs, width), torch.empty(rows, outputs)
+        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
         assert kernels.groupgrad_linear(*pointers, rows, width, outputs, 1) == 0
-        torch.testing.assert_close(found.double(), inputs.double() @ weight.double().T, rtol=1e-5, atol=1e-6 * width)
+        torch.testing.assert_close(output.double(), inputs.double() @ weight.double().T, rtol=1e-5, atol=1e-6 * width)
     logits, draws = 4 * torch.randn(5, 300), torch.rand(5, dtype=torch.float64)
     chosen = choose(kernels, logits, 1.0, draws)
     assert chosen is not None
@@ -237,9 +237,9 @@ def test_kernels_built_for_narrower_vectors_give_the_same(target: str, fresh: Pa
     torch.testing.assert_close(chosen.logprobs.double(), wanted, rtol=0, atol=2e-6)
     many = [*requests()[:6], Request([5, 6, 7], 3, 210)]
     options = SamplingOptions(max_new_tokens=210, pad_id=0)
-    for kind in ("norms of heads, tied", "twenty heads a key head", "window"):
-        model = make(*KINDS[kind])
-        assert isinstance(form(model), CompiledModel)
+    for name in ("norms of heads, tied", "twenty heads a key head", "window"):
+        model = make(*MODELS[name])
+        assert isinstance(direct_form(model), CompiledModel)
         for request, sample in zip(many, NativeEngine(model).sample(many, options)):
             assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
             model.float()
@@ -251,18 +251,18 @@ def test_what_is_behind_a_weight_is_not_touched():
     assert kernels is not None
     inputs, behind = torch.ones(3, 5), torch.full((5 * 5,), torch.nan)
     behind[:20] = 2.0
-    found = torch.empty(3, 4)
-    kernels.groupgrad_linear(inputs.data_ptr(), behind.data_ptr(), None, found.data_ptr(), 3, 5, 4, 1)
-    assert found.tolist() == [[10.0] * 4] * 3
+    output = torch.empty(3, 4)
+    kernels.groupgrad_linear(inputs.data_ptr(), behind.data_ptr(), None, output.data_ptr(), 3, 5, 4, 1)
+    assert output.tolist() == [[10.0] * 4] * 3
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("max_rows", [None, 5])
-def test_steps_give_the_numbers_of_the_model(kind: str, max_rows: int | None, threads, monkeypatch, caplog):
-    threads(3 if "threads" in kind else 1)
-    model = make(*KINDS[kind])
-    assert isinstance(form(model), CompiledModel)
+def test_steps_give_the_numbers_of_the_model(name: str, max_rows: int | None, threads, monkeypatch, caplog):
+    threads(3 if "threads" in name else 1)
+    model = make(*MODELS[name])
+    assert isinstance(direct_form(model), CompiledModel)
     own = []
     original = runner.step_logits
     monkeypatch.setattr(runner, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
@@ -277,7 +277,7 @@ def test_steps_give_the_numbers_of_the_model(kind: str, max_rows: int | None, th
 
 @needs_kernels
 def test_weights_are_read_anew_in_each_round():
-    model = make(*KINDS["norms of heads, tied"])
+    model = make(*MODELS["norms of heads, tied"])
     engine = NativeEngine(model)
     engine.sample(requests(), OPTIONS)
     with torch.no_grad():
@@ -290,7 +290,7 @@ def test_weights_are_read_anew_in_each_round():
 
 @needs_kernels
 def test_weights_that_are_no_numbers_are_reported():
-    model = make(*KINDS["window"])
+    model = make(*MODELS["window"])
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
     with pytest.raises(ValueError, match="no finite numbers"):
@@ -299,9 +299,9 @@ def test_weights_that_are_no_numbers_are_reported():
 
 @needs_kernels
 def test_modules_that_are_not_plain_are_called():
-    model = make(*KINDS["window"])
+    model = make(*MODELS["window"])
     layer = model.model.layers[0]
-    assert isinstance(form(model), CompiledModel)
+    assert isinstance(direct_form(model), CompiledModel)
     for place, name, other in (
         (layer.mlp, "act_fn", nn.GELU()),
         (layer.self_attn, "q_proj", nn.Sequential(layer.self_attn.q_proj)),
@@ -312,10 +312,10 @@ def test_modules_that_are_not_plain_are_called():
     ):
         original = getattr(place, name)
         setattr(place, name, other)
-        assert isinstance(form(model), DirectModel)
+        assert isinstance(direct_form(model), DirectModel)
         setattr(place, name, original)
     layer.mlp.up_proj.forward = lambda input: torch.zeros(*input.shape[:-1], 50)
-    assert isinstance(form(model), DirectModel)
+    assert isinstance(direct_form(model), DirectModel)
 
 
 # ------------------------------------------------------------------------------------------------ compiling
@@ -326,7 +326,7 @@ def test_a_library_is_kept_and_a_damaged_one_replaced(fresh: Path):
     assert library() is not None
     (path,) = fresh.iterdir()
     content = path.read_bytes()
-    path.unlink()  # what is loaded must not change
+    path.unlink()  # a loaded library must not change
     path.write_bytes(content[:-100])
     build._library.cache_clear()
     assert library() is not None
@@ -369,7 +369,7 @@ def test_without_a_compiler_everything_stays_as_it_is(fresh: Path, monkeypatch, 
     monkeypatch.setenv("PATH", str(fresh))
     monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.INFO):
-        assert isinstance(form(make(*KINDS["window"])), DirectModel)
+        assert isinstance(direct_form(make(*MODELS["window"])), DirectModel)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "no C++ compiler" in caplog.text
     assert "no C++ compiler" in status()
@@ -393,4 +393,4 @@ def test_kernels_may_be_turned_off(monkeypatch):
     monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
     assert library() is None
     assert status() == "off: GROUPGRAD_NATIVE_KERNELS=0"
-    assert isinstance(form(make(*KINDS["window"])), DirectModel)
+    assert isinstance(direct_form(make(*MODELS["window"])), DirectModel)

@@ -1,4 +1,4 @@
-"""The direct decode step: the logits of the model's own code, and the model's own code wherever it does not fit."""
+"""The direct decode step: the logits of the model's modules, which are used wherever it does not apply."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_direct_steps_give_the_texts_of_the_models_own(family: str, adapted: boo
     monkeypatch.setattr(runner, "step_logits", count("own", runner.step_logits))
     with caplog.at_level(logging.WARNING):
         native = NativeEngine(model)
-        found = native.sample(requests(), OPTIONS)
+        actual = native.sample(requests(), OPTIONS)
     assert not [record for record in caplog.records if record.name.startswith("groupgrad")]
     assert (counts["own"], counts["direct"]) == (1, native.statistics.num_steps)
     monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
-    assert [s.ids for s in found] == [s.ids for s in expected]
-    for ours, theirs in zip(found, expected):
+    assert [s.ids for s in actual] == [s.ids for s in expected]
+    for ours, theirs in zip(actual, expected):
         assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
         assert ours.entropies == pytest.approx(theirs.entropies, rel=1e-5, abs=1e-5)
 

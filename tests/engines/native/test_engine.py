@@ -1,4 +1,4 @@
-"""The native engine: the tokens that `generate` and the other engine choose, from the modules that train."""
+"""The native engine: the tokens of `generate` and of the transformers engine, and the log-probs of training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str) -> Any:
-    """A random model in float32 with weights large enough to tell tokens apart."""
+    """A random float32 model with weights large enough for distinct logits."""
     family, sizes = FAMILIES[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**sizes))
@@ -71,19 +71,21 @@ def requests(num_rows: int = 12, budget: int = 10) -> list[Request]:
 
 
 def generated(model: nn.Module, request: Request) -> list[int]:
-    """What `generate` takes without chance for one row, up to and with its end."""
+    """Greedy completion of one row by `generate`, with its EOS."""
     config = GenerationConfig(max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=1, pad_token_id=0)
     ids = torch.tensor([request.prompt_ids])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # pyright: ignore
     return output[0, len(request.prompt_ids) :].tolist()
 
 
-def assert_scores_are_the_trainers(model: nn.Module, asked: list[Request], samples: list[Sample], options: Any) -> None:
+def assert_scores_are_the_trainers(
+    model: nn.Module, submitted: list[Request], samples: list[Sample], options: Any
+) -> None:
     rollouts = [
         Rollout(
             Prompt(r.prompt_ids, {"prompt": ""}, i), i, s.ids, s.finish_reason, "", "", sampling_logprobs=s.logprobs
         )
-        for i, (r, s) in enumerate(zip(asked, samples))
+        for i, (r, s) in enumerate(zip(submitted, samples))
     ]
     batch = collate(rollouts, [0.0] * len(rollouts), mask_truncated=False)
     scores = score_without_gradient(model, batch, ForwardOptions(temperature=options.temperature))
@@ -92,10 +94,10 @@ def assert_scores_are_the_trainers(model: nn.Module, asked: list[Request], sampl
     torch.testing.assert_close(entropies, scores.entropy, rtol=1e-5, atol=1e-5)
 
 
-def assert_alike(found: list[Sample], expected: list[Sample]) -> None:
-    assert [s.ids for s in found] == [s.ids for s in expected]
-    assert [s.finish_reason for s in found] == [s.finish_reason for s in expected]
-    for ours, theirs in zip(found, expected):
+def assert_alike(actual: list[Sample], expected: list[Sample]) -> None:
+    assert [s.ids for s in actual] == [s.ids for s in expected]
+    assert [s.finish_reason for s in actual] == [s.finish_reason for s in expected]
+    for ours, theirs in zip(actual, expected):
         assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
 
 
@@ -105,13 +107,13 @@ def assert_alike(found: list[Sample], expected: list[Sample]) -> None:
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_greedy_equals_generate_and_sampling_the_other_engine(name: str):
     model = make(name)
-    found = NativeEngine(model).sample(requests(), GREEDY)
-    assert [s.ids for s in found] == [generated(model, r) for r in requests()]
-    assert_scores_are_the_trainers(model, requests(), found, GREEDY)
+    actual = NativeEngine(model).sample(requests(), GREEDY)
+    assert [s.ids for s in actual] == [generated(model, r) for r in requests()]
+    assert_scores_are_the_trainers(model, requests(), actual, GREEDY)
     options = replace(OPTIONS, temperature=0.7)
-    found = NativeEngine(model).sample(requests(), options)
-    assert_alike(found, TransformersEngine(model).sample(requests(), options))
-    assert_scores_are_the_trainers(model, requests(), found, options)
+    actual = NativeEngine(model).sample(requests(), options)
+    assert_alike(actual, TransformersEngine(model).sample(requests(), options))
+    assert_scores_are_the_trainers(model, requests(), actual, options)
 
 
 def test_every_architecture_that_can_run_plans(any_model):
@@ -119,10 +121,10 @@ def test_every_architecture_that_can_run_plans(any_model):
         with pytest.raises(ValueError, match="cannot run an attention plan"):
             NativeEngine(any_model).sample(requests(), OPTIONS)
         return
-    found = NativeEngine(any_model).sample(requests(), GREEDY)
-    assert [s.ids for s in found] == [generated(any_model, r) for r in requests()]
-    found = NativeEngine(any_model).sample(requests(), OPTIONS)
-    assert_alike(found, TransformersEngine(any_model).sample(requests(), OPTIONS))
+    actual = NativeEngine(any_model).sample(requests(), GREEDY)
+    assert [s.ids for s in actual] == [generated(any_model, r) for r in requests()]
+    actual = NativeEngine(any_model).sample(requests(), OPTIONS)
+    assert_alike(actual, TransformersEngine(any_model).sample(requests(), OPTIONS))
 
 
 def test_adapters_are_sampled_without_merging(build):
@@ -133,10 +135,10 @@ def test_adapters_are_sampled_without_merging(build):
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(base, config)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    found = NativeEngine(model).sample(requests(), OPTIONS)
-    assert [s.ids for s in found] != [s.ids for s in bare]
-    assert_alike(found, TransformersEngine(model).sample(requests(), OPTIONS))
-    assert_scores_are_the_trainers(model, requests(), found, OPTIONS)
+    actual = NativeEngine(model).sample(requests(), OPTIONS)
+    assert [s.ids for s in actual] != [s.ids for s in bare]
+    assert_alike(actual, TransformersEngine(model).sample(requests(), OPTIONS))
+    assert_scores_are_the_trainers(model, requests(), actual, OPTIONS)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     with model.disable_adapter():
         assert_alike(NativeEngine(model).sample(requests(), OPTIONS), bare)
@@ -144,8 +146,8 @@ def test_adapters_are_sampled_without_merging(build):
 
 def test_bfloat16_follows_the_trainer(build):
     model = build("qwen3").to(torch.bfloat16)
-    found = NativeEngine(model).sample(requests(), OPTIONS)
-    for request, sample in zip(requests(), found):
+    actual = NativeEngine(model).sample(requests(), OPTIONS)
+    for request, sample in zip(requests(), actual):
         ids = torch.tensor([[*request.prompt_ids, *sample.ids]])
         logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.ids)[:, None]).squeeze(-1)
@@ -160,17 +162,17 @@ def test_mixed_precision_is_that_of_training(build):
     assert 1e-4 < max(differences) < 1.0
 
 
-# ------------------------------------------------------------------------------------------- one stream a row
+# ------------------------------------------------------------------------------------------- one stream per row
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 3.0}])
 def test_a_rows_text_depends_on_neither_neighbours_nor_order_nor_batch_size(changes: dict[str, Any], build):
     model, options = build("qwen3"), replace(OPTIONS, **changes)
-    asked = [Request(PROMPTS[i % 4], i, 3 + i) for i in range(12)]
-    alone = [NativeEngine(model).sample([request], options)[0] for request in asked]
+    submitted = [Request(PROMPTS[i % 4], i, 3 + i) for i in range(12)]
+    alone = [NativeEngine(model).sample([request], options)[0] for request in submitted]
     for max_rows in (1, 5, None):
-        assert_alike(NativeEngine(model, max_rows=max_rows).sample(asked, options), alone)
-    assert_alike(NativeEngine(model).sample(asked[::-1], options)[::-1], alone)
+        assert_alike(NativeEngine(model, max_rows=max_rows).sample(submitted, options), alone)
+    assert_alike(NativeEngine(model).sample(submitted[::-1], options)[::-1], alone)
 
 
 def test_sampling_leaves_the_global_random_stream_alone(build):
@@ -182,7 +184,7 @@ def test_sampling_leaves_the_global_random_stream_alone(build):
     assert torch.equal(torch.rand(2), expected)
 
 
-# ------------------------------------------------------------------------------------------- the model is untouched
+# ------------------------------------------------------------------------------------------- state of the model
 
 
 def test_a_training_model_samples_without_dropout_and_goes_on_training(build):
@@ -220,8 +222,8 @@ def test_weights_that_change_are_seen_at_once(build):
 
 def test_prompts_are_computed_once_and_nothing_asked_is_nothing_sampled(build):
     engine = NativeEngine(build("qwen3"))
-    found = engine.sample(requests(40), replace(OPTIONS, eos_ids=()))
-    assert {len(s.ids) for s in found} == {10}
+    actual = engine.sample(requests(40), replace(OPTIONS, eos_ids=()))
+    assert {len(s.ids) for s in actual} == {10}
     assert engine.statistics.num_prefilled == sum(map(len, PROMPTS))
     assert (engine.statistics.num_steps, engine.statistics.num_decoded) == (9, 9 * 40)
     assert engine.sample([], OPTIONS) == []

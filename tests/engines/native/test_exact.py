@@ -1,4 +1,4 @@
-"""In float32 on a CPU a token has the same log-prob, to the last bit, when it is sampled and when it is trained."""
+"""In float32 on a CPU the log-prob of a token is equal to the last bit in sampling and in training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def threads() -> Any:
-    """Sets how many torch, and so the kernels, may use; as before afterwards."""
+    """Sets the number of threads of torch and the kernels; restores it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -75,7 +75,7 @@ def make(kind: str, seed: int = 0) -> Any:
 
 
 def enlarged(model: Any) -> Any:
-    """The model with log-probs that differ much: large weights, biases that are not 0, and norms that weigh."""
+    """Gives the model widely spread log-probs: large weights, non-zero biases, norm weights other than 1."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -87,7 +87,7 @@ def enlarged(model: Any) -> Any:
 
 @dataclass
 class Row:
-    """A completion, and which of its tokens were sampled with which numbers."""
+    """A completion: its tokens, which of them were sampled, and their scores."""
 
     prompt: list[int]
     ids: list[int]
@@ -96,23 +96,23 @@ class Row:
     sampled: list[bool] | None = None
 
     def add(self, ids: list[int], sample: Sample | None) -> None:
-        """More tokens, sampled or given."""
-        none = [math.nan] * len(ids)
+        """Appends sampled tokens, or tokens of a reply."""
+        missing = [math.nan] * len(ids)
         self.ids += ids
-        self.logprobs += none if sample is None else sample.logprobs or none
-        self.entropies += none if sample is None else sample.entropies or none
+        self.logprobs += missing if sample is None else sample.logprobs or missing
+        self.entropies += missing if sample is None else sample.entropies or missing
         self.sampled = [*(self.sampled or ()), *[sample is not None] * len(ids)]
 
 
 def requests(vocabulary: int, num_rows: int = 14, longest: int = 40) -> list[Request]:
-    """Rows of unequal budgets behind a prompt of one token, a short one and two long ones."""
-    draw = random.Random(0)
-    prompts = [[draw.randrange(3, vocabulary) for _ in range(length)] for length in (1, 11, 83, 230)]
+    """Rows of different budgets behind a prompt of one token, a short one and two long ones."""
+    generator = random.Random(0)
+    prompts = [[generator.randrange(3, vocabulary) for _ in range(length)] for length in (1, 11, 83, 230)]
     return [Request(prompts[i % 4], 7 * i, 1 + (i * 29) % longest if i else longest) for i in range(num_rows)]
 
 
-def rows_of(asked: Sequence[Request], samples: Sequence[Sample]) -> list[Row]:
-    return [Row(r.prompt_ids, s.ids, s.logprobs or [], s.entropies or []) for r, s in zip(asked, samples)]
+def rows_of(submitted: Sequence[Request], samples: Sequence[Sample]) -> list[Row]:
+    return [Row(r.prompt_ids, s.ids, s.logprobs or [], s.entropies or []) for r, s in zip(submitted, samples)]
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
@@ -126,22 +126,22 @@ def batch_of(rows: Sequence[Row]) -> Batch:
 
 
 def assert_equal(scores: TokenScores, batch: Batch) -> None:
-    """Log-probs and entropies of the trained tokens are those of sampling to the last bit."""
-    for name, found, known in (
+    """Log-probs and entropies of the trained tokens equal those of sampling to the last bit."""
+    for name, actual, known in (
         ("log-probs", scores.logprobs, batch.sampling_logprobs),
         ("entropies", scores.entropy, batch.sampling_entropy),
     ):
         assert known is not None
-        found, known = found.detach()[batch.trained], known[batch.trained]
-        off = (found - known).abs()
-        assert torch.equal(found, known), f"{name}: {int((off > 0).sum())} of {len(off)} differ, by up to {off.max()}"
+        actual, known = actual.detach()[batch.trained], known[batch.trained]
+        off = (actual - known).abs()
+        assert torch.equal(actual, known), f"{name}: {int((off > 0).sum())} of {len(off)} differ, by up to {off.max()}"
 
 
 def assert_trained_alike(model: Any, rows: Sequence[Row], temperature: float = 1.0) -> Batch:
     """With and without gradients; the batch of the rows."""
     batch, options = batch_of(rows), ForwardOptions(temperature)
     known = batch.sampling_logprobs
-    assert known is not None and known[batch.trained].std() > 0.3, "they are not all alike"
+    assert known is not None and known[batch.trained].std() > 0.3, "log-probs differ widely"
     assert_equal(score_without_gradient(model, batch, options), batch)
     scores = score_tokens(model, batch, options)
     assert scores.logprobs.requires_grad
@@ -154,10 +154,10 @@ def assert_trained_alike(model: Any, rows: Sequence[Row], temperature: float = 1
 def test_trained_as_sampled(kind: str, num_threads: int, threads: Callable[[int], None]):
     threads(num_threads)
     model = make(kind)
-    asked = requests(model.config.vocab_size)
-    samples = NativeEngine(model).sample(asked, OPTIONS)
+    submitted = requests(model.config.vocab_size)
+    samples = NativeEngine(model).sample(submitted, OPTIONS)
     threads(3 - num_threads)
-    assert_trained_alike(model, rows_of(asked, samples))
+    assert_trained_alike(model, rows_of(submitted, samples))
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_however_tokens_are_chosen(changes: dict[str, Any]):
     options = replace(OPTIONS, **changes)
     for kind in ("qwen2", "qwen3, tied, odd widths"):
         model = make(kind)
-        asked = requests(model.config.vocab_size)
-        samples = NativeEngine(model).sample(asked, options)
+        submitted = requests(model.config.vocab_size)
+        samples = NativeEngine(model).sample(submitted, options)
         if "eos_ids" in changes:
             assert len({len(sample.ids) for sample in samples}) > 3, "rows of many lengths"
-        assert_trained_alike(model, rows_of(asked, samples), options.temperature)
+        assert_trained_alike(model, rows_of(submitted, samples), options.temperature)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen2, tied, window in one layer", "qwen3"])
@@ -189,42 +189,42 @@ def test_rows_that_gave_way_and_were_computed_anew(kind: str):
     config = model.config
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     prompts = ([5, 6, 7, 8, 9], [10, 11], [12, 13, 14])
-    asked = [Request(prompts[i // 3], i, 40 + 12 * i) for i in range(9)]
+    submitted = [Request(prompts[i // 3], i, 40 + 12 * i) for i in range(9)]
     tight = NativeEngine(model, kv_memory=300 * bytes_per_token)
-    samples = tight.sample(asked, options)
+    samples = tight.sample(submitted, options)
     assert tight.statistics.num_preempted > 0
-    assert tight.statistics.num_prefilled > 100, "some were long when they gave way"
-    assert samples == NativeEngine(model).sample(asked, options)
-    assert samples == NativeEngine(model, max_rows=2).sample(asked, options)
-    assert_trained_alike(model, rows_of(asked, samples))
+    assert tight.statistics.num_prefilled > 100, "some were long when they were preempted"
+    assert samples == NativeEngine(model).sample(submitted, options)
+    assert samples == NativeEngine(model, max_rows=2).sample(submitted, options)
+    assert_trained_alike(model, rows_of(submitted, samples))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen3, tied, odd widths"])
 def test_rows_longer_than_a_tile_of_keys(kind: str):
     model = make(kind)
-    asked = requests(model.config.vocab_size, num_rows=8, longest=240)
+    submitted = requests(model.config.vocab_size, num_rows=8, longest=240)
     options = replace(OPTIONS, max_new_tokens=240, eos_ids=())
-    batch = assert_trained_alike(model, rows_of(asked, NativeEngine(model).sample(asked, options)))
+    batch = assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, options)))
     assert batch.num_tokens > 512, "more than a tile of tokens"
 
 
-def talk(engine: NativeEngine, asked: Sequence[Request], vocabulary: int, *, keep: bool) -> list[Row]:
-    """Rows of three turns at most, the later ones behind 0 to 30 given tokens."""
-    draw = random.Random(1)
-    rows = [Row(request.prompt_ids, [], [], [], []) for request in asked]
+def sample_turns(engine: NativeEngine, submitted: Sequence[Request], vocabulary: int, *, keep: bool) -> list[Row]:
+    """Rows of up to three turns, the later ones behind replies of 0 to 30 tokens."""
+    generator = random.Random(1)
+    rows = [Row(request.prompt_ids, [], [], [], []) for request in submitted]
     tickets: list[int | None] = [None] * len(rows)
     with engine.session(OPTIONS) as session:
         for turn in range(3):
-            speaking: dict[int, Row] = {}
+            open_rows: dict[int, Row] = {}
             for i, row in enumerate(rows[: len(rows) - 2 * turn]):
-                given = [draw.randrange(3, vocabulary) for _ in range((0, 1, 5, 30)[i % 4])] if turn else []
-                row.add(given, None)
+                reply = [generator.randrange(3, vocabulary) for _ in range((0, 1, 5, 30)[i % 4])] if turn else []
+                row.add(reply, None)
                 context, before = [*row.prompt, *row.ids], tickets[i] if keep else None
                 ticket = session.submit(Request(context, 50 * turn + i, 4 + 3 * i, continues=before, keep=keep))
-                speaking[ticket], tickets[i] = row, ticket
+                open_rows[ticket], tickets[i] = row, ticket
             while session.num_open:
                 for ticket, sample in session.advance():
-                    speaking[ticket].add(sample.ids, sample)
+                    open_rows[ticket].add(sample.ids, sample)
     return rows
 
 
@@ -232,24 +232,23 @@ def talk(engine: NativeEngine, asked: Sequence[Request], vocabulary: int, *, kee
 @pytest.mark.parametrize("is_tight", [False, True])
 def test_turns_with_given_tokens_between_them(kind: str, is_tight: bool):
     model = make(kind)
-    asked = requests(model.config.vocab_size, num_rows=8)
+    submitted = requests(model.config.vocab_size, num_rows=8)
     engine = NativeEngine(model)
-    rows = talk(engine, asked, model.config.vocab_size, keep=True)
+    rows = sample_turns(engine, submitted, model.config.vocab_size, keep=True)
     if is_tight:
         tight = NativeEngine(model, kv_memory=engine.statistics.peak_bytes // 2)
-        found = talk(tight, asked, model.config.vocab_size, keep=True)
+        actual = sample_turns(tight, submitted, model.config.vocab_size, keep=True)
         assert tight.statistics.num_restored < engine.statistics.num_restored, "some were dropped"
-        assert found == rows
+        assert actual == rows
     assert engine.statistics.num_restored > 0
     assert_trained_alike(model, rows)
 
 
 def test_turns_that_nothing_was_kept_of_are_close():
-    """Their whole context is a prompt then; training knows the first turn's alone, and sums scores behind it in another
-    order."""
+    """Sampling takes the whole context as prompt, training that of the first turn, so sums have another order."""
     model = make("qwen3")
-    asked = requests(model.config.vocab_size, num_rows=8)
-    batch = batch_of(talk(NativeEngine(model), asked, model.config.vocab_size, keep=False))
+    submitted = requests(model.config.vocab_size, num_rows=8)
+    batch = batch_of(sample_turns(NativeEngine(model), submitted, model.config.vocab_size, keep=False))
     scores = score_tokens(model, batch, ForwardOptions())
     assert batch.sampling_logprobs is not None
     at = batch.trained
@@ -259,24 +258,24 @@ def test_turns_that_nothing_was_kept_of_are_close():
 @pytest.mark.parametrize("kind", ["mistral, odd widths", "qwen3, eight queries a key"])
 def test_many_rows_behind_one_prompt(kind: str):
     model = make(kind)
-    asked = [Request([5, 6, 7, *range(10, 40)], i, 1 + i % 9) for i in range(139)]
-    assert_trained_alike(model, rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+    submitted = [Request([5, 6, 7, *range(10, 40)], i, 1 + i % 9) for i in range(139)]
+    assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
 
 
 @pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen2", "qwen3"])
 def test_any_micro_batch(kind: str):
     model = make(kind)
-    asked = requests(model.config.vocab_size)
-    batch = batch_of(rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+    submitted = requests(model.config.vocab_size)
+    batch = batch_of(rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
     for rows in ([0], [5], [3, 7, 11], [2, 1, 0], [13, 4, 9, 8, 6]):
         part = batch.select(rows)
         assert_equal(score_tokens(model, part, ForwardOptions()), part)
 
 
-def parts_of(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
-    """Passes of training that take different ways through the head."""
+def training_passes(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
+    """Training passes with different computations in the output head."""
 
-    def foreseen(batch: Batch, shift: float) -> TokenScores:
+    def precomputed(batch: Batch, shift: float) -> TokenScores:
         assert batch.sampling_logprobs is not None
         known = PrecomputedGradient(batch.sampling_logprobs + shift, torch.randn(batch.num_tokens))
         return score_tokens(model, batch, ForwardOptions(), known)
@@ -298,8 +297,8 @@ def parts_of(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
         return scores
 
     return {
-        "foreseen": lambda batch: foreseen(batch, 0.0),
-        "foreseen wrongly": lambda batch: foreseen(batch, 0.5),
+        "precomputed gradient": lambda batch: precomputed(batch, 0.0),
+        "wrong precomputed gradient": lambda batch: precomputed(batch, 0.5),
         "a frozen head": frozen,
         "gradients of entropies": lambda batch: score_tokens(model, batch, ForwardOptions(entropy_gradient=True)),
         "checkpointing": checkpointed,
@@ -307,13 +306,13 @@ def parts_of(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
 
 
 @pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen2", "qwen3"])
-@pytest.mark.parametrize("way", sorted(parts_of(None)))
-def test_every_way_of_training(kind: str, way: str):
+@pytest.mark.parametrize("name", sorted(training_passes(None)))
+def test_every_way_of_training(kind: str, name: str):
     model = make(kind)
-    asked = requests(model.config.vocab_size)
-    batch = batch_of(rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
-    assert_equal(parts_of(model)[way](batch), batch)
-    assert_trained_alike(model, rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+    submitted = requests(model.config.vocab_size)
+    batch = batch_of(rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
+    assert_equal(training_passes(model)[name](batch), batch)
+    assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
 
 
 # ------------------------------------------------------------------------------------------------ other decoders
@@ -326,7 +325,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Olmo2": {"head_dim": None},
     "Phi3": {"head_dim": None},
 }
-"""Their decode steps go through their modules, whose products and attention the kernels compute."""
+"""Decoders without a direct form: the kernels compute the matrix products and attention of their modules."""
 
 
 def make_other(family: str) -> Any:
@@ -339,20 +338,20 @@ def make_other(family: str) -> Any:
 @pytest.mark.parametrize("family", sorted(OTHERS))
 def test_other_decoders(family: str):
     model = make_other(family)
-    asked = requests(300)
-    roomy = NativeEngine(model)
-    samples = roomy.sample(asked, OPTIONS)
-    assert_trained_alike(model, rows_of(asked, samples))
-    assert NativeEngine(model, max_rows=3).sample(asked, OPTIONS) == samples
-    assert_trained_alike(model, talk(roomy, asked[:6], 300, keep=True))
+    submitted = requests(300)
+    unbounded = NativeEngine(model)
+    samples = unbounded.sample(submitted, OPTIONS)
+    assert_trained_alike(model, rows_of(submitted, samples))
+    assert NativeEngine(model, max_rows=3).sample(submitted, OPTIONS) == samples
+    assert_trained_alike(model, sample_turns(unbounded, submitted[:6], 300, keep=True))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
 def test_adapters_within_layers(targets: Any):
     config = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
     model: Any = peft.get_peft_model(make("qwen3"), config)
-    asked = requests(300)
-    assert_trained_alike(model, rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+    submitted = requests(300)
+    assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
 
 
 # ------------------------------------------------------------------------------------------------ the model itself
@@ -360,13 +359,13 @@ def test_adapters_within_layers(targets: Any):
 
 def test_weights_of_now():
     model = make("qwen3, tied, odd widths")
-    asked, engine = requests(129), NativeEngine(model)
-    batch = assert_trained_alike(model, rows_of(asked, engine.sample(asked, OPTIONS)))
+    submitted, engine = requests(129), NativeEngine(model)
+    batch = assert_trained_alike(model, rows_of(submitted, engine.sample(submitted, OPTIONS)))
     before = batch.sampling_logprobs
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     score_tokens(model, batch, ForwardOptions()).logprobs.mean().neg().backward()
     optimizer.step()
-    after = assert_trained_alike(model, rows_of(asked, engine.sample(asked, OPTIONS))).sampling_logprobs
+    after = assert_trained_alike(model, rows_of(submitted, engine.sample(submitted, OPTIONS))).sampling_logprobs
     assert before is not None and after is not None and (before[:40] - after[:40]).abs().max() > 0.01
 
 
@@ -379,15 +378,15 @@ def test_sampling_leaves_no_part_replaced_that_is_computed_again():
 
 def test_sampling_between_two_passes_that_are_computed_again():
     model = make("qwen3")
-    asked = requests(300)
-    batch = batch_of(rows_of(asked, NativeEngine(model).sample(asked, OPTIONS)))
+    submitted = requests(300)
+    batch = batch_of(rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
     plain = score_tokens(model, batch, ForwardOptions())
     expected = torch.autograd.grad(plain.logprobs.sum(), model.model.layers[0].mlp.up_proj.weight)[0]
     model.activation_checkpointing_enable()
     for _ in range(2):
         scores = score_tokens(model, batch, ForwardOptions())
         assert_equal(scores, batch)
-        (found,) = torch.autograd.grad(scores.logprobs.sum(), model.model.layers[0].mlp.up_proj.weight)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        again = NativeEngine(model).sample(asked, OPTIONS)
-        assert_equal(scores, batch_of(rows_of(asked, again)))
+        (actual,) = torch.autograd.grad(scores.logprobs.sum(), model.model.layers[0].mlp.up_proj.weight)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        again = NativeEngine(model).sample(submitted, OPTIONS)
+        assert_equal(scores, batch_of(rows_of(submitted, again)))

@@ -1,4 +1,4 @@
-"""What the native engine does when numbers or memory fail."""
+"""The native engine under NaN weights and failing allocations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_packing_that_fails_leaves_every_layer_as_it_was(build, monkeypatch):
             raise RuntimeError("can't allocate memory")
         return weight
 
-    monkeypatch.setenv(SWITCH, "0")  # our own kernels read weights as they lie
+    monkeypatch.setenv(SWITCH, "0")  # our own kernels read weights in place
     monkeypatch.setattr(linear, "_pack", pack)
     with pytest.raises(RuntimeError, match="allocate"):
         NativeEngine(model, pack_weights=True).sample(REQUESTS, OPTIONS)

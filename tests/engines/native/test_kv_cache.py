@@ -1,4 +1,4 @@
-"""The bound on keys and values: rows wait, give way and go on, and what they say does not change."""
+"""The memory bound: sequences wait, are preempted and resume, and completions do not change."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from groupgrad.engines.native.sequence import Sequence
 
 OPTIONS = SamplingOptions(max_new_tokens=150, eos_ids=(1,), pad_id=0)
 BYTES = 2 * 1 * (8 + 8) * 4
-"""Of a token in the models below: layers x heads x widths x float32."""
+"""Per token in the models below: layers x heads x dims x float32."""
 
 
 def make_cache(max_tokens: int) -> KVCache:
     return KVCache({0: LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))}, max_tokens * 8)
 
 
-def assert_same_texts(found: Any, expected: Any) -> None:
-    assert [s.ids for s in found] == [s.ids for s in expected]
-    for ours, theirs in zip(found, expected):
+def assert_same_texts(actual: Any, expected: Any) -> None:
+    assert [s.ids for s in actual] == [s.ids for s in expected]
+    for ours, theirs in zip(actual, expected):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
         assert ours.entropies == pytest.approx(theirs.entropies, abs=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral (sliding window)"])
-def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(kind: str, build):
-    model = build(kind, max_position_embeddings=256)
+@pytest.mark.parametrize("name", ["qwen3", "mistral (sliding window)"])
+def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(name: str, build):
+    model = build(name, max_position_embeddings=256)
     prompts = ([5, 6, 7, 8, 9], [10, 11], [12, 13, 14])
-    asked = [Request(prompts[i // 3], i, 40 + 12 * i) for i in range(9)]
+    submitted = [Request(prompts[i // 3], i, 40 + 12 * i) for i in range(9)]
     options = replace(OPTIONS, eos_ids=())
     roomy = NativeEngine(model)
-    expected = roomy.sample(asked, options)
+    expected = roomy.sample(submitted, options)
     assert (roomy.statistics.num_waited, roomy.statistics.num_preempted) == (0, 0)
     most = roomy.statistics.peak_bytes
     engine = NativeEngine(model, kv_memory=300 * BYTES)
-    assert_same_texts(engine.sample(asked, options), expected)
+    assert_same_texts(engine.sample(submitted, options), expected)
     statistics = engine.statistics
     assert statistics.num_waited > 0
     assert statistics.num_preempted > 0
@@ -52,16 +52,16 @@ def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(kind: str,
 
 
 def test_rows_that_end_make_place_at_once(build):
-    """Rows leave at EOS and waiting ones enter: the steps are the work divided by the rows at a time, and a tail."""
+    """Finished rows make room for waiting ones: the number of steps is the work over the rows at a time, and a tail."""
     model = build("qwen3", max_position_embeddings=256)
-    asked = [Request([5, 6, 7], seed, 60) for seed in range(30)]
+    submitted = [Request([5, 6, 7], seed, 60) for seed in range(30)]
     engine = NativeEngine(model, max_rows=4)
-    found = engine.sample(asked, OPTIONS)
-    lengths = [len(s.ids) for s in found]
+    actual = engine.sample(submitted, OPTIONS)
+    lengths = [len(s.ids) for s in actual]
     assert len(set(lengths)) > 5
     assert engine.statistics.num_decoded == sum(lengths) - 30
     assert engine.statistics.num_steps <= (sum(lengths) - 30) / 4 + max(lengths)
-    assert_same_texts(found, NativeEngine(model).sample(asked, OPTIONS))
+    assert_same_texts(actual, NativeEngine(model).sample(submitted, OPTIONS))
 
 
 def test_a_row_that_can_never_fit_is_told_before_sampling(build):
@@ -80,13 +80,13 @@ def test_bounds_that_let_nothing_in(arguments: dict[str, int], build):
 
 
 def test_one_long_prompt_does_not_pad_all_others(build):
-    """Prompts of 900 and of 1 to 3 tokens: side by side they would take 30 x 900 places."""
+    """Prompts of 900 and of 1 to 3 tokens: in slots of equal size they would take 30 x 900 places."""
     model = build("qwen3", max_position_embeddings=1024)
-    asked = [Request([5 + i % 30] * (900 if i == 0 else 1 + i % 3), i, 5) for i in range(30)]
+    submitted = [Request([5 + i % 30] * (900 if i == 0 else 1 + i % 3), i, 5) for i in range(30)]
     engine = NativeEngine(model)
-    found = engine.sample(asked, replace(OPTIONS, eos_ids=()))
+    actual = engine.sample(submitted, replace(OPTIONS, eos_ids=()))
     assert engine.statistics.peak_bytes < (2 * 1000 + 8192 + 30 * 40) * BYTES
-    assert_same_texts(found, [NativeEngine(model).sample([r], replace(OPTIONS, eos_ids=()))[0] for r in asked])
+    assert_same_texts(actual, [NativeEngine(model).sample([r], replace(OPTIONS, eos_ids=()))[0] for r in submitted])
 
 
 @given(gone=st.lists(st.booleans(), max_size=12))
@@ -107,12 +107,12 @@ def test_slots_stay_together_whoever_leaves(gone: list[bool]):
     max_rows=st.one_of(st.none(), st.integers(1, 4)),
 )
 def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, max_rows: int | None):
-    """A dry run without a model: each active row gets a token a step and ends after its own number of tokens."""
-    asked = [Request([g] * (1 + 3 * g), 0, max(budget, true)) for g, budget, true in rows]
-    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in asked)
+    """A dry run without a model: each running sequence gets a token per step and ends after its own number."""
+    submitted = [Request([g] * (1 + 3 * g), 0, max(budget, true)) for g, budget, true in rows]
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in submitted)
     cache = make_cache(longest + extra)
     scheduler = Scheduler(cache, max_rows)
-    for ticket, request in enumerate(asked):
+    for ticket, request in enumerate(submitted):
         scheduler.add(ticket, request)
     done: list[Sequence] = []
 

@@ -1,4 +1,4 @@
-"""Faster linear layers: the same numbers, and every layer as it was afterwards."""
+"""Linear layers by oneDNN: the same results, and every layer restored afterwards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_the_numbers_are_those_of_the_layer(pack: bool, num_tokens: int):
     expected = model(inputs)
     model.float()
     with fast_linears(model, pack=pack):
-        found = model(inputs.float())
+        actual = model(inputs.float())
         assert all("forward" in layer.__dict__ for layer in model)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
     assert not any("forward" in layer.__dict__ for layer in model)
 
 
@@ -47,13 +47,13 @@ def test_layers_that_are_not_plain_are_left_alone():
 
 def test_packed_weights_give_the_same_texts_and_follow_the_weights(build):
     model = build("qwen3-tied")
-    asked = [Request([5 + i % 3, 9], i, 12) for i in range(9)]
+    submitted = [Request([5 + i % 3, 9], i, 12) for i in range(9)]
     engine = NativeEngine(model, pack_weights=True)
     for _ in range(2):
-        expected = NativeEngine(model).sample(asked, OPTIONS)
-        found = engine.sample(asked, OPTIONS)
-        assert [s.ids for s in found] == [s.ids for s in expected]
-        for ours, theirs in zip(found, expected):
+        expected = NativeEngine(model).sample(submitted, OPTIONS)
+        actual = engine.sample(submitted, OPTIONS)
+        assert [s.ids for s in actual] == [s.ids for s in expected]
+        for ours, theirs in zip(actual, expected):
             assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.neg_()

@@ -1,4 +1,4 @@
-"""Steps of fixed sizes, as CUDA graphs record them, on a simulated CUDA device and on a real one."""
+"""Decode steps recorded as CUDA graphs, on a simulated CUDA device and on a real one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def requests() -> list[Request]:
     return [Request(PROMPTS[i // 6], i, 4 + 6 * (i % 12)) for i in range(24)]
 
 
-def wide(build: Callable[..., Any], kind: str) -> Any:
-    """A model of the kind with room for the texts."""
-    return build(kind, **({"n_positions": 256} if kind == "gpt2" else {"max_position_embeddings": 256}))
+def long_context(build: Callable[..., Any], name: str) -> Any:
+    """The named model with room for 256 positions."""
+    return build(name, **({"n_positions": 256} if name == "gpt2" else {"max_position_embeddings": 256}))
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bounds"),
+    ("name", "bounds"),
     [
         ("qwen3", {}),
         ("qwen3", {"max_rows": 5}),
@@ -53,13 +53,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("gpt2", {}),
     ],
 )
-def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], build, gpu):
-    model = wide(build, kind)
+def test_recorded_steps_give_the_same_texts(name: str, bounds: dict[str, int], build, gpu):
+    model = long_context(build, name)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
     engine = NativeEngine(to_cuda(model), **bounds)
-    found = engine.sample(requests(), OPTIONS)
-    assert [s.ids for s in found] == [s.ids for s in expected]
-    for ours, theirs in zip(found, expected):
+    actual = engine.sample(requests(), OPTIONS)
+    assert [s.ids for s in actual] == [s.ids for s in expected]
+    for ours, theirs in zip(actual, expected):
         assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
     assert Graph.num_replayed == engine.statistics.num_steps
     assert Graph.num_recorded <= engine.statistics.num_steps / 2
@@ -67,11 +67,11 @@ def test_recorded_steps_give_the_same_texts(kind: str, bounds: dict[str, int], b
 
 def test_adapters_are_recorded_unmerged(build, gpu):
     model = with_random_adapters(
-        get_peft_model(wide(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        get_peft_model(long_context(build, "llama"), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     )
     expected = NativeEngine(model).sample(requests(), OPTIONS)
-    found = NativeEngine(to_cuda(model)).sample(requests(), OPTIONS)
-    assert [s.ids for s in found] == [s.ids for s in expected]
+    actual = NativeEngine(to_cuda(model)).sample(requests(), OPTIONS)
+    assert [s.ids for s in actual] == [s.ids for s in expected]
     assert Graph.num_replayed > 0
 
 
@@ -79,7 +79,7 @@ def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypat
     recorded: list[Graph] = []
     end = Graph.capture_end
     monkeypatch.setattr(Graph, "capture_end", lambda graph: (end(graph), recorded.append(graph)))
-    inner = wide(build, "llama")
+    inner = long_context(build, "llama")
     inner.requires_grad_(False)
     model = to_cuda(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
     before = [p.requires_grad for p in model.parameters()]
@@ -93,7 +93,7 @@ def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypat
 
 
 def test_what_a_graph_reads_lives_as_long(gpu):
-    """Mixed precision's casts go when any thread leaves it, a tool's for one."""
+    """Autocast frees its casts when any thread leaves it, such as a tool's."""
     record = cuda_graphs.cuda_recorder({GPU})
     assert record is not None
     cast, stored = SimulatedTensor(torch.ones(2, 3)), SimulatedTensor(torch.ones(3))
@@ -113,7 +113,7 @@ def test_memory_for_casts_is_left_beside_keys_and_values(build, gpu):
 
 
 def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu):
-    engine = NativeEngine(to_cuda(wide(build, "qwen3")))
+    engine = NativeEngine(to_cuda(long_context(build, "qwen3")))
     with engine.session(replace(OPTIONS, max_new_tokens=50, eos_ids=())) as session:
         for i in range(24):
             session.submit(Request([5 + i, 6], i, 50))
@@ -127,10 +127,10 @@ def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu)
 def test_a_ragged_batch_is_recorded_few_times(build, gpu):
     """128 rows in groups of 16, lengths geometric up to 120: 128, 96, 64, ..., 1 rows, 64 or 120 places."""
     lengths = random.Random(0)
-    asked = [Request([5 + i // 16] * 30, i, min(120, 1 + int(lengths.expovariate(1 / 30)))) for i in range(128)]
-    engine = NativeEngine(to_cuda(wide(build, "qwen3")))
-    engine.sample(asked, replace(OPTIONS, max_new_tokens=120, eos_ids=()))
-    assert engine.statistics.num_steps == max(request.max_new_tokens for request in asked) - 1
+    submitted = [Request([5 + i // 16] * 30, i, min(120, 1 + int(lengths.expovariate(1 / 30)))) for i in range(128)]
+    engine = NativeEngine(to_cuda(long_context(build, "qwen3")))
+    engine.sample(submitted, replace(OPTIONS, max_new_tokens=120, eos_ids=()))
+    assert engine.statistics.num_steps == max(request.max_new_tokens for request in submitted) - 1
     assert Graph.num_recorded <= 12
 
 
@@ -139,13 +139,13 @@ def test_scores_are_not_rounded_to_half_precision(gpu):
         torch.full((1, 1, 2), 3.0, dtype=torch.bfloat16),
         torch.tensor([[[5.0, 0.03125]]], dtype=torch.bfloat16),
     )
-    found = products(SimulatedTensor(query), SimulatedTensor(key), 0.5)
-    assert found.dtype == torch.float32
-    assert found.tolist() == [[[7.546875]]]  # of one bit more than bfloat16 has
+    actual = products(SimulatedTensor(query), SimulatedTensor(key), 0.5)
+    assert actual.dtype == torch.float32
+    assert actual.tolist() == [[[7.546875]]]  # has one bit more than bfloat16
 
 
-class Looking(nn.Module):
-    """Looks at a number, for which the GPU has to be waited for."""
+class Synchronising(nn.Module):
+    """Reads a number from the GPU, which synchronises with it."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -158,9 +158,9 @@ class Looking(nn.Module):
 def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, monkeypatch):
     closed = []
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)
-    model = wide(build, "qwen3")
+    model = long_context(build, "qwen3")
     expected = NativeEngine(model).sample(requests(), OPTIONS)
-    model.model.layers[0].mlp = Looking(model.model.layers[0].mlp)
+    model.model.layers[0].mlp = Synchronising(model.model.layers[0].mlp)
     engine = NativeEngine(to_cuda(model))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -192,7 +192,7 @@ def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
 
 
 def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, monkeypatch):
-    model = to_cuda(wide(build, "qwen3"))
+    model = to_cuda(long_context(build, "qwen3"))
     engine = NativeEngine(model)
 
     def full(graph: Graph, **_: Any) -> None:
@@ -218,13 +218,13 @@ def test_cuda_graphs_give_what_the_modules_give(dtype: torch.dtype, build, monke
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model = build("qwen3", max_position_embeddings=256).to("cuda", dtype)
-    asked = requests()
+    submitted = requests()
     with caplog.at_level(logging.WARNING):
-        recorded = NativeEngine(model).sample(asked, OPTIONS)
+        recorded = NativeEngine(model).sample(submitted, OPTIONS)
     assert not caplog.records
     eager = NativeEngine(model)
     monkeypatch.setattr(eager, "_recorder", lambda devices: None)
-    expected = eager.sample(asked, OPTIONS)
+    expected = eager.sample(submitted, OPTIONS)
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
     for ours, theirs in zip(recorded, expected):
         if dtype == torch.float32:

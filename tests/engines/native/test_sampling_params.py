@@ -1,4 +1,4 @@
-"""Options of the native engine: the exact distributions, where texts end, and what it refuses."""
+"""Sampling options of the native engine: exact distributions, ends of completions, and errors."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def requests(num_rows: int = 12, budget: int = 6) -> list[Request]:
     return [Request(PROMPTS[i % len(PROMPTS)], 1000 + i, budget) for i in range(num_rows)]
 
 
-def sample(model: Any, asked: list[Request], tokenizer: Any = None, **changes: Any) -> list[Sample]:
-    return NativeEngine(model, tokenizer=tokenizer).sample(asked, replace(OPTIONS, **changes))
+def sample(model: Any, submitted: list[Request], tokenizer: Any = None, **changes: Any) -> list[Sample]:
+    return NativeEngine(model, tokenizer=tokenizer).sample(submitted, replace(OPTIONS, **changes))
 
 
 def texts(samples: list[Sample]) -> list[tuple[list[int], str]]:
     return [(s.ids, s.finish_reason) for s in samples]
 
 
-# ------------------------------------------------------------------------------------------- what is drawn
+# ------------------------------------------------------------------------------------------- distributions
 
 
 @pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK + 7])
 def test_draws_invert_the_cumulative_distribution(size: int):
-    """Against float64 sums over the whole vocabulary, draws that lie within 1e-6 of a border left out."""
+    """Against float64 sums over the whole vocabulary, without draws within 1e-6 of a border."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(400, size)
     params = read_options(replace(OPTIONS, temperature=0.6), None)
-    asked = [Request([3], seed, 1) for seed in range(400)]
+    submitted = [Request([3], seed, 1) for seed in range(400)]
     sampler = Sampler(params, torch.device("cpu"))
-    rows = torch.tensor(sampler.add(asked))
+    rows = torch.tensor(sampler.add(submitted))
     tokens = sampler.choose(logits.clone(), rows, torch.zeros_like(rows))
     p = (logits.double() / 0.6).softmax(-1)
     cumulative = p.cumsum(-1)
@@ -61,12 +61,12 @@ def test_draws_invert_the_cumulative_distribution(size: int):
 def test_a_large_vocabulary_is_worked_on_in_tiles_with_the_same_result():
     torch.manual_seed(0)
     logits = torch.randn(9, 151_936)
-    asked = [Request([3], seed, 1) for seed in range(9)]
+    submitted = [Request([3], seed, 1) for seed in range(9)]
     together = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
-    rows = torch.tensor(together.add(asked))
+    rows = torch.tensor(together.add(submitted))
     tokens = together.choose(logits, rows, torch.zeros_like(rows))
     apart = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
-    apart.add(asked)
+    apart.add(submitted)
     for i in range(9):
         assert apart.choose(logits[i : i + 1], rows[i : i + 1], torch.zeros(1, dtype=torch.int64)) == tokens[i]
     torch.testing.assert_close(together.logprobs, apart.logprobs)
@@ -105,11 +105,11 @@ def test_tokens_without_probability_are_never_drawn():
 )
 def test_every_option_gives_the_texts_of_the_other_engine(changes: dict[str, Any], build):
     model = build("qwen3")
-    found = sample(model, requests(40), **changes)
+    actual = sample(model, requests(40), **changes)
     expected = TransformersEngine(model).sample(requests(40), replace(OPTIONS, **changes))
-    assert texts(found) == texts(expected)
-    assert texts(found) != texts(sample(model, requests(40)))
-    for ours, theirs in zip(found, expected):
+    assert texts(actual) == texts(expected)
+    assert texts(actual) != texts(sample(model, requests(40)))
+    for ours, theirs in zip(actual, expected):
         assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
 
 
@@ -127,19 +127,19 @@ def test_options_without_chance_equal_those_of_generate(extra: dict[str, Any], b
         ids = torch.tensor([request.prompt_ids])
         settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 1, "pad_token_id": 0, **extra}
         output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        found = sample(model, [request], extra={**extra, "do_sample": False})[0]
-        assert found.ids == output[0, ids.shape[1] :].tolist()
+        actual = sample(model, [request], extra={**extra, "do_sample": False})[0]
+        assert actual.ids == output[0, ids.shape[1] :].tolist()
 
 
-# ------------------------------------------------------------------------------------------- where texts end
+# ------------------------------------------------------------------------------------------- ends of completions
 
 
 def test_every_request_has_its_own_budget(build):
-    asked = [Request([5], i, budget) for i, budget in enumerate((3, 1, 5, 3, 2))]
-    found = sample(build("qwen3"), asked, eos_ids=())
-    assert [len(s.ids) for s in found] == [3, 1, 5, 3, 2]
-    assert all(s.finish_reason == "length" for s in found)
-    assert [len(s.logprobs or []) for s in found] == [len(s.entropies or []) for s in found] == [3, 1, 5, 3, 2]
+    submitted = [Request([5], i, budget) for i, budget in enumerate((3, 1, 5, 3, 2))]
+    actual = sample(build("qwen3"), submitted, eos_ids=())
+    assert [len(s.ids) for s in actual] == [3, 1, 5, 3, 2]
+    assert all(s.finish_reason == "length" for s in actual)
+    assert [len(s.logprobs or []) for s in actual] == [len(s.entropies or []) for s in actual] == [3, 1, 5, 3, 2]
 
 
 def test_eos_stays_in_the_text_and_at_the_last_allowed_token_is_an_end(build):
@@ -147,25 +147,25 @@ def test_eos_stays_in_the_text_and_at_the_last_allowed_token_is_an_end(build):
     free = sample(model, requests(), eos_ids=())[0].ids
     place = next(i for i, token in enumerate(free) if token not in free[:i] and i)
     for budget, expected in ((6, "eos"), (place + 1, "eos"), (place, "length")):
-        found = sample(model, requests(1, budget), eos_ids=(free[place],))[0]
-        assert (found.ids, found.finish_reason) == (free[: min(budget, place + 1)], expected)
+        actual = sample(model, requests(1, budget), eos_ids=(free[place],))[0]
+        assert (actual.ids, actual.finish_reason) == (free[: min(budget, place + 1)], expected)
 
 
 @pytest.mark.parametrize("stops", ["ab", ["zz", "b"], ["a", "b", "c", "d", "e", "f"]])
 def test_stop_strings_end_a_text_and_stay_in_it(stops: Any, make_model, make_tokenizer):
     model, tokenizer = make_model().eval(), make_tokenizer()
-    asked = [Request(PROMPTS[i % 4], i, 60) for i in range(30)]
+    submitted = [Request(PROMPTS[i % 4], i, 60) for i in range(30)]
     extra = {"stop_strings": stops, "suppress_tokens": [0, 2, 3, *range(10, 100)]}
-    found = sample(model, asked, tokenizer, extra=extra)
+    actual = sample(model, submitted, tokenizer, extra=extra)
     other = TransformersEngine(model, tokenizer=tokenizer)
-    assert texts(found) == texts(other.sample(asked, replace(OPTIONS, extra=extra)))
+    assert texts(actual) == texts(other.sample(submitted, replace(OPTIONS, extra=extra)))
     strings = [stops] if isinstance(stops, str) else stops
-    ended = [tokenizer.decode(s.ids) for s in found if s.finish_reason == "eos" and s.ids[-1] != 1]
+    ended = [tokenizer.decode(s.ids) for s in actual if s.finish_reason == "eos" and s.ids[-1] != 1]
     assert len(ended) > 1
     assert all(any(text.endswith(s) and s not in text[:-1] for s in strings) for text in ended)
 
 
-# ------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------- errors
 
 
 def test_options_that_are_not_there_are_named_with_the_engine_that_has_them(build):

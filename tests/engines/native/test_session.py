@@ -1,4 +1,4 @@
-"""Several decode steps in one go, and what is found out about a model only once."""
+"""Runs of several decode steps, and probe results that are kept between sessions."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def model(build: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def runs(monkeypatch) -> list[int]:
-    """The steps of each run of several."""
-    found: list[int] = []
+    """Number of steps of each run of several."""
+    actual: list[int] = []
     original = CompiledModel.sample
 
     def counted(self: CompiledModel, *arguments: Any) -> torch.Tensor:
         tokens = original(self, *arguments)
-        found.append(len(tokens))
+        actual.append(len(tokens))
         return tokens
 
     monkeypatch.setattr(CompiledModel, "sample", counted)
-    return found
+    return actual
 
 
 def requests() -> list[Request]:
     return [Request([5, 6 + i // 4, 7], i, 5 + 17 * (i % 6)) for i in range(20)]
 
 
-def assert_close(found: list[Sample], expected: list[Sample]) -> None:
-    """Equal texts, and log-probs up to rounding."""
-    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
-    for ours, theirs in zip(found, expected):
+def assert_close(actual: list[Sample], expected: list[Sample]) -> None:
+    """Equal tokens, and log-probs up to rounding."""
+    assert [sample.ids for sample in actual] == [sample.ids for sample in expected]
+    for ours, theirs in zip(actual, expected):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
@@ -66,17 +66,17 @@ def test_a_run_of_steps_gives_what_single_steps_give(bounds: dict[str, Any], mod
     assert not runs
     monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
     engine = NativeEngine(model, **bounds)
-    found = engine.sample(requests(), OPTIONS)
-    # Equal to the last bit, as rows do not depend on their neighbours.
-    assert found == expected
-    assert {sample.finish_reason for sample in found} == {"eos", "length"}
+    actual = engine.sample(requests(), OPTIONS)
+    # Equal to the last bit, since rows do not depend on their neighbours.
+    assert actual == expected
+    assert {sample.finish_reason for sample in actual} == {"eos", "length"}
     assert max(runs) > 4
     assert sum(runs) > engine.statistics.num_steps / 2
-    assert engine.statistics.num_decoded == sum(len(sample.ids) - 1 for sample in found)
+    assert engine.statistics.num_decoded == sum(len(sample.ids) - 1 for sample in actual)
 
 
 class Clock:
-    """Each look at it takes some seconds more."""
+    """A clock that advances by a fixed time at each reading."""
 
     def __init__(self, seconds: float):
         self._seconds, self._now = seconds, 0.0
@@ -92,12 +92,12 @@ def test_a_run_lasts_as_long_as_it_should(model, runs, monkeypatch):
     options = SamplingOptions(max_new_tokens=60, pad_id=0)
     with NativeEngine(model).session(options) as under_way:
         under_way.submit(Request([5, 6], 0, 60))
-        # Each run takes 1/64 s by this clock: a step of the first one that much, of the next ones a 4th and a 16th of
-        # it. Before the last one the row has 2 + 4 + 16 of its tokens.
+        # Each run takes 1/64 s by this clock: a step of the first one that long, of the next ones a 4th and a 16th of
+        # that. Before the last run the row has 2 + 4 + 16 of its tokens.
         for _ in range(4):
             under_way.advance()
         assert runs == [4, 16, 38]
-        # Of more rows a single step has to show how long it takes.
+        # With more rows a single step measures the new duration first.
         for seed in range(3):
             under_way.submit(Request([5, 7], seed, 60))
         runs.clear()
@@ -108,7 +108,7 @@ def test_a_run_lasts_as_long_as_it_should(model, runs, monkeypatch):
 
 
 def test_who_comes_is_looked_after_when_it_has_waited_long_enough(model, monkeypatch):
-    """Beside 20 rows one that comes alone is held for eight steps, however many would go by in a run."""
+    """Beside 20 rows a single new request waits for eight steps, however long a run could be."""
     monkeypatch.setattr(session, "RUN_SECONDS", 10.0)
     engine = NativeEngine(model)
     with engine.session(SamplingOptions(max_new_tokens=400, pad_id=0)) as under_way:
@@ -122,7 +122,7 @@ def test_who_comes_is_looked_after_when_it_has_waited_long_enough(model, monkeyp
         while not ended:
             ended += [ticket for ticket, _ in under_way.advance()]
     assert ended == [late]
-    # It ends as it enters, and then the others go on.
+    # It finishes with its admission.
     assert 8 < engine.statistics.num_steps - before <= 8 + 64
 
 
@@ -209,7 +209,7 @@ def test_what_is_known_of_a_model_is_not_asked_for_again(model, monkeypatch):
     assert through == ["last_logits", "step_logits"]
     assert_close(second, NativeEngine(model).sample(requests(), OPTIONS))
     through.clear()
-    # Another part may compute something else.
+    # A replaced module may compute something else.
     old = model.model.layers[1].mlp.up_proj
     model.model.layers[1].mlp.up_proj = nn.Linear(old.in_features, old.out_features, bias=True)
     third = engine.sample(requests(), OPTIONS)

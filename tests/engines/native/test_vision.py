@@ -1,4 +1,4 @@
-"""Sampling from models that see: what `generate` would say, with the log-probs that training assigns."""
+"""Sampling from vision-language models: the completions of `generate` with the log-probs of training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTH = 8
 GREEDY = SamplingOptions(max_new_tokens=LENGTH, extra={"do_sample": False})
 FREE = SamplingOptions(max_new_tokens=LENGTH)
 PROMPTS = (0, 1, 2, 0, 2, 1, 0)
-"""Which prompt each row continues: several rows of each, those with two images, none and one in turn."""
+"""Prompt of each row: several rows of each prompt; they have two images, none and one."""
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -47,7 +47,7 @@ def requests(seen: VLMSetup, prompts: Sequence[int] = PROMPTS) -> list[Request]:
 
 
 def generated(model: Any, seen: VLMSetup, number: int) -> list[int]:
-    """What transformers' `generate` says on its own, with what the processor gives."""
+    """Greedy completion by transformers' `generate` from the processor's inputs."""
     inputs = seen.cases[number].inputs
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
@@ -70,9 +70,9 @@ def test_path(name: str, engine: str, adapters: str):
     seen = make_vlm_setup(name)
     model = adapted(seen.model, adapters)
     sampler: Any = NativeEngine(model) if engine == "native" else TransformersEngine(model)
-    found = sampler.sample(requests(seen), GREEDY)
+    actual = sampler.sample(requests(seen), GREEDY)
     expected = [generated(model, seen, number) for number in range(3)]
-    assert [sample.ids for sample in found] == [expected[number] for number in PROMPTS]
+    assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]
     assert len({tuple(ids) for ids in expected}) > 1
     assert mismatch(model, seen, sampler.sample(requests(seen), FREE)) <= 1e-5
 
@@ -87,7 +87,7 @@ def test_a_row_of_its_own_says_the_same_as_among_others(seen: VLMSetup, kind: An
 
 @pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
 def test_placeholders_may_be_sampled(seen: VLMSetup, kind: Any):
-    """Two tokens alone can be sampled, one of them the placeholder of images."""
+    """Only two tokens can be sampled, one of them the image placeholder."""
     vocabulary = seen.model.config.get_text_config().vocab_size
     others = [token for token in range(vocabulary) if token not in (seen.placeholder, 40)]
     options = replace(FREE, extra={"suppress_tokens": others})
@@ -124,20 +124,20 @@ def test_the_same_words_under_another_picture_are_another_prompt():
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
 def test_rows_that_gave_way_go_on_behind_their_images(name: str):
-    """Memory for one long prompt and a few rows: the others wait, give way and are computed anew."""
+    """Memory for one long prompt and a few rows: the others wait, are preempted and computed again."""
     seen = make_vlm_setup(name)
     free = NativeEngine(seen.model)
     expected = free.sample(requests(seen, PROMPTS * 2), FREE)
     tight = NativeEngine(seen.model, kv_memory=free.statistics.peak_bytes // 3)
-    found = tight.sample(requests(seen, PROMPTS * 2), FREE)
+    actual = tight.sample(requests(seen, PROMPTS * 2), FREE)
     assert tight.statistics.num_waited > 0
-    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
-    assert mismatch(seen.model, seen, found, PROMPTS * 2) <= 1e-5
+    assert [sample.ids for sample in actual] == [sample.ids for sample in expected]
+    assert mismatch(seen.model, seen, actual, PROMPTS * 2) <= 1e-5
 
 
 @pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
 def test_turns_go_on_behind_images(seen: VLMSetup, way: str):
-    """A second turn, whose context has a placeholder that is no image's."""
+    """The context of the second turn has a sampled placeholder without an image."""
     engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
     first, between = seen.cases[0].prompt, [seen.placeholder, 30, 31]
     with engine.session(FREE) as session:
@@ -156,7 +156,7 @@ def test_turns_go_on_behind_images(seen: VLMSetup, way: str):
 
 @pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
 def test_new_images_come_between_turns(seen: VLMSetup, way: str):
-    """The second turn's context has an image more than the first one's, the third's only text."""
+    """The second turn adds an image to the context, the third only text."""
     engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
     prompt, tool = seen.cases[0].prompt, seen.cases[2].prompt
     context, media, row, sampled, told = list(prompt.ids), prompt.media, [], [], []
@@ -172,7 +172,7 @@ def test_new_images_come_between_turns(seen: VLMSetup, way: str):
             if not turn:
                 media = concat_media(prompt.media, len(said.ids), tool.media)
     if way == "kept":
-        # What a turn without images kept is of no use to one with another; the last one goes on where it was.
+        # A turn with a new image computes its whole context; the last turn continues the second.
         assert engine.statistics.num_restored == LENGTH - 1
     rollout = Rollout(prompt, 0, row, "eos", "", "", sampled=sampled, media=media)
     batch = collate([rollout], [0.0], mask_truncated=False)
@@ -201,15 +201,15 @@ def test_a_model_that_carries_a_state_is_sampled_by_generate():
     seen = make_hybrid()
     chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
     assert (chosen.name, chosen.reason) == ("transformers", "it carries a recurrent state")
-    found = chosen.engine.sample(requests(seen), GREEDY)
+    actual = chosen.engine.sample(requests(seen), GREEDY)
     expected = [generated(seen.model, seen, number) for number in range(3)]
-    assert [sample.ids for sample in found] == [expected[number] for number in PROMPTS]
+    assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]
     assert mismatch(seen.model, seen, chosen.engine.sample(requests(seen), FREE)) <= 1e-5
 
 
 @pytest.mark.parametrize("adapters", ["full", "lora_text", "lora_all"])
 def test_decoders_of_a_known_kind_take_the_direct_step(seen: VLMSetup, adapters: str, caplog):
-    """Also under adapters of what sees alone; Gemma's layers have other norms."""
+    """Also under adapters of the vision tower; Gemma's layers have other norms."""
     model = adapted(make_vlm_setup(seen.name).model, adapters)
     probe = ProbePlan()
     with torch.no_grad(), evaluation_mode(model):
@@ -224,7 +224,7 @@ def test_decoders_of_a_known_kind_take_the_direct_step(seen: VLMSetup, adapters:
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava_next"])
 def test_positions_that_are_no_places_are_left_to_the_model(name: str, monkeypatch):
-    """The direct step takes a position for a place: rows behind images of Qwen's are none of its, all others are."""
+    """The direct step assumes that positions count tokens, which rotary positions behind Qwen's images do not."""
     seen, left, plain = make_vlm_setup(name), [], DecodeRunner.disable_direct
 
     def leave(steps: DecodeRunner) -> None:
@@ -241,7 +241,7 @@ def test_positions_that_are_no_places_are_left_to_the_model(name: str, monkeypat
 
 @pytest.mark.parametrize(("places", "start"), [([True, True, False], 2), ([False, True, True], 0), (None, 2)])
 def test_a_stored_prompt_is_computed_from_its_last_token_unless_an_image_is_there(places, start):
-    """An image's features come from the whole image, which only the whole prompt brings."""
+    """The features of an image need the whole prompt."""
     media = Media((), {}, {}, "")
     seen = None if places is None else vision.PromptImages(media, 3, torch.tensor(places))
     assert _start_of_last_pass(Group([5, 6, 7], 0, prompt_images=seen)) == start
