@@ -1,1 +1,1 @@
-"""Sampling engines: token ids in, token ids and log-probs out. They know nothing of text, messages or rewards."""
+"""Sampling engines: token ids in, token ids and log-probs out. They have no notion of text, messages or rewards."""

@@ -37,7 +37,7 @@ class Request:
     prompt_ids: list[int]
     """The whole context, including turns that an engine may have retained."""
     seed: int
-    """Of the completion's own random stream, so that neither neighbours nor batch size matter."""
+    """Seed of the completion's own random stream, so that neither neighbours nor batch size matter."""
     max_new_tokens: int
     continues: int | None = None
     """Ticket of a finished request of the same session with `keep`, whose `prompt_ids` and sampled tokens begin this

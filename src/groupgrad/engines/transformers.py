@@ -142,7 +142,7 @@ class _StopCriterion(StoppingCriteria):
 
 
 def _as_sample(row: list[int], logprobs: list[float] | None, options: SamplingOptions, stops: StopStrings) -> Sample:
-    """The row up to its first end, without what `generate` filled in behind it."""
+    """Truncates a row at its first end; `generate` fills the rest with padding."""
     eos_ids = _eos_ids(options)
     end = next((i + 1 for i, token in enumerate(row) if token in eos_ids), None)
     end = stops.end(row[:end]) or end

@@ -39,7 +39,7 @@ class ProbePlan:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a run of tokens is stored, and which stored tokens precede it."""
+    """Slot in which a run of tokens is stored, and the stored tokens that precede it."""
 
     slab: KVSlab
     slot: int

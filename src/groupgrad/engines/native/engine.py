@@ -22,7 +22,7 @@ from groupgrad.engines.native.runner import DecodeRunner
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.sampling_params import SamplingParams, read_options
 from groupgrad.engines.native.scheduler import Scheduler
-from groupgrad.engines.native.session import NativeSession, Statistics, StopRules
+from groupgrad.engines.native.session import NativeSession, Statistics
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.fused_modules import compiled_parts, own_parts
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
@@ -109,9 +109,9 @@ class NativeEngine:
             Sampler(params, device),
             Scheduler(cache, self._max_rows),
             DecodeRunner(model, cache, device, record=record, direct=direct, checks=probe.checks),
-            StopRules(frozenset(params.eos_ids), StopStrings(params.stop_strings, self._tokenizer)),
+            StopStrings(params.stop_strings, self._tokenizer),
             statistics,
-            # Without an explicit bound, a sequence that needs more than the derived one may try.
+            # Only an explicit bound refuses a sequence.
             may_exceed_bound=self._kv_memory is None,
         )
 

@@ -85,10 +85,10 @@ class Need:
 
     num_suffixes: int
     suffix_length: int
-    """Of the longest suffix."""
+    """Length of the longest suffix."""
     num_prompts: int
     prompt_length: int
-    """Of the longest prompt."""
+    """Length of the longest prompt."""
     max_suffix_length: int = 0
     """Longest suffix that any of the sequences may reach."""
 

@@ -42,7 +42,7 @@ class StepChecks:
     """Results of earlier sessions about a model's decode steps."""
 
     direct_agrees: dict[type, bool] = field(default_factory=dict)
-    """By the class of the direct form: True if its logits were those of the model's modules."""
+    """True, by the class of the direct form, if its logits were those of the model's modules."""
     can_record: bool = True
     """False once a step of the model could not be recorded."""
 

@@ -39,7 +39,7 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, device: torch.device):
-        self._params, self.device = params, device
+        self.params, self.device = params, device
         self._draws = torch.zeros(0, 0, dtype=torch.float64, device=device)
         self.logprobs = torch.zeros(0, 0, dtype=torch.float32, device=device)
         """(rows, longest) of the tokens sampled so far."""
@@ -67,7 +67,7 @@ class Sampler:
             stream = torch.Generator().manual_seed(request.seed)
             row[: request.max_new_tokens] = torch.rand(request.max_new_tokens, generator=stream, dtype=torch.float64)
         self._draws[torch.tensor(rows, device=self.device), :longest] = draws.to(self.device)
-        if self._params.repetition_penalty != 1.0:
+        if self.params.repetition_penalty != 1.0:
             self._unseen.update(zip(rows, (request.prompt_ids for request in requests)))
         return rows
 
@@ -94,7 +94,7 @@ class Sampler:
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n,) next tokens from logits (n, V), for the requests in table `rows` (n,) that have `counts` (n,) tokens."""
         draws = self._draws[rows, counts]
-        choice = choose(self._kernels, logits, self._params.temperature, draws) if self._kernels else None
+        choice = choose(self._kernels, logits, self.params.temperature, draws) if self._kernels else None
         if choice is None:
             choice = self._choose_in_tiles(logits, draws, rows, counts)
         self.logprobs[rows, counts] = choice.logprobs
@@ -108,7 +108,7 @@ class Sampler:
         if self._kernels is None:
             return None
         return UnfilteredSampling(
-            self._draws, self.logprobs, self.entropies, self._params.temperature, rows, counts, ends
+            self._draws, self.logprobs, self.entropies, self.params.temperature, rows, counts, ends
         )
 
     def _choose_in_tiles(
@@ -125,7 +125,7 @@ class Sampler:
         self, logits: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, log-probs and entropies, each (n,)."""
-        params, logits = self._params, logits.float()
+        params, logits = self.params, logits.float()
         softmax = None
         if params.greedy:
             tokens = (self._filtered(logits, rows, counts) if params.is_filtered else logits).argmax(dim=-1)
@@ -165,7 +165,7 @@ class Sampler:
 
     def _filtered(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Scores to sample from, -inf for filtered tokens; filters apply in the order of `generate`."""
-        params = self._params
+        params = self.params
         scores = logits.clone()
         if params.repetition_penalty != 1.0:
             seen = self._seen_on(logits)[rows]

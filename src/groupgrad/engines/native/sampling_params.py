@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
-    """How tokens are sampled and when a completion ends."""
+    """Parsed sampling options: temperature and filters, and the rules that end a completion."""
 
     temperature: float
     top_k: int

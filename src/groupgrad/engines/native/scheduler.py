@@ -59,7 +59,7 @@ class Scheduler:
         self._groups_by_key: WeakValueDictionary[PromptKey, Group] = WeakValueDictionary()
         """Groups of all sequences and retained prefixes, which new requests join."""
         self._retained: dict[int, RetainedPrefix] = {}
-        """By the tickets of the sequences that left them, in the order in which these finished."""
+        """Prefixes by the tickets of their sequences, in the order in which these finished."""
         self._slots_version = 0
         self._is_admission_due = True
         """False after an admission or a preemption, until requests arrive or a sequence or a prefix leaves."""
@@ -284,7 +284,7 @@ class Scheduler:
             assert is_reserved, "offloaded tokens fit beside the remaining sequences"
 
     def release(self, ticket: int) -> None:
-        """Forgets the retained prefix of a finished sequence, unless a request has claimed it."""
+        """Frees the retained prefix of a finished sequence, unless a request has claimed it."""
         retained = self._unclaimed(ticket)
         if retained is not None:
             del self._retained[ticket]

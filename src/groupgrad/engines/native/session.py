@@ -47,15 +47,7 @@ class Statistics:
     num_restored: int = 0
     """Tokens of earlier turns whose keys and values were still stored when their sequences were continued."""
     peak_bytes: int = 0
-    """Of keys and values, offloaded ones included."""
-
-
-@dataclass(slots=True, frozen=True)
-class StopRules:
-    """What ends a sequence before its budget does."""
-
-    end_ids: frozenset[int]
-    strings: StopStrings
+    """Largest memory of keys and values, offloaded ones included."""
 
 
 class NativeSession:
@@ -70,14 +62,15 @@ class NativeSession:
         sampler: Sampler,
         scheduler: Scheduler,
         runner: DecodeRunner,
-        stops: StopRules,
+        stop_strings: StopStrings,
         statistics: Statistics,
         *,
         may_exceed_bound: bool,
     ):
         self._model, self._sampler, self._scheduler, self._runner = model, sampler, scheduler, runner
         self._cache, self._device = scheduler.cache, sampler.device
-        self._stops, self._end_ids = stops, self._tensor(sorted(stops.end_ids))
+        self._stop_strings, self._eos_ids = stop_strings, frozenset(sampler.params.eos_ids)
+        self._eos_tensor = self._tensor(sorted(self._eos_ids))
         self._step_seconds = RUN_SECONDS
         self._may_exceed_bound, self._statistics = may_exceed_bound, statistics
         self._batch: _RunningBatch | None = None
@@ -264,8 +257,8 @@ class NativeSession:
         self._finish(running)
 
     def _num_free_steps(self, running: list[Sequence]) -> int:
-        """Steps before the scheduler is needed again, unless a sequence ends earlier; 1 if tokens need a look each."""
-        if self._stops.strings or self._scheduler.is_gathering:
+        """Steps before the scheduler is needed again, unless a sequence ends earlier; 1 if every token is examined."""
+        if self._stop_strings or self._scheduler.is_gathering:
             return 1
         budget = min(s.request.max_new_tokens - len(s.sampled_ids) for s in running)
         room = self._cache.suffixes.slot_size - max(s.num_stored for s in running)
@@ -275,7 +268,7 @@ class NativeSession:
         """(steps, n) tokens of up to `num_steps` steps; sequences end by the last one only."""
         positions = batch.starts + batch.counts - 1
         if num_steps > 1:
-            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._end_ids)
+            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._eos_tensor)
             tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, num_steps)
             if tokens is not None:
                 return tokens
@@ -301,11 +294,10 @@ class NativeSession:
 
     def _append(self, sequences: list[Sequence], tokens: list[list[int]]) -> None:
         """Appends sampled tokens to sequences and notes why a sequence ends."""
-        end_ids, strings = self._stops.end_ids, self._stops.strings
         for sequence, new_ids in zip(sequences, tokens):
             ids = sequence.sampled_ids
             ids.extend(new_ids)
-            if ids[-1] in end_ids or strings.is_end(ids):
+            if ids[-1] in self._eos_ids or self._stop_strings.is_end(ids):
                 sequence.finish_reason = "eos"
             elif len(ids) >= sequence.request.max_new_tokens:
                 sequence.finish_reason = "length"
@@ -344,7 +336,7 @@ class _RunningBatch:
 
 
 def _start_of_last_pass(group: Group) -> int:
-    """First token of a stored prompt to compute again for the logits behind it.
+    """Index of the first token of a stored prompt to compute again for the logits behind it.
 
     The last token is enough, unless it belongs to an image, whose features need the whole prompt.
     """
