@@ -44,7 +44,7 @@ HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
 
 scoring: list[bool] = []
 """Not empty in passes that score a batch; sampling goes through the model too."""
-score = forward._score_places
+score = forward._score
 
 
 def score_watched(*arguments: Any, **options: Any) -> Any:
@@ -55,7 +55,7 @@ def score_watched(*arguments: Any, **options: Any) -> Any:
         scoring.pop()
 
 
-forward._score_places = score_watched
+forward._score = score_watched
 
 
 @dataclass

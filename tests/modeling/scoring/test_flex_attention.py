@@ -67,8 +67,8 @@ class Scripted:
         self.calls: list[tuple[int, bool]] = []
         self.backwards: list[int] = []
 
-    def kernels(self, _device: torch.device) -> flex._Kernels:
-        return flex._Kernels(self.attend, self.make_mask, differentiable=True)
+    def kernels(self) -> flex._Kernels:
+        return flex._Kernels(self.attend, self.make_mask)
 
     @staticmethod
     def make_mask(rule: Any, size: int, device: torch.device) -> torch.Tensor:
@@ -112,11 +112,14 @@ def scripted(monkeypatch) -> Callable[..., Scripted]:
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_it_is_the_same_function(window, softcap):
-    """What a GPU compiles, run here as it is written; its gradients exist on GPUs alone."""
+def test_it_is_the_same_function(window, softcap, monkeypatch):
+    """The functions that a GPU compiles, run uncompiled; their gradients exist on GPUs alone."""
+    functions = flex._functions(lambda: None)
+    monkeypatch.setattr(flex, "_kernels", lambda: functions)
+    monkeypatch.setattr(flex, "_try_once", lambda *_: None)
     flat, inputs = laid(), heads()
     call = AttentionCall(layer=0, scale=0.3, softcap=softcap, window=window)
-    found = attend_flex(*inputs, flat.plan._places[CPU], call)
+    found = attend_flex(*inputs, flat.plan.places(CPU), call)
     assert found is not None
     torch.testing.assert_close(found, flat.plan.attend(*inputs, call), rtol=1e-5, atol=1e-6)
 
@@ -162,7 +165,7 @@ def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
 
 
 def test_a_small_call_goes_first_forward_and_backward(scripted):
-    made, places, call = scripted(), laid().plan._places[CPU], AttentionCall(0, 0.3)
+    made, places, call = scripted(), laid().plan.places(CPU), AttentionCall(0, 0.3)
     with torch.no_grad():
         for _ in range(2):
             assert attend_flex(*heads(), places, call) is not None
@@ -171,7 +174,7 @@ def test_a_small_call_goes_first_forward_and_backward(scripted):
 
 
 def test_each_kind_of_call_is_tried_once(scripted):
-    made, places = scripted(), laid().plan._places[CPU]
+    made, places = scripted(), laid().plan.places(CPU)
     plain, windowed = AttentionCall(0, 0.3), AttentionCall(1, 0.3, window=4)
     for call in (plain, windowed, plain, AttentionCall(2, 0.3, window=9), AttentionCall(3, 0.3, softcap=3.0)):
         attend_flex(*heads(), places, call)
@@ -200,7 +203,7 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
 def test_numbers_that_are_none_are_an_error(scripted, monkeypatch, caplog, number):
     made = scripted()
     monkeypatch.setattr(made, "attend", lambda query, key, value, *_: number * (query + key.sum() + value.sum()))
-    assert attend_flex(*heads(), laid().plan._places[CPU], AttentionCall(0, 0.3)) is None
+    assert attend_flex(*heads(), laid().plan.places(CPU), AttentionCall(0, 0.3)) is None
     assert "equal tokens that are not finite" in caplog.text
 
 
@@ -221,7 +224,7 @@ SHORTAGES = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton 
 def test_a_shortage_of_memory_is_the_callers(scripted, where, error):
     scripted(**{where: error})
     with pytest.raises(type(error), match="out of memory"):
-        attend_flex(*heads(), laid().plan._places[CPU], AttentionCall(0, 0.3))
+        attend_flex(*heads(), laid().plan.places(CPU), AttentionCall(0, 0.3))
     assert not flex._State.failed
     assert not flex._State.tried
 
@@ -285,8 +288,8 @@ def recording(monkeypatch):
     """The functions as they are compiled for a GPU, by a recording compiler."""
     torch._dynamo.reset()
     made = Recording()
-    kernels = flex._compiled.__wrapped__(made)
-    monkeypatch.setattr(flex, "_kernels", lambda _: kernels)
+    kernels = flex._kernels.__wrapped__(made)
+    monkeypatch.setattr(flex, "_kernels", lambda: kernels)
     yield made
     torch._dynamo.reset()
 
@@ -299,7 +302,7 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
     """
     seen = []
     for with_gradient, window, num_tokens in itertools.product((False, True), (None, 3, 9), (300, 141)):
-        places, call = laid(num_tokens).plan._places[CPU], AttentionCall(0, 0.3, window=window)
+        places, call = laid(num_tokens).plan.places(CPU), AttentionCall(0, 0.3, window=window)
         with torch.set_grad_enabled(with_gradient):
             found = flex._attend(*heads(num_tokens), places, call)
         assert found.shape == (num_tokens, 4, 16)
@@ -311,7 +314,7 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
 
 def test_a_soft_cap_is_part_of_the_kernel(recording):
     """Left variable it is a number on the CPU, for which torch makes no kernel."""
-    places, call = laid(141).plan._places[CPU], AttentionCall(0, 0.3, softcap=30.0)
+    places, call = laid(141).plan.places(CPU), AttentionCall(0, 0.3, softcap=30.0)
     with torch.no_grad():
         flex._attend(*heads(141), places, call)
     inputs = [node.meta["example_value"] for node in recording.graphs[-1].graph.nodes if node.op == "placeholder"]
@@ -322,7 +325,7 @@ def test_a_soft_cap_is_part_of_the_kernel(recording):
 def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
     """Nothing is left to compile in the first step. Gradients, which torch grants to GPUs alone, are had as written."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    inputs, places = [x.requires_grad_() for x in heads(300)], laid(300).plan._places[CPU]
+    inputs, places = [x.requires_grad_() for x in heads(300)], laid(300).plan.places(CPU)
     flex._try_once(*inputs, AttentionCall(0, 0.3))
     assert len(recording.graphs) == 2
     expected = laid(300).plan.attend(*inputs, AttentionCall(0, 0.3))
@@ -345,8 +348,8 @@ def test_where_torch_does_not_compile_matrix_products_do(recording, monkeypatch,
         else:
             monkeypatch.setattr(flex, "_VARIANTS", 1)
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=1))
-            assert attend_flex(*heads(141), flat.plan._places[CPU], call) is not None
-        assert attend_flex(*heads(141, query_heads=2), flat.plan._places[CPU], call) is None
+            assert attend_flex(*heads(141), flat.plan.places(CPU), call) is not None
+        assert attend_flex(*heads(141, query_heads=2), flat.plan.places(CPU), call) is None
     assert "flex attention cannot run here" in caplog.text
 
 
@@ -365,7 +368,7 @@ def test_the_compiled_kernel_gives_the_numbers_of_matrix_products(num_tokens, wi
     half = [x.bfloat16().requires_grad_() for x in exact]
     exact = [x.detach().float().requires_grad_() for x in half]
     expected = flat.plan.attend(*exact, call)
-    found = attend_flex(*half, flat.plan._places[CPU].to(torch.device("cuda")), call)
+    found = attend_flex(*half, flat.plan.places(torch.device("cuda")), call)
     assert found is not None
     weights = torch.randn(expected.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     wanted = torch.autograd.grad((expected * weights).sum(), exact)

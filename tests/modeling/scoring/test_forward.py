@@ -106,7 +106,7 @@ def test_entropy_carries_a_gradient_only_if_asked_for(build, batch, row_logits):
 
 
 def test_entropies_of_more_tokens_than_one_piece(build, make_batch, row_logits, monkeypatch):
-    monkeypatch.setattr("groupgrad.modeling.scoring.forward.ENTROPY_TOKENS", 3)
+    monkeypatch.setattr("groupgrad.modeling.scoring.head_hook.ENTROPY_TOKENS", 3)
     model, batch = build("qwen3"), make_batch()
     expected = plain(row_logits(model, batch), batch.completion_ids)[1]
     torch.testing.assert_close(score_tokens(model, batch, ForwardOptions()).entropy, expected, **TOLERANCE)

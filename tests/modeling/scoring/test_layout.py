@@ -15,11 +15,13 @@ from torch import nn
 from transformers import BertConfig, BertLMHeadModel
 
 from groupgrad.batch import Batch, StepTotals
-from groupgrad.modeling.scoring import layout as layout_module
+from groupgrad.kernels.compile import SWITCH
+from groupgrad.modeling.scoring import blocks as blocks_module
 from groupgrad.modeling.scoring.attention import AttentionCall, attention_dropout, plannable
-from groupgrad.modeling.scoring.block_attention import attend_blocks
+from groupgrad.modeling.scoring.block_attention import RowAttention
+from groupgrad.modeling.scoring.blocks import Segment, make_blocks
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
-from groupgrad.modeling.scoring.layout import Row, flat_layout, make_blocks
+from groupgrad.modeling.scoring.layout import flat_layout
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
 from groupgrad.types import Media
 
@@ -147,7 +149,7 @@ def test_recomputed_layers_see_the_plan_of_their_own_forward_pass(make_model, us
 def test_every_architecture_gives_the_dense_numbers(any_model, monkeypatch, tile):
     if plannable(any_model) is not None:
         pytest.skip(str(plannable(any_model)))
-    monkeypatch.setattr(layout_module, "QUERY_TILE", tile)
+    monkeypatch.setattr(blocks_module, "QUERY_TILE", tile)
     batch = random_batch([3, 7, 12], [(p, n) for n in (0, 1, 5, 9, 13) for p in (2, 0, 1)])
     expected = score_tokens(any_model, batch, DENSE)
     for layout in ("shared", "packed"):
@@ -166,18 +168,18 @@ def test_every_architecture_gives_the_dense_numbers(any_model, monkeypatch, tile
 )
 def test_every_token_is_a_query_once(prompts, lengths, tile, bound):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_module, "QUERY_TILE", tile)
-        patch.setattr(layout_module, "BLOCK_SCORES", bound)
-        groups, rows, end = {}, [], 0
-        for i, length in enumerate(prompts):
-            groups[i] = Row(end, length)
+        patch.setattr(blocks_module, "QUERY_TILE", tile)
+        patch.setattr(blocks_module, "BLOCK_SCORES", bound)
+        segments, end = [], 0
+        for length in prompts:
+            segments.append(Segment(end, length))
             end += length
-        for group, length in lengths:
-            rows.append(Row(end, length, group % len(prompts)))
+        for prompt, length in lengths:
+            segments.append(Segment(end, length, shared=segments[prompt % len(prompts)]))
             end += length
-        blocks = make_blocks([*groups.values(), *rows], groups)
-    places = torch.cat([block.places.valid_queries for block in blocks])
-    assert sorted(places.tolist()) == list(range(end))
+        blocks = make_blocks(segments)
+    places = torch.cat([block.queries.flatten() for block in blocks])
+    assert sorted(places[places < end].tolist()) == list(range(end))
 
 
 def test_what_each_token_of_a_shared_prompt_sees():
@@ -255,25 +257,27 @@ def test_a_row_with_images_of_its_own_has_its_own_prompt(batch):
     images = Media((), {}, {}, "images")
     shared = flat_layout(batch)
     mixed = flat_layout(replace(batch, row_media=(None, images, None, None, None)))
-    assert [(part.prompt, part.row) for part in shared.stretches if part.prompt == 1] == [(1, None), (1, 1), (1, 4)]
-    assert [(part.prompt, part.row, part.first, part.length) for part in mixed.stretches if part.prompt == 1] == [
+    assert [(part.prompt, part.row) for part in shared.segments if part.prompt == 1] == [(1, None), (1, 1), (1, 4)]
+    assert [(part.prompt, part.row, part.position, part.length) for part in mixed.segments if part.prompt == 1] == [
         (1, None, 0, 1),
         (1, 1, 0, 7),
         (1, 4, 1, 2),
     ]
     assert mixed.ids[mixed.predictors[3:10]].tolist() == [11, 22, 23, 24, 25, 26, 27]
     alone = flat_layout(replace(batch, row_media=(None, images, None, None, images)))
-    assert [(part.row, part.first) for part in alone.stretches if part.prompt == 1] == [(1, 0), (4, 0)]
+    assert [(part.row, part.position) for part in alone.segments if part.prompt == 1] == [(1, 0), (4, 0)]
 
 
 @pytest.mark.parametrize("width", [16, 64])
-def test_scores_behind_few_keys_are_rounded_once(width: int):
+def test_scores_behind_few_keys_are_rounded_once(width: int, monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
     torch.manual_seed(0)
-    prompt, rows = Row(0, 9), [Row(9 + 20 * i, 20, 0) for i in range(4)]
+    prompt = Segment(0, 9)
+    rows = [Segment(9 + 20 * i, 20, shared=prompt) for i in range(4)]
     query, key, value = (torch.randn(4, 89, width) for _ in range(3))
     query *= 6  # scores of up to 30: two thirds of the weight on one key
     call = AttentionCall(0, width**-0.5)
-    found = attend_blocks(query, key, value, make_blocks([prompt, *rows], {0: prompt}), call)
+    found = RowAttention([prompt, *rows]).attend(query, key, value, call)
     for row in rows:
         places = torch.cat([torch.arange(9), torch.arange(row.start, row.start + 20)])
         q, k, v = (x[:, places].double() for x in (query, key, value))

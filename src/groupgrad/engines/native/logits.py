@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from groupgrad.modeling.scoring.attention import AttentionPlan, run_planned
-from groupgrad.modeling.scoring.forward import narrowed_head
+from groupgrad.modeling.scoring.forward import output_head
+from groupgrad.modeling.scoring.head_hook import HeadHook
 
 
 def last_logits(
@@ -20,10 +21,11 @@ def last_logits(
 
     `extra` are further arguments of the model, such as images. ValueError if the model cannot run plans.
     """
-    with narrowed_head(model, (torch.zeros_like(last), last), torch.Size((1, len(ids)))) as head:
+    head = HeadHook(last, torch.zeros_like(last), last, torch.Size((1, len(ids))))
+    with head.on(output_head(model), None, is_sharded=False):
         logits = run_planned(model, ids, positions, plan, **extra).logits[0]
     # Models that compute their logits without the output head return those of all tokens.
-    return logits if head.narrowed else logits[last.to(logits.device)]
+    return logits if head.is_narrowed else logits[last.to(logits.device)]
 
 
 def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

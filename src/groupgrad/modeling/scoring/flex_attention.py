@@ -1,87 +1,96 @@
-"""The shared layout's attention by torch's flex attention, which on a GPU compiles one kernel for it.
+"""Attention over rows that share prompts by torch's flex attention, one compiled kernel on a GPU.
 
-Used for half-precision tensors on CUDA; everything else takes the matrix products of `blocks.py`, and so does a device
-on which the kernel cannot be compiled. Before a model's calls are made for the first time a small one like them is
-tried, backward too: an error of the backward pass would come up in the middle of a training step.
+It runs for half-precision tensors on CUDA. Everything else takes the matrix products of `block_attention.py`, and so
+does a device on which the kernel cannot be compiled. Before the first call of each kind a small call of that kind is
+tried, backward pass included, because an error of the backward pass would otherwise interrupt a training step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 128
-"""Tokens on each side of a tile of the mask; tiles that nothing is seen in cost nothing."""
+"""Tokens on each side of a tile of the mask; tiles that are fully masked cost nothing."""
 
-_NARROWEST = 16
-"""Numbers that a head has at least: the GPU's matrix units take no fewer, and torch refuses them."""
+_MIN_HEAD_DIM = 16
+"""Minimum head dimension; torch refuses smaller ones, because the GPU's matrix units do not take them."""
 
 _VARIANTS = 64
-"""Variants of the kernel that torch may compile (its own limit is 8): by device, window, gradients, and for which of
-queries, keys and values."""
+"""Maximum number of kernel variants that torch may compile (its default is 8). They differ by device, window, and
+which of queries, keys and values need gradients."""
 
 _TRIED_TOKENS = 3 * _BLOCK - 1
-"""Tokens of the call that is tried: several tiles, the last one in part."""
+"""Tokens of the trial call: several tiles, the last one partly filled."""
 
 
 @dataclass(slots=True)
 class TokenPlaces:
-    """Where each flat token belongs, all (T,) int64."""
+    """Row, prompt and position of each flat token, all (T,) int64. A row is named by the place of its first token."""
 
     row: torch.Tensor
-    """Its row; prompts are rows too."""
+    """The token's row; a shared prompt is a row too."""
     prompt: torch.Tensor
-    """The row of its prompt, or its own row if it has none."""
+    """The shared prompt of its row, or the row itself if it has none."""
     position: torch.Tensor
-    """Its place in its row, the prompt counted."""
+    """Position in the row, the prompt counted."""
     _masks: dict[int | None, Any] = field(default_factory=dict)
 
-    def to(self, device: torch.device) -> TokenPlaces:
-        """The same on `device`."""
-        return TokenPlaces(self.row.to(device), self.prompt.to(device), self.position.to(device))
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> TokenPlaces:
+        """The places of all flat tokens, in the order of their segments."""
+        lengths = torch.tensor([s.length for s in segments], dtype=torch.int64)
+        # Columns of one tensor would have strides, which torch compiles for.
+        table = [(s.start, (s.shared or s).start, s.position - s.start) for s in segments]
+        row, prompt, offset = (
+            torch.tensor(column, dtype=torch.int64).repeat_interleave(lengths) for column in zip(*table)
+        )
+        position = offset + torch.arange(len(offset))
+        return cls(row.to(device), prompt.to(device), position.to(device))
 
-    def sees(self, window: int | None) -> Callable[..., torch.Tensor]:
-        """Which keys a query sees, as flex attention asks for it."""
+    def visible(self, window: int | None) -> Callable[..., torch.Tensor]:
+        """The mask function for flex attention: True where a query attends to a key."""
 
         def rule(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             related = (self.row[query] == self.row[key]) | (self.prompt[query] == self.row[key])
             distance = self.position[query] - self.position[key]
-            seen = related & (distance >= 0)
-            return seen if window is None else seen & (distance < window)
+            is_visible = related & (distance >= 0)
+            return is_visible if window is None else is_visible & (distance < window)
 
         return rule
 
     def mask(self, window: int | None) -> Any:
-        """The same mask object for every layer of a pass."""
+        """The block mask, made once for all layers with the same sliding window."""
         if window not in self._masks:
             device = self.row.device
-            # One variant whoever asks.
+            # Without gradients in every mode, so that torch compiles one variant only.
             with torch.no_grad():
-                self._masks[window] = _kernels(device).make_mask(self.sees(window), self.row.shape[0], device)
+                self._masks[window] = _kernels().make_mask(self.visible(window), self.row.shape[0], device)
         return self._masks[window]
 
 
 class _State:
-    """What is known of the kernel on this machine."""
+    """Results of the trials in this process."""
 
     failed = False
-    tried: ClassVar[set[_Kind]] = set()
-    """The calls that it can make, forward and backward."""
+    tried: ClassVar[set[_CallKind]] = set()
+    """Kinds of calls that ran forward and backward."""
 
 
 @dataclass(slots=True, frozen=True)
-class _Kind:
-    """All of a call that torch compiles a kernel for; the number of tokens is not."""
+class _CallKind:
+    """Properties of a call that torch compiles a kernel for; the number of tokens is not one of them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -95,27 +104,26 @@ class _Kind:
 
 
 def is_usable(query: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> bool:
-    """True if flex attention is the faster way: half precision on CUDA, more than one tile, without sinks.
+    """True if flex attention should run: half precision on CUDA, more than one tile, no sinks.
 
-    Nothing can be left out of one tile, and torch compiles lengths up to it apart from all others.
+    A single tile has nothing to skip, and torch compiles a separate kernel for lengths up to it.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
-    fits = query.shape[1] > _BLOCK and min(query.shape[2], value.shape[2]) >= _NARROWEST
+    fits = query.shape[1] > _BLOCK and min(query.shape[2], value.shape[2]) >= _MIN_HEAD_DIM
     return query.device.type == "cuda" and half and fits and call.sinks is None and not _State.failed
 
 
 def attend_flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: TokenPlaces, call: AttentionCall
 ) -> torch.Tensor | None:
-    """(T, Hq, D) outputs for query (Hq, T, D), key and value (Hkv, T, D); None, and one warning, if it cannot run.
+    """(T, Hq, D) outputs for query (Hq, T, D), key and value (Hkv, T, D), differentiable in all three.
 
-    Differentiable in all three.
+    Returns None and warns once if the kernel cannot run.
     """
     try:
-        if _kernels(query.device).differentiable:
-            _try_once(query, key, value, call)
+        _try_once(query, key, value, call)
         return _attend(query, key, value, places, call)
-    except Exception as error:  # whatever the compiler says: there is another way
+    except Exception as error:  # the compiler may raise anything, and block attention can take over
         if is_out_of_memory(error):
             raise
         _State.failed = True
@@ -132,20 +140,20 @@ def _attend(
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     score_mod = None if softcap is None else capped
-    # All three are of one type already; with autocast there would be a variant of its own.
+    # The inputs have one type already. Autocast would only add a compiled variant.
     with torch.autocast(query.device.type, enabled=False):
-        attend = _kernels(query.device).attend
+        attend = _kernels().attend
         output = attend(query[None], key[None], value[None], places.mask(call.window), call.scale, score_mod)
     return output[0].transpose(0, 1)
 
 
 def _try_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> None:
-    """Raise what a small call like this one raises, forward or backward, the first time that one is made.
+    """Runs a small call of the same kind, forward and backward, before the first one. Raises what that raises.
 
-    It runs apart from the caller's graph, whose mode it does not see, and whose hooks (gradient checkpointing counts
-    what is saved) do not see it.
+    The trial is isolated from the caller: from its gradient mode, and from its saved-tensor hooks, because gradient
+    checkpointing counts the tensors that a layer saves.
     """
-    kind = _Kind(
+    kind = _CallKind(
         device=query.device,
         dtype=query.dtype,
         heads=query.shape[0],
@@ -160,20 +168,20 @@ def _try_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call:
         return
     hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     with torch.inference_mode(False), torch.enable_grad(), hooks:
-        q, k, v = (_ones_laid_like(x).requires_grad_() for x in (query, key, value))
+        q, k, v = (_ones_like(x).requires_grad_() for x in (query, key, value))
         position = torch.arange(_TRIED_TOKENS, device=query.device)
-        # Not one tensor twice, which torch would compile for.
+        # Two tensors of zeros: torch would compile a variant for one tensor given twice.
         places = TokenPlaces(torch.zeros_like(position), torch.zeros_like(position), position)
         output = _attend(q, k, v, places, call)
         gradients = torch.autograd.grad(output, [q, k, v], torch.ones_like(output))
-    # A look at the numbers waits for the device, which reports its errors late.
+    # Reading the numbers waits for the device, which reports errors late.
     if not all(bool(x.isfinite().all()) for x in (output.detach(), *gradients)):
         raise ArithmeticError("it makes numbers of equal tokens that are not finite")
     _State.tried.add(kind)
 
 
-def _ones_laid_like(tensor: torch.Tensor) -> torch.Tensor:
-    """(H, T, D) for the call that is tried, in memory with the heads or the tokens first as in `tensor`."""
+def _ones_like(tensor: torch.Tensor) -> torch.Tensor:
+    """(H, T, D) for the trial call, with heads or tokens outermost in memory as in `tensor`."""
     heads, _, width = tensor.shape
     if tensor.stride(0) < tensor.stride(1):
         return tensor.new_ones(_TRIED_TOKENS, heads, width).transpose(0, 1)
@@ -186,38 +194,28 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class _Kernels:
-    """The two functions of torch's flex attention, with arguments by place."""
+    """The two functions of torch's flex attention, with positional arguments."""
 
     attend: Callable[..., Any]
     """(1, Hq, T, D) from query, key, value, mask, scale and score_mod."""
     make_mask: Callable[..., Any]
-    """The mask of a rule, a number of tokens and a device."""
-    differentiable: bool
-
-
-def _kernels(device: torch.device) -> _Kernels:
-    return _compiled() if device.type == "cuda" else _plain()
+    """The block mask of a mask function, a number of tokens and a device."""
 
 
 @cache
-def _plain() -> _Kernels:
-    """As they are written, for the CPU: all (T, T) pairs at once, and no gradients."""
-    return _functions(lambda: None, differentiable=False)
+def _kernels(backend: Any = "inductor") -> _Kernels:
+    """Each function compiled by torch's `backend` as one graph, so that the (T, T) pairs are never in memory."""
+    functions = _functions(_require_compiler)
+    return _Kernels(_compiled(functions.attend, backend), _compiled(functions.make_mask, backend))
 
 
-@cache
-def _compiled(engine: Any = "inductor") -> _Kernels:
-    """Compiled in one piece each, by torch's `engine`; they never hold the (T, T) pairs."""
-    functions = _functions(_insist, differentiable=True)
-    return replace(functions, attend=_fused(functions.attend, engine), make_mask=_fused(functions.make_mask, engine))
-
-
-def _functions(first: Callable[[], None], *, differentiable: bool) -> _Kernels:
-    # Imported when needed: it brings the compiler along, which takes a while.
+def _functions(check: Callable[[], None]) -> _Kernels:
+    """The functions as torch offers them, after `check`. Not compiled they hold all (T, T) pairs of every head."""
+    # Imported late, because it imports the compiler, which is slow.
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def attend(query: Any, key: Any, value: Any, mask: Any, scale: float, score_mod: Any) -> Any:
-        first()
+        check()
         return flex_attention(
             query,
             key,
@@ -226,32 +224,32 @@ def _functions(first: Callable[[], None], *, differentiable: bool) -> _Kernels:
             block_mask=mask,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
-            # The other kernel, for short inputs, has no configuration for many grouped heads.
+            # The kernel for short inputs has no configuration for many grouped heads.
             kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
 
     def make_mask(rule: Any, size: int, device: torch.device) -> Any:
-        first()
+        check()
         return create_block_mask(rule, None, None, size, size, device=device, BLOCK_SIZE=_BLOCK)
 
-    return _Kernels(attend, make_mask, differentiable)
+    return _Kernels(attend, make_mask)
 
 
-def _insist() -> None:
-    """RuntimeError outside of the compiler: as it is written the function would hold all (T, T) pairs of every head."""
+def _require_compiler() -> None:
+    """Raises RuntimeError outside of the compiler, which runs functions uncompiled without saying so."""
     if not torch.compiler.is_dynamo_compiling():
         raise RuntimeError("torch.compile is switched off, or at its limit of variants")
 
 
-def _fused(function: Callable[..., Any], engine: Any) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """`function` compiled for any number of tokens."""
-    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=engine)
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
 
     def call(*arguments: Any) -> Any:
         config: Any = torch._dynamo.config
         limit = max(_VARIANTS, config.recompile_limit)
-        # Scale and soft cap are of the model. Left variable, a soft cap is a number on the CPU, which a GPU's kernel
-        # cannot read.
+        # Scale and soft cap are constants of the model. A variable soft cap would be a number on the CPU, which a GPU
+        # kernel cannot read.
         with config.patch(recompile_limit=limit, specialize_float=True):
             return compiled(*arguments)
 

@@ -1,0 +1,151 @@
+"""Scores tokens inside a model's forward pass, at its output head.
+
+A hook narrows the head's input to the hidden states that predict the tokens. Where the head's arithmetic is known the
+tiled head scores them there, and logits never exist; otherwise the model computes their logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.batch import TokenScores
+from groupgrad.modeling.scoring.head import LogitTransform, PrecomputedGradient, scores_with_gradient, tiled_scores
+from groupgrad.modeling.scoring.logit_transform import head_layer
+
+ENTROPY_TOKENS = 512
+"""Tokens whose logits become entropies at a time, which bounds the scratch memory to tokens x vocabulary."""
+
+
+@dataclass(slots=True)
+class HeadHook:
+    """Scores `tokens` in one forward pass."""
+
+    tokens: torch.Tensor
+    """(L,) int64."""
+    rows: torch.Tensor
+    """(L,) int64, the input row of the hidden state that predicts each token."""
+    positions: torch.Tensor
+    """(L,) int64, its place in that row."""
+    shape: torch.Size
+    """(B, T) of the model's input."""
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+    precomputed: PrecomputedGradient | None = None
+    is_narrowed: bool = False
+    """The head got the hidden states at `rows` and `positions` alone."""
+    scores: TokenScores | None = None
+    """The scores, if the tiled head computed them."""
+
+    @contextmanager
+    def on(self, head: Any, transform: LogitTransform | None, *, is_sharded: bool) -> Iterator[None]:
+        """Hooks into the module `head`; nothing is hooked for None. The tiled head needs a `transform`.
+
+        With the tiled head the module itself computes one token, whose result is not used. A module with parameters
+        sharded over ranks returns the scores as its output, so that its weights are gathered for their backward pass as
+        for any module.
+        """
+        if head is None or not self.rows.numel():
+            yield
+            return
+        if is_sharded and not isinstance(head, nn.Linear):
+            transform = None  # the head is a module of an adapter, which gathers no weights itself
+
+        def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            hidden = inputs[0]
+            num_rows, width = self.shape
+            if hidden.dim() != 3 or hidden.shape[0] != num_rows or hidden.shape[1] < width:
+                return None
+            self.is_narrowed = True
+            hidden = self._predictors(hidden)
+            if transform is None or is_sharded:
+                return (hidden[None], *inputs[1:])
+            self.scores = self._tiled_scores(module, hidden, transform)
+            return (hidden[None, :1], *inputs[1:])
+
+        # Compiled, the hook would take the positions of this call for constants, and compile every batch anew.
+        handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))
+        try:
+            if transform is not None and is_sharded:
+                with self._scoring_inside(head, transform):
+                    yield
+            else:
+                yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _scoring_inside(self, head: Any, transform: LogitTransform) -> Iterator[None]:
+        """Makes the head's forward method return scores of its narrowed input in place of logits.
+
+        ZeRO-3 gathers a module's weights by its inputs and outputs, forward and backward. The code behind the head gets
+        zeros as the logits of one token.
+        """
+        plain = head.forward
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            if not self.is_narrowed:
+                return plain(hidden)
+            scores = self._tiled_scores(head, hidden[0], transform)
+            return torch.stack([scores.logprobs, scores.entropy])
+
+        def take(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+            if not self.is_narrowed:
+                return None
+            logprobs, entropy = output.unbind()
+            self.scores = TokenScores(logprobs, entropy if self.entropy_gradient else entropy.detach())
+            return inputs[0].new_zeros(1, 1, head.out_features)
+
+        handle = head.register_forward_hook(take)
+        head.forward = forward
+        try:
+            yield
+        finally:
+            del head.forward
+            handle.remove()
+
+    def _tiled_scores(self, head: Any, hidden: torch.Tensor, transform: LogitTransform) -> TokenScores:
+        layer = head_layer(head)
+        assert layer is not None  # otherwise there is no transform
+        arguments = (hidden, layer.linear.weight, layer.linear.bias, self.tokens)
+        options: dict[str, Any] = {"transform": transform, "temperature": self.temperature}
+        options["low_rank"] = layer.low_rank(hidden)
+        if self.precomputed is None or self.entropy_gradient:
+            scores = tiled_scores(*arguments, entropy_gradient=self.entropy_gradient, **options)
+        else:
+            scores = scores_with_gradient(*arguments, self.precomputed, **options)
+        device = self.tokens.device
+        return TokenScores(scores.logprobs.to(device).float(), scores.entropy.to(device).float())
+
+    def scores_of(self, logits: torch.Tensor) -> TokenScores:
+        """The scores from the model's own logits."""
+        logits = (logits[0] if self.is_narrowed else self._predictors(logits)).float()
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        logprobs = logits.gather(-1, self.tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, dim=-1)
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            entropy = torch.cat([_entropy(part) for part in logits.split(ENTROPY_TOKENS)])
+        return TokenScores(logprobs, entropy)
+
+    def _predictors(self, states: torch.Tensor) -> torch.Tensor:
+        """(L, H) of (B, T or more, H) at the rows and positions.
+
+        The last token of a prompt predicts the first token of many rows. Its gradient sums over them in a fixed order,
+        or runs with the same seed would diverge.
+        """
+        # Prompt-tuning adapters prepend virtual tokens, so positions count from the right end of the input.
+        positions = (self.positions + states.shape[1] - self.shape[1]).to(states.device)
+        rows = self.rows.to(states.device)
+        if states.device.type != "cpu":
+            return states[rows, positions]  # deterministic on GPUs, where `index_select` is not
+        return states.flatten(0, 1).index_select(0, rows * states.shape[1] + positions)
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
