@@ -367,7 +367,7 @@ def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
         query = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda kind="cuda", query=query: query(_autocast(kind)))
     # `compiled_parts` replaces only modules whose parameters have a known tensor class.
-    monkeypatch.setattr(parts, "_OWN", (*parts._OWN, SimulatedTensor))
+    monkeypatch.setattr(parts, "_PLAIN_TENSORS", (*parts._PLAIN_TENSORS, SimulatedTensor))
     run_backward = torch.autograd._engine_run_backward
 
     def run_in_device_mode(*args: Any, **kwargs: Any) -> Any:

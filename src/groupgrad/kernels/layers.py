@@ -1,7 +1,7 @@
-"""Layers of a pass over many tokens: their numbers by the compiled kernels, with gradients.
+"""Linear layers, RMS norms and gates of many tokens by the compiled kernels, with gradients.
 
-All take float32 tensors on the CPU. What they compute of a token does not depend on the tokens beside it, and a decode
-step computes the same to the last bit. Gradients of gradients do not flow through them.
+All take float32 tensors on the CPU. A token's numbers do not depend on the tokens beside it, and a decode step computes
+bit-exactly the same. There are no second derivatives.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def linear(
 ) -> torch.Tensor:
     """(..., outputs) products of `input` (..., width) with the rows of `weight` (outputs, width), plus `bias`.
 
-    MemoryError if there is no room for a copy of some of the rows.
+    MemoryError if a copy of some of the rows does not fit.
     """
-    if _flows(input, weight, bias):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias)):
         return _Linear.apply(kernels, input, weight, bias)  # pyright: ignore[reportReturnType]
     return product(kernels, input, weight, bias)
 
@@ -32,7 +32,7 @@ def product(
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `linear` gives, without a gradient; written to `out` if it is given, which lies in one piece."""
+    """`linear` without a gradient, written to `out` if given, which has to be contiguous."""
     input, weight, bias = input.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     output = input.new_empty(*input.shape[:-1], len(weight)) if out is None else out
     if not output.numel():
@@ -52,8 +52,11 @@ def product(
     return output
 
 
-def norm(kernels: ctypes.CDLL, input: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """weight * (x / sqrt(mean(x^2) + epsilon)) over the last dimension of `input`, rounded once."""
+def norm(kernels: ctypes.CDLL | None, input: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """weight * (x / sqrt(mean(x^2) + epsilon)) over the last dimension of `input`, rounded once.
+
+    PyTorch computes it in float64 where there are no kernels.
+    """
     return _Norm.apply(kernels, input, weight, epsilon)  # pyright: ignore[reportReturnType]
 
 
@@ -62,69 +65,69 @@ def gated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     return _Gated.apply(kernels, gate, up)  # pyright: ignore[reportReturnType]
 
 
-def _flows(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kernels: ctypes.CDLL, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        _, of_input, of_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
+        _, input_trains, weight_trains, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if weight_trains else None, weight if input_trains else None)
         return product(kernels, input, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        grad, (_, of_input, of_weight, of_bias) = incoming[0], ctx.needs_input_grad
+        grad, (_, input_trains, weight_trains, bias_trains) = grads[0], ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         return (
             None,
-            flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if of_input else None,
-            flat.t().mm(input.reshape(-1, input.shape[-1])) if of_weight else None,
-            flat.sum(0) if of_bias else None,
+            flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if input_trains else None,
+            flat.t().mm(input.reshape(-1, input.shape[-1])) if weight_trains else None,
+            flat.sum(0) if bias_trains else None,
         )
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernels: ctypes.CDLL, input: torch.Tensor, weight: torch.Tensor, epsilon: float
+        ctx: Any, kernels: ctypes.CDLL | None, input: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        input, weight = input.contiguous(), weight.contiguous()
+        input, weight, ctx.kernels = input.contiguous(), weight.contiguous(), kernels
+        if kernels is None:
+            wide = input.double()
+            factors = (wide.square().mean(-1) + epsilon).rsqrt_()
+            ctx.save_for_backward(input, weight, factors.float())
+            return wide.mul_(factors[..., None]).mul_(weight).float()
         output, factors = torch.empty_like(input), input.new_empty(input.shape[:-1])
+        sizes = (factors.numel(), len(weight), torch.get_num_threads())
         kernels.groupgrad_norm(
-            input.data_ptr(),
-            weight.data_ptr(),
-            epsilon,
-            output.data_ptr(),
-            factors.data_ptr(),
-            factors.numel(),
-            len(weight),
-            torch.get_num_threads(),
+            input.data_ptr(), weight.data_ptr(), epsilon, output.data_ptr(), factors.data_ptr(), *sizes
         )
-        ctx.kernels = kernels
         ctx.save_for_backward(input, weight, factors)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, factors = ctx.saved_tensors
-        grad, threads = incoming[0].contiguous(), torch.get_num_threads()
-        of_input = torch.empty_like(input)
-        of_weight = input.new_zeros(threads, len(weight)) if ctx.needs_input_grad[2] else None
+        grad, threads, weight_trains = grads[0].contiguous(), torch.get_num_threads(), ctx.needs_input_grad[2]
+        if ctx.kernels is None:
+            normal = input * factors[..., None]
+            grad_weight = (grad * normal).flatten(0, -2).sum(0) if weight_trains else None
+            grad = grad * weight
+            parallel = normal * (grad * normal).mean(-1, keepdim=True)
+            return None, grad.sub_(parallel).mul_(factors[..., None]), grad_weight, None
+        grad_input = torch.empty_like(input)
+        grad_weight = input.new_zeros(threads, len(weight)) if weight_trains else None
         ctx.kernels.groupgrad_norm_gradient(
-            *(x.data_ptr() for x in (grad, input, weight, factors, of_input)),
-            None if of_weight is None else of_weight.data_ptr(),
+            *(x.data_ptr() for x in (grad, input, weight, factors, grad_input)),
+            None if grad_weight is None else grad_weight.data_ptr(),
             factors.numel(),
             len(weight),
             threads,
         )
-        return None, of_input, None if of_weight is None else of_weight.sum(0), None
+        return None, grad_input, None if grad_weight is None else grad_weight.sum(0), None
 
 
 class _Gated(torch.autograd.Function):
@@ -140,9 +143,9 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        grad, of_gate, of_up = incoming[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        pointers = [x.data_ptr() for x in (grad, gate, up, of_gate, of_up)]
+        grad, grad_gate, grad_up = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
+        pointers = [x.data_ptr() for x in (grad, gate, up, grad_gate, grad_up)]
         ctx.kernels.groupgrad_gate_gradient(*pointers, gate.numel(), torch.get_num_threads())
-        return None, of_gate, of_up
+        return None, grad_gate, grad_up

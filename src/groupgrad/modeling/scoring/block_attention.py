@@ -169,12 +169,10 @@ def _scores(keys: _Keys, queries: torch.Tensor, call: AttentionCall, *, is_forwa
     The forward pass sums float32 products in float64 where that is cheap: on a CPU, with no more keys than a token has
     numbers in all heads. Their rounding is a large part of the error of a log-prob. Gradients do not need it.
     """
-    num_keys, num_numbers = (
-        keys.num_prompt + keys.block.rows.shape[2],
-        queries.shape[1] * queries.shape[3] * queries.shape[5],
-    )
+    num_keys = keys.num_prompt + keys.block.rows.shape[2]
+    is_cheap = num_keys <= queries.shape[1] * queries.shape[3] * queries.shape[5]
     is_float = queries.device.type == "cpu" and queries.dtype == torch.float32
-    scores = keys.products(queries, torch.float64 if is_forward and is_float and num_keys <= num_numbers else None)
+    scores = keys.products(queries, torch.float64 if is_forward and is_cheap and is_float else None)
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
