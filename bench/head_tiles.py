@@ -28,7 +28,13 @@ from groupgrad.modeling.scoring.head import (
     tiled_scores,
 )
 
-WAYS = ("tiled", "tiled with entropy gradient", "tiled, foreseen", "tiled, frozen head", "tiles of 4096 x 32768")
+WAYS = (
+    "tiled",
+    "tiled with entropy gradient",
+    "tiled, precomputed gradient",
+    "tiled, frozen head",
+    "tiles of 4096 x 32768",
+)
 WAYS += ("checkpointed chunks of 512 tokens", "plain")
 PAGE = 4096
 
@@ -54,21 +60,21 @@ def make_way(
     name: str, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, gradient: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """A function that gives the log-probs."""
-    recipe = LogitTransform()
+    transform = LogitTransform()
     if name == "plain":
         return lambda: plain(hidden, weight, tokens)[0]
     if name.startswith("checkpointed"):
         return lambda: chunked(hidden, weight, tokens)[0]
-    if name == "tiled, foreseen":
+    if name == "tiled, precomputed gradient":
         with torch.no_grad():  # in other tiles, as a sampler's would differ in rounding
-            logprobs = tiled_scores(hidden, weight, None, tokens, recipe=recipe, tiles=Tiles(300, 4000)).logprobs
-        foreseen = PrecomputedGradient(logprobs, gradient)
-        return lambda: scores_with_gradient(hidden, weight, None, tokens, foreseen, recipe=recipe).logprobs
+            logprobs = tiled_scores(hidden, weight, None, tokens, transform=transform, tiles=Tiles(300, 4000)).logprobs
+        precomputed = PrecomputedGradient(logprobs, gradient)
+        return lambda: scores_with_gradient(hidden, weight, None, tokens, precomputed, transform=transform).logprobs
     tiles = Tiles(4096, 32768) if name.startswith("tiles of") else None
     entropy = name.endswith("entropy gradient")
 
     def score() -> torch.Tensor:
-        scores = tiled_scores(hidden, weight, None, tokens, recipe=recipe, tiles=tiles, entropy_gradient=entropy)
+        scores = tiled_scores(hidden, weight, None, tokens, transform=transform, tiles=tiles, entropy_gradient=entropy)
         return scores.logprobs + scores.entropy if entropy else scores.logprobs
 
     return score

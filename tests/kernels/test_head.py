@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupgrad.kernels.choose import Choice, bits_factor, choose, score
-from groupgrad.kernels.head import BITS, ExactSums, Wanted, pass_tile
+from groupgrad.kernels.head import BITS, SoftmaxSums, TileGradient, pass_tile
 from groupgrad.modeling.scoring.head_tiles import slices
 
 INF, NAN, NATS = math.inf, math.nan, math.log(2.0)
@@ -36,7 +36,7 @@ def scored(
     bounds: Sequence[int] = (),
 ) -> Found:
     """The scores of `tokens` from tiles of so many of them, the vocabulary cut at the `bounds`."""
-    sums, size = ExactSums.of_nothing(len(logits)), logits.shape[1]
+    sums, size = SoftmaxSums.empty(len(logits)), logits.shape[1]
     for first, last in zip([0, *bounds], [*bounds, size]):
         for start in range(0, len(logits), tokens_at_once):
             rows = slice(start, start + tokens_at_once)
@@ -108,7 +108,7 @@ def test_a_large_vocabulary_is_summed_in_float64(kernels: ctypes.CDLL):
     # 1600 blocks of tokens: a float32 sum over them would be off by some 1e-6.
     torch.manual_seed(0)
     logits, size = torch.rand(3, 200_000), 2048
-    sums = ExactSums.of_nothing(3)
+    sums = SoftmaxSums.empty(3)
     for first in range(0, 200_000, size):
         tile = logits[:, first : first + size].contiguous()
         pass_tile(kernels, tile, torch.zeros(3, dtype=torch.int64), first, bits_factor(1.0), sums=sums)
@@ -200,13 +200,13 @@ def test_tokens_that_cannot_come_have_no_part(kernels: ctypes.CDLL):
 
 
 def pulled(
-    kernels: ctypes.CDLL, logits: torch.Tensor, tokens: torch.Tensor, wanted: Wanted, bounds: Sequence[int] = ()
+    kernels: ctypes.CDLL, logits: torch.Tensor, tokens: torch.Tensor, gradient: TileGradient, bounds: Sequence[int] = ()
 ) -> torch.Tensor:
     """(rows, vocabulary) what the tiles become."""
     parts = []
     for first, last in zip([0, *bounds], [*bounds, logits.shape[1]]):
         tile = logits[:, first:last].clone(memory_format=torch.contiguous_format)
-        pass_tile(kernels, tile, tokens, first, bits_factor(1.0), wanted=wanted)
+        pass_tile(kernels, tile, tokens, first, bits_factor(1.0), gradient=gradient)
         parts.append(tile)
     return torch.cat(parts, dim=1)
 
@@ -224,32 +224,32 @@ def test_gradients_are_those_of_float64(size: int, of_entropy: bool, kernels: ct
     (expected,) = torch.autograd.grad(total, leaf)
     normaliser = (leaf.logsumexp(-1) * BITS).detach().float()
     of_chances = -to_logprob - to_entropy * entropy.detach().float()
-    wanted = Wanted(normaliser, of_chances, to_logprob, -NATS * to_entropy if of_entropy else None)
+    gradient = TileGradient(normaliser, of_chances, to_logprob, -NATS * to_entropy if of_entropy else None)
     bounds = [bound for bound in (128, 1024, 2176) if bound < size]
-    found = pulled(kernels, logits, tokens, wanted, bounds)
+    found = pulled(kernels, logits, tokens, gradient, bounds)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
-    assert torch.equal(pulled(kernels, logits, tokens, wanted), found)
+    assert torch.equal(pulled(kernels, logits, tokens, gradient), found)
 
 
 def test_one_pass_may_sum_and_pull(kernels: ctypes.CDLL, threads: Callable[[int], None]):
     logits, tokens = case(5000)
     expected = scored(kernels, logits, tokens)
-    wanted = Wanted(expected.normaliser, torch.randn(9), torch.randn(9), torch.randn(9))
+    gradient = TileGradient(expected.normaliser, torch.randn(9), torch.randn(9), torch.randn(9))
     threads(3)
-    sums, tile = ExactSums.of_nothing(9), logits.clone()
-    pass_tile(kernels, tile, tokens, 0, bits_factor(1.0), sums=sums, wanted=wanted)
+    sums, tile = SoftmaxSums.empty(9), logits.clone()
+    pass_tile(kernels, tile, tokens, 0, bits_factor(1.0), sums=sums, gradient=gradient)
     logprobs, entropies, normaliser = sums.finish(kernels)
     assert torch.equal(logprobs, expected.logprobs) and torch.equal(entropies, expected.entropies)
     assert torch.equal(normaliser, expected.normaliser)
     torch.testing.assert_close(sums.normaliser().float(), normaliser, rtol=0, atol=0)
     threads(1)
-    assert torch.equal(tile, pulled(kernels, logits, tokens, wanted))
+    assert torch.equal(tile, pulled(kernels, logits, tokens, gradient))
 
 
 def test_the_own_token_may_be_left_out(kernels: ctypes.CDLL):
     logits, tokens = case(300)
     normaliser = (logits.logsumexp(-1) * BITS).float()
-    found = pulled(kernels, logits, tokens, Wanted(normaliser, torch.full((9,), 2.0)), [128])
+    found = pulled(kernels, logits, tokens, TileGradient(normaliser, torch.full((9,), 2.0)), [128])
     expected = 2 * logits.double().softmax(-1)
     expected[torch.arange(9), tokens] = 0.0
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-9)
@@ -261,11 +261,11 @@ def test_tokens_that_cannot_come_pull_nothing(kernels: ctypes.CDLL):
     logits[:, ::3], tokens[:] = -INF, 1
     logits[:, 3:6] = -1e4
     normaliser = (logits.logsumexp(-1) * BITS).float()
-    found = pulled(kernels, logits, tokens, Wanted(normaliser, *torch.randn(3, 9)))
+    found = pulled(kernels, logits, tokens, TileGradient(normaliser, *torch.randn(3, 9)))
     assert found.isfinite().all() and not found[:, ::3].any() and not found[:, 3:6].any()
     # Nothing but such tokens in a whole block, and none that can come beside it.
     logits[:, :256] = -INF
-    found = pulled(kernels, logits, tokens, Wanted(normaliser, *torch.randn(3, 9)), [128])
+    found = pulled(kernels, logits, tokens, TileGradient(normaliser, *torch.randn(3, 9)), [128])
     assert found[:, 256:].isfinite().all() and found[:, 2:256].eq(0).all()
 
 
@@ -274,8 +274,8 @@ def test_a_normaliser_that_is_far_off_gives_the_same_up_to_a_factor(kernels: cty
     logits, tokens = case(300)
     ones = torch.ones(9)
     right = (logits.logsumexp(-1) * BITS).float()
-    found = pulled(kernels, logits, tokens, Wanted(right + 20, ones))
-    expected = pulled(kernels, logits, tokens, Wanted(right, ones))
+    found = pulled(kernels, logits, tokens, TileGradient(right + 20, ones))
+    expected = pulled(kernels, logits, tokens, TileGradient(right, ones))
     torch.testing.assert_close(found * 2**20, expected, rtol=3e-5, atol=0)
 
 
@@ -289,7 +289,7 @@ def test_another_default_dtype_changes_nothing(kernels):
         found, again, sums = (
             score(kernels, logits, 1.0, tokens),
             choose(kernels, logits, 1.0, draws),
-            ExactSums.of_nothing(5),
+            SoftmaxSums.empty(5),
         )
         pass_tile(kernels, logits.clone(), tokens.int(), 0, BITS, sums=sums)
         logprobs, entropy, _ = sums.finish(kernels)

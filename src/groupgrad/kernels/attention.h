@@ -1,5 +1,5 @@
-// Attention of queries over keys and values that lie row by row. Scores are products of two vectors of columns at a
-// time, whose sums are made at the end.
+// Attention of queries over row-major keys and values. Scores are products of vectors of columns, which are summed over
+// their lanes at the end.
 
 #pragma once
 
@@ -8,18 +8,17 @@
 
 #include "gemm.h"
 
-constexpr long MAX_QUERIES = REGISTERS == 32 ? 8 : 4;  // rows that are summed at once
-constexpr long MAX_KEYS = 192;                         // outputs that are computed between two stores
+constexpr long MAX_QUERIES = REGISTERS == 32 ? 8 : 4;  // rows whose sums are in registers together
+constexpr long MAX_KEYS = 192;                         // outputs computed between two stores
 constexpr long SCORE_TILE = MAX_KEYS * MAX_QUERIES + LANES;
 
 namespace {
 
-// Outputs that are summed at once for some rows.
+// Outputs whose sums are in registers together, for so many rows.
 constexpr int keys_at_once(long rows) { return std::min<int>(8, MAX_SUMS / static_cast<int>(rows)); }
 
-// Rows in blocks of at most MAX_QUERIES, as even as can be. Within a block the numbers are interleaved: LANES of its
-// first row, LANES of its second, and so on, then the next LANES of the first; each row's last ones are filled up with
-// zeros.
+// Rows in blocks of at most MAX_QUERIES, as even as possible. A block interleaves its rows: LANES numbers of the first
+// row, LANES of the second, and so on, then the next LANES of the first. The end of each row is padded with zeros.
 struct Packed {
     float *data;
     long rows, width;
@@ -28,7 +27,7 @@ struct Packed {
     long first(long block) const { return rows * block / num_blocks(); }
     const float *block(long index) const { return data + first(index) * padded(width); }
 
-    // Of the products of all rows with `count` outputs, roughly.
+    // Inner steps of the products of all rows with `count` outputs, approximately.
     long inner_steps(long count) const {
         const long at_once = keys_at_once((rows + num_blocks() - 1) / num_blocks());
         return num_blocks() * ((count + at_once - 1) / at_once) * (width / LANES);
@@ -47,13 +46,13 @@ struct Packed {
     }
 };
 
-// Sums are made a vector of them at a time, or half a vector where one is of sixteen.
+// Number of sums rounded up to whole vectors, or to half vectors where a vector has sixteen lanes.
 constexpr int with_rest(int count) {
     const int step = LANES == 16 ? 8 : LANES;
     return (count + step - 1) / step * step;
 }
 
-// to[i] = the sum of vector i, of COUNT vectors and the empty ones behind.
+// to[i] = the sum of the lanes of vector i, for COUNT vectors and the zero vectors that pad them.
 template <int COUNT>
 inline void store_totals(const Vec *all, float *to) {
     int i = 0;
@@ -66,13 +65,13 @@ inline void store_totals(const Vec *all, float *to) {
 #endif
 }
 
-// tile[n * M + m] = row m of a packed block times row n of `keys` (n, width). Up to LANES - 1 numbers behind are
-// overwritten.
+// tile[n * M + m] = row m of a packed block times row n of `keys` (n, width). Overwrites up to LANES - 1 numbers behind
+// the tile.
 template <int M, int N>
-inline void dots(const float *block, const float *keys, long width, float *tile, const Soon &soon) {
+inline void dots(const float *block, const float *keys, long width, float *tile, const Prefetch &prefetch) {
     Vec sums[with_rest(M * N)] = {};
-    const long whole = width / LANES, each = soon.each;
-    const char *line = soon.at;
+    const long whole = width / LANES, each = prefetch.each;
+    const char *line = prefetch.at;
     for (long k = 0; k < whole; k++) {
         Vec key[N];
 #pragma GCC unroll 8
@@ -101,44 +100,47 @@ inline void dots(const float *block, const float *keys, long width, float *tile,
 }
 
 template <int M>
-void some_dots(const float *block, const float *keys, long count, long width, float *tile, Soon &soon) {
+void some_dots(const float *block, const float *keys, long count, long width, float *tile, Prefetch &prefetch) {
     constexpr int N = keys_at_once(M);
     const long steps = width / LANES;
     long n = 0;
-    for (; n + N <= count; n += N, soon.passed(steps)) dots<M, N>(block, keys + n * width, width, tile + n * M, soon);
+    for (; n + N <= count; n += N, prefetch.advance(steps))
+        dots<M, N>(block, keys + n * width, width, tile + n * M, prefetch);
     if (N > 4)
-        for (; n + 4 <= count; n += 4, soon.passed(steps)) dots<M, 4>(block, keys + n * width, width, tile + n * M, soon);
-    for (; n < count; n++, soon.passed(steps)) dots<M, 1>(block, keys + n * width, width, tile + n * M, soon);
+        for (; n + 4 <= count; n += 4, prefetch.advance(steps))
+            dots<M, 4>(block, keys + n * width, width, tile + n * M, prefetch);
+    for (; n < count; n++, prefetch.advance(steps)) dots<M, 1>(block, keys + n * width, width, tile + n * M, prefetch);
 }
 
 // scores[q * stride + p] for `count` keys p (count, width) and the queries q of a packed block.
 void score(
-    const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride, Soon soon
+    const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride, Prefetch prefetch
 ) {
-    using Some = void (*)(const float *, const float *, long, long, float *, Soon &);
+    using Some = void (*)(const float *, const float *, long, long, float *, Prefetch &);
     constexpr Some some_rows[] = {some_dots<1>, some_dots<2>, some_dots<3>, some_dots<4>,
                                   some_dots<5>, some_dots<6>, some_dots<7>, some_dots<8>};
-    soon.spread(queries.inner_steps(count));
+    prefetch.spread(queries.inner_steps(count));
     for (long start = 0; start < count; start += MAX_KEYS) {
         const long some = std::min(MAX_KEYS, count - start);
         for (long index = 0; index < queries.num_blocks(); index++) {
             const long first = queries.first(index), rows = queries.first(index + 1) - first;
-            some_rows[rows - 1](queries.block(index), keys + start * queries.width, some, queries.width, tile, soon);
+            const float *from = keys + start * queries.width;
+            some_rows[rows - 1](queries.block(index), from, some, queries.width, tile, prefetch);
             for (long m = 0; m < rows; m++)
                 for (long p = 0; p < some; p++) scores[(first + m) * stride + start + p] = tile[p * rows + m];
         }
     }
 }
 
-// The same for more queries, side by side.
+// The same scores for many queries, stored as columns.
 void score_together(
-    const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride, Soon soon
+    const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride, Prefetch prefetch
 ) {
-    soon.spread(queries.inner_steps(count));
+    prefetch.spread(queries.inner_steps(count));
     for (long start = 0; start < count; start += MAX_PANEL) {
         const long some = std::min(MAX_PANEL, count - start);
         queries.each_block([&](const Columns::Block &block) {
-            multiply(block, keys + start * queries.width, some, queries.width, tile, soon);
+            multiply(block, keys + start * queries.width, some, queries.width, tile, prefetch);
             put_rows(Outputs{block, start, some, tile}, queries.rows, nullptr, scores, stride);
         });
     }
@@ -146,7 +148,7 @@ void score_together(
 
 // ------------------------------------------------------------------------------------------------ weights and values
 
-// Exponentials in place, divided by their sum, to which a sink adds its own, or null.
+// Softmax in place. The exponential of a sink, unless null, is added to the sum.
 void softmax(float *scores, long count, const float *sink = nullptr) {
     float peak = sink ? *sink : scores[0], total = 0.0f;
 #pragma omp simd reduction(max : peak)
@@ -173,7 +175,7 @@ void softmax(float *scores, long count, const float *sink = nullptr) {
 void cap_scores(float *scores, long count, float cap) {
     for (long i = 0; i < count; i += LANES) {
         const Vec x = load_some(scores + i, count - i) / cap, square = x * x, negative = -x;
-        // Near 0 the quotient of exponentials would have few digits.
+        // Near 0 the quotient of exponentials has few exact digits, so a series is used there.
         Vec series = splat(62.0f / 2835);
         series = series * square - 17.0f / 315;
         series = series * square + 2.0f / 15;
@@ -185,7 +187,7 @@ void cap_scores(float *scores, long count, float cap) {
     }
 }
 
-// output[q] += the sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns.
+// output[q] += sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns.
 template <int Q, int V>
 inline void mix_columns(const float *weights, long stride, const float *values, long count, long width, float *output) {
     Vec sums[Q][V];

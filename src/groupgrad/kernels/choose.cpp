@@ -1,5 +1,5 @@
-// Choosing a token of each row by a random number of its own, with its log-prob and the entropy of all of them: the
-// logits are read once and nothing of their size is written.
+// Samples a token for each row from a random number, with its log-prob and the entropy of the distribution. The logits
+// are read once, and nothing of their size is written.
 
 #include <omp.h>
 
@@ -11,7 +11,7 @@
 namespace {
 
 constexpr double BELOW_ONE = 1.0 - 1.0 / (1LL << 52);
-constexpr long SMALL = 1 << 16;  // logits that are done before other threads would have begun
+constexpr long SMALL = 1 << 16;  // logits that take less time than starting other threads
 
 struct Row {
     const float *logits;
@@ -31,7 +31,7 @@ struct Row {
         for (long i = 0; i < size; i++) total += weights[i];
         for (long i = 0; i < size; i++)
             if ((sum += weights[i]) > share * total) return start + i;
-        return start + size - 1;  // weights that are no numbers
+        return start + size - 1;  // all weights are NaN
     }
 };
 
@@ -39,8 +39,8 @@ struct Row {
 
 extern "C" {
 
-// For logits (rows, vocabulary) times `factor` in bits and uniform `draws` (rows): the first tokens (rows) whose
-// cumulative share exceeds them, their log-probs (rows), and the entropies (rows). 1 if there is no memory for it.
+// For each row of logits (rows, vocabulary), which times `factor` are in bits: the first token whose cumulative
+// probability exceeds the uniform number of `draws` (rows), its log-prob and the entropy. Returns 1 without memory.
 int groupgrad_choose(const float *logits, int64_t rows, int64_t vocabulary, float factor, const double *draws,
                      int64_t *tokens, float *logprobs, float *entropies, int threads) {
     const long num_blocks = (vocabulary + BLOCK - 1) / BLOCK;
@@ -53,7 +53,7 @@ int groupgrad_choose(const float *logits, int64_t rows, int64_t vocabulary, floa
         Weights *blocks = memory.get() + omp_get_thread_num() * num_blocks;
         Sums sums;
         for (long block = 0; block < num_blocks; block++) sums.add(blocks[block] = row.weigh_block(block, nullptr));
-        // A product may round up to the sum, which no token exceeds.
+        // Rounded up to the total, the target would exceed the cumulative sum of every token.
         const double target = std::min(draws[index], BELOW_ONE) * sums.total;
         double before = 0.0, mass = 0.0;
         long block = 0;
@@ -69,7 +69,7 @@ int groupgrad_choose(const float *logits, int64_t rows, int64_t vocabulary, floa
     return 0;
 }
 
-// The log-probs (rows) and entropies (rows) of `tokens` (rows) that were chosen in another way.
+// The log-probs (rows) and entropies (rows) of given `tokens` (rows).
 void groupgrad_score(const float *logits, int64_t rows, int64_t vocabulary, float factor, const int64_t *tokens,
                      float *logprobs, float *entropies, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows * vocabulary >= SMALL)

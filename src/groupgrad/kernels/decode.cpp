@@ -1,8 +1,8 @@
 // The decode step of pre-norm decoders (RMS norms, rotary embeddings, gated layers) in float32: one token for each of n
-// rows, from the weights and the keys and values as they lie in memory.
+// rows. Weights, keys and values are read in place.
 //
 // With few rows a step is bound by reading the weights once; with many, by multiplications. One kernel serves both (see
-// `products.h`). All threads go through a step together and take what there is to do piece by piece.
+// `gemm.h`). All threads run a step together and take its panels one by one.
 //
 // `engines/native/cpp_step.py` mirrors the structures below. Plain C types only, so that no header of torch is needed.
 
@@ -13,7 +13,7 @@
 extern "C" {
 
 struct Layer {
-    const float *attention_norm, *query_norm, *key_norm, *gated_norm;  // those of heads may be null
+    const float *attention_norm, *query_norm, *key_norm, *gated_norm;  // the norms of heads may be null
     Linear query, key, value, output, gate, up, down;
     float *own_keys, *own_values;                   // (slots, kv_heads, own_places, head_width)
     const float *prompt_keys, *prompt_values;       // (prompts, kv_heads, prompt_places, head_width)
@@ -33,18 +33,18 @@ struct Model {
 struct Rows {
     int64_t count, own_places, prompt_places, num_chunks;
     const int64_t *groups, *prompt_lengths;  // of each row: the slot of its prompt, and its length
-    const int64_t *order;                    // rows such that those of a prompt follow each other
-    const int64_t *chunks;                   // (num_chunks + 1) bounds in `order` of rows that are attended together
+    const int64_t *order;                    // the rows sorted by prompt
+    const int64_t *chunks;                   // (num_chunks + 1) bounds in `order` of rows that are computed together
 };
 }
 
 namespace {
 
-constexpr long QUERIES = 16;     // that read a prompt's keys together, unless one row has more heads
+constexpr long QUERIES = 16;     // queries that read a prompt's keys together, unless one row has more heads
 
-// All threads: output += input times the layer's weight, plus its bias.
-void add_linear(Turn &turn, const Columns &input, const Linear &layer, float *tile, const Columns &output) {
-    product(turn, input, layer.weight, tile, [&](const Outputs &outputs) {
+// Called by all threads: output += input times the layer's weight, plus its bias.
+void add_linear(Worker &worker, const Columns &input, const Linear &layer, float *tile, const Columns &output) {
+    product(worker, input, layer.weight, tile, [&](const Outputs &outputs) {
         const long rows = outputs.block.rows;
         float *to = output.data + outputs.block.first * output.width + outputs.first * rows;
         for (long n = 0; n < outputs.count; n++) {
@@ -54,7 +54,7 @@ void add_linear(Turn &turn, const Columns &input, const Linear &layer, float *ti
     });
 }
 
-// All threads: the rows of `input` normalised.
+// Called by all threads: normalises the rows of `input`.
 void normalise_all(const Columns &input, const float *weight, float epsilon, const Columns &output) {
     typedef double GrainDoubles __attribute__((vector_size(8 * GRAIN)));
 #pragma omp for
@@ -85,7 +85,7 @@ void normalise_all(const Columns &input, const float *weight, float epsilon, con
     }
 }
 
-// As torch rounds it: both products, then their sum.
+// Rotary embedding, rounded as torch does: both products, then their sum.
 void rotate(const float *cosines, const float *sines, long width, float *values) {
     const long half = width / 2;
     for (long i = 0; i < half; i += LANES) {
@@ -111,9 +111,9 @@ void add_bias(const float *bias, long count, long rows, float *values) {
 
 // ------------------------------------------------------------------------------------------------ the step
 
-// What a thread works on.
+// Scratch memory of a thread.
 struct Scratch {
-    static constexpr long ROOM = std::max(TILE, SCORE_TILE);  // of `tile`, which holds outputs or scores
+    static constexpr long ROOM = std::max(TILE, SCORE_TILE);  // size of `tile`, which holds outputs or scores
     float *tile, *other, *queries, *packed, *scores;
 
     static long most_queries(const Model &model) { return std::max<long>(QUERIES, model.heads / model.kv_heads); }
@@ -134,13 +134,13 @@ struct Step {
     const Model &model;
     const Rows &rows;
     const int64_t *tokens, *positions;
-    float *projected, *mixed;  // row by row: queries, keys and values; what attention gives
+    float *projected, *mixed;  // row-major queries, keys and values; outputs of attention
     Columns hidden, input, heads, inner;
 
     long repeat() const { return model.heads / model.kv_heads; }
     long projected_width() const { return (model.heads + 2 * model.kv_heads) * model.head_width; }
 
-    // One head of a row after its norm, if it has one, and its rotation.
+    // One head of a row after its norm, if any, and its rotary embedding.
     void place_head(const float *from, const float *norm, long position, float *to) const {
         const long width = model.head_width;
         if (norm)
@@ -156,7 +156,7 @@ struct Step {
         return all + (row * model.kv_heads + head) * rows.own_places * model.head_width;
     }
 
-    // Store the new key and value of a row, and get its queries of one key head ready.
+    // Stores the new key and value of a row, and prepares its queries of one key head.
     void place_row(const Layer &layer, long row, long head, float *queries) const {
         const long width = model.head_width, position = positions[row];
         const float *from = projected + row * projected_width();
@@ -176,7 +176,7 @@ struct Step {
         return layer.window ? std::max<long>(0, position - layer.window + 1) : 0;
     }
 
-    // Attention of rows that share a prompt, for one key head: the prompt's keys and values are read once for all.
+    // Attention of rows that share a prompt, in one key head. The prompt's keys and values are read once for all rows.
     void attend(const Layer &layer, const int64_t *order, long count, long head, const Scratch &scratch) const {
         const long width = model.head_width, repeat = this->repeat(), all = count * repeat;
         const long prompt = rows.prompt_lengths[order[0]], stride = Scratch::score_width(rows);
@@ -194,27 +194,28 @@ struct Step {
         }
         const float *keys = layer.prompt_keys + (slot + begin) * width;
         const float *values = layer.prompt_values + (slot + begin) * width;
-        Soon soon;
-        soon.add(own_part(layer.own_keys, order[0], head), (positions[order[0]] - prompt + 1) * width);
-        soon.add(values, (prompt - begin) * width);
-        score_together(together, keys, prompt - begin, scratch.tile, scratch.scores + begin, stride, soon);
+        Prefetch prefetch;
+        prefetch.add(own_part(layer.own_keys, order[0], head), (positions[order[0]] - prompt + 1) * width);
+        prefetch.add(values, (prompt - begin) * width);
+        score_together(together, keys, prompt - begin, scratch.tile, scratch.scores + begin, stride, prefetch);
         for (long i = 0; i < count; i++) {
             const long row = order[i], own = positions[row] - prompt + 1, first = first_key(layer, positions[row]);
-            Soon soon;
-            soon.add(own_part(layer.own_values, row, head), own * width);
+            Prefetch prefetch;
+            prefetch.add(own_part(layer.own_values, row, head), own * width);
             if (i + 1 < count)
-                soon.add(own_part(layer.own_keys, order[i + 1], head), (positions[order[i + 1]] - prompt + 1) * width);
+                prefetch.add(own_part(layer.own_keys, order[i + 1], head),
+                             (positions[order[i + 1]] - prompt + 1) * width);
             const Packed mine{scratch.packed, repeat, width};
             for (long q = 0; q < repeat; q++) mine.put(q, scratch.queries + (i * repeat + q) * width);
             float *scores = scratch.scores + i * repeat * stride + prompt;
-            score(mine, own_part(layer.own_keys, row, head), own, scratch.tile, scores, stride, soon);
+            score(mine, own_part(layer.own_keys, row, head), own, scratch.tile, scores, stride, prefetch);
             for (long q = i * repeat; q < (i + 1) * repeat; q++) {
                 float *scores = scratch.scores + q * stride;
                 std::fill(scores + begin, scores + std::max(begin, first), 0.0f);
                 softmax(scores + first, prompt + own - first);
             }
         }
-        // The queries are not needed any more.
+        // The memory of the queries is free now.
         float *together_mixed = scratch.queries;
         std::fill(together_mixed, together_mixed + all * width, 0.0f);
         mix(all, scratch.scores + begin, stride, values, prompt - begin, width, together_mixed);
@@ -228,13 +229,13 @@ struct Step {
         }
     }
 
-    void attend_all(Turn &turn, const Layer &layer, const Scratch &scratch) const {
+    void attend_all(Worker &worker, const Layer &layer, const Scratch &scratch) const {
         const long width = model.head_width, across = projected_width();
         const long queries = model.heads * width, keys = model.kv_heads * width;
         normalise_all(hidden, layer.attention_norm, model.epsilon, input);
-        linear(turn, input, layer.query, scratch.tile, projected, across);
-        linear(turn, input, layer.key, scratch.tile, projected + queries, across);
-        linear(turn, input, layer.value, scratch.tile, projected + queries + keys, across);
+        linear(worker, input, layer.query, scratch.tile, projected, across);
+        linear(worker, input, layer.key, scratch.tile, projected + queries, across);
+        linear(worker, input, layer.value, scratch.tile, projected + queries + keys, across);
 #pragma omp barrier
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < rows.num_chunks * model.kv_heads; task++) {
@@ -242,17 +243,17 @@ struct Step {
             attend(layer, rows.order + chunk[0], chunk[1] - chunk[0], task % model.kv_heads, scratch);
         }
         put_side_by_side(heads, [&](long row) { return mixed + row * heads.width; });
-        add_linear(turn, heads, layer.output, scratch.tile, hidden);
+        add_linear(worker, heads, layer.output, scratch.tile, hidden);
 #pragma omp barrier
     }
 
-    // inner = silu(gate) * up. Both products go panel by panel, so that only their result is stored.
-    void gate(Turn &turn, const Layer &layer, const Scratch &scratch) const {
+    // inner = silu(gate) * up. Both products run panel by panel, so that only their result is stored.
+    void gate(Worker &worker, const Layer &layer, const Scratch &scratch) const {
         const long width = model.hidden;
-        turn.go(input, [&](long start, long count, Soon &soon) {
+        worker.go(input, [&](long start, long count, Prefetch &prefetch) {
             input.each_block([&](const Columns::Block &block) {
-                multiply(block, layer.gate.weight + start * width, count, width, scratch.tile, soon);
-                multiply(block, layer.up.weight + start * width, count, width, scratch.other, soon);
+                multiply(block, layer.gate.weight + start * width, count, width, scratch.tile, prefetch);
+                multiply(block, layer.up.weight + start * width, count, width, scratch.other, prefetch);
                 add_bias(layer.gate.bias ? layer.gate.bias + start : nullptr, count, block.rows, scratch.tile);
                 add_bias(layer.up.bias ? layer.up.bias + start : nullptr, count, block.rows, scratch.other);
                 float *to = inner.data + block.first * inner.width + start * block.rows;
@@ -264,8 +265,8 @@ struct Step {
 
     static long num_products(const Model &model) { return model.num_layers * 6 + 1; }
 
-    // The products of a step in the order in which `run` makes them.
-    static void plan_products(const Model &model, Plan &plan, int threads) {
+    // Plans the products of a step in the order of `run`.
+    static void plan_products(const Model &model, WorkPlan &plan, int threads) {
         const long queries = model.heads * model.head_width, keys = model.kv_heads * model.head_width;
         const long hidden = model.hidden;
         for (long index = 0; index < model.num_layers; index++) {
@@ -280,20 +281,20 @@ struct Step {
         plan.add(model.head.weight, nullptr, model.vocabulary, hidden, threads);
     }
 
-    // All threads run this together.
-    void run(Plan &plan, const Scratch &scratch, float *logits) const {
-        Turn turn(plan);
+    // Called by all threads.
+    void run(WorkPlan &plan, const Scratch &scratch, float *logits) const {
+        Worker worker(plan);
         put_side_by_side(hidden, [&](long row) { return model.embedding + tokens[row] * model.hidden; });
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
-            attend_all(turn, layer, scratch);
+            attend_all(worker, layer, scratch);
             normalise_all(hidden, layer.gated_norm, model.epsilon, input);
-            gate(turn, layer, scratch);
-            add_linear(turn, inner, layer.down, scratch.tile, hidden);
+            gate(worker, layer, scratch);
+            add_linear(worker, inner, layer.down, scratch.tile, hidden);
 #pragma omp barrier
         }
         normalise_all(hidden, model.norm, model.epsilon, input);
-        linear(turn, input, model.head, scratch.tile, logits, model.vocabulary);
+        linear(worker, input, model.head, scratch.tile, logits, model.vocabulary);
     }
 };
 
@@ -301,11 +302,11 @@ struct Step {
 
 extern "C" {
 
-// Rows whose queries of one key head are attended together.
+// Rows whose queries of one key head are computed together.
 int64_t groupgrad_chunk_rows(int64_t repeat) { return std::max<int64_t>(1, QUERIES / repeat); }
 
-// Logits (n, vocabulary) that follow `tokens` (n) at `positions` (n), whose keys and values are stored; 1 if there is no
-// memory for it.
+// Logits (n, vocabulary) that follow `tokens` (n) at `positions` (n), whose keys and values are stored. Returns 1
+// without memory.
 int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens, const int64_t *positions,
                      float *logits, int threads) {
     const long n = rows->count, heads = model->heads * model->head_width, side = in_grains(n);
@@ -323,7 +324,7 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
     const Step step{*model, *rows, tokens, positions, projected, by_row, hidden, input, mixed, inner};
     const long weights = model->num_layers * (model->hidden * (across + heads + 3 * model->inner));
     if (n * (weights + model->hidden * model->vocabulary) < SMALL) threads = 1;
-    Plan plan(products.get());
+    WorkPlan plan(products.get());
     Step::plan_products(*model, plan, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     step.run(plan, Scratch(scratch + omp_get_thread_num() * Memory::whole(each), *model), logits);

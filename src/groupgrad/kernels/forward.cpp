@@ -1,4 +1,4 @@
-// Parts of a pass over many tokens, with the numbers that decode steps give them, and the gradients of the small ones.
+// Parts of a pass over many tokens, bit-exact with decode steps, and the gradients of norms and gates.
 
 #include "attention.h"
 #include "memory.h"
@@ -6,11 +6,11 @@
 
 extern "C" {
 
-// Consecutive tokens of a sequence, whose keys and values are stored, and what comes before them. `attend.py` mirrors it.
+// Consecutive tokens of a sequence, with the stored keys and values of the sequence. `attend.py` mirrors it.
 struct Span {
-    int64_t query, length;  // places of the tokens among the queries
-    int64_t offset;         // of the first of them in its sequence, behind the prompt
-    int64_t prompt_length, prompt_stride, own_stride;  // strides in numbers, from one head to the next
+    int64_t query, length;  // place of the first token among the queries, and number of tokens
+    int64_t offset;         // of the first token in its sequence, behind the prompt
+    int64_t prompt_length, prompt_stride, own_stride;  // strides in floats, from one head to the next
     const float *prompt_keys, *prompt_values;          // (kv_heads, prompt_length, head_width)
     const float *own_keys, *own_values;                // (kv_heads, offset + length, head_width)
 };
@@ -20,19 +20,19 @@ struct Attention {
     int64_t head_stride, token_stride;            // of the queries
     const float *queries;
     float *output;       // (tokens, heads, head_width)
-    const float *sinks;  // (heads) one more score each, of nothing; or null
+    const float *sinks;  // (heads) one more score each, without a value; or null
     float scale, softcap;  // scores become softcap * tanh(score / softcap), unless that is 0
 };
 }
 
 namespace {
 
-constexpr long CHUNK_FLOATS = 1 << 18;  // of rows that are multiplied together: they wait in a cache for all weights
+constexpr long CHUNK_FLOATS = 1 << 18;  // of rows multiplied together, which stay in a cache for all weights
 constexpr long MAX_QUERIES_OF_TILE = 64;
 constexpr long TILE_SCORES = 1 << 16;   // of a tile of queries, unless a single token has more
 
-// Rows that are multiplied together.
-long chunk_of(long rows, long width) {
+// Rows multiplied together.
+long chunk_rows(long rows, long width) {
     const long most = std::max(MOST_ROWS, CHUNK_FLOATS / width / MOST_ROWS * MOST_ROWS);
     const long chunks = (rows + most - 1) / most, each = (rows + chunks - 1) / chunks;
     return std::min(most, (each + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS);
@@ -40,47 +40,47 @@ long chunk_of(long rows, long width) {
 
 long num_keys(const Span &span) { return span.prompt_length + span.offset + span.length; }
 
-// Tokens whose queries are attended together.
-struct Together {
+// Tokens whose attention is computed together.
+struct TokenGroup {
     const Span *spans;
-    long count;          // of spans: one, or several of one token each behind the same prompt
-    long first, tokens;  // of the only span's tokens; as many as spans otherwise
+    long count;          // of spans: one, or several with one token each behind the same prompt
+    long first, tokens;  // among the tokens of a single span; with several, as many as spans
 
     const Span &span(long token) const { return spans[count == 1 ? 0 : token]; }
     long place(long token) const { return count == 1 ? first + token : 0; }  // in its span
 };
 
-// Attention of some tokens in one key head.
+// Attention of a tile of tokens in one key head.
 class AttentionTile {
     const Attention &call;
-    const Together &those;
-    const long head, tokens = those.tokens, prompt = those.spans->prompt_length;
-    long begin, stride;  // the first key that any of them sees; scores of each query
+    const TokenGroup &group;
+    const long head, tokens = group.tokens, prompt = group.spans->prompt_length;
+    long begin, stride;  // the first key visible to any token; scores per query
     float *tile, *queries, *packed, *scores;
 
     long repeat() const { return call.heads / call.kv_heads; }
     long num_queries() const { return tokens * repeat(); }
-    long num_own(long token) const { return those.span(token).offset + those.place(token) + 1; }
+    long num_own(long token) const { return group.span(token).offset + group.place(token) + 1; }
     long first_key(long token) const {
         return call.window ? std::max<long>(0, prompt + num_own(token) - call.window) : 0;
     }
     long own_begin() const { return std::max(0L, begin - prompt); }
     long prompt_begin() const { return std::min(begin, prompt); }
 
-    // `body(start, end, span, keys)` for tokens whose own keys are the same ones, and how many these are.
+    // Calls `body(start, end, span, keys)` for tokens that read the same own keys, with the number of these keys.
     template <class Body>
     void each_span(Body body) const {
-        if (those.count == 1) return body(0L, tokens, *those.spans, num_own(tokens - 1));
-        for (long i = 0; i < tokens; i++) body(i, i + 1, those.spans[i], num_own(i));
+        if (group.count == 1) return body(0L, tokens, *group.spans, num_own(tokens - 1));
+        for (long i = 0; i < tokens; i++) body(i, i + 1, group.spans[i], num_own(i));
     }
 
 public:
     static constexpr long ROOM = std::max(TILE, SCORE_TILE);
 
-    // Tokens that go together where they have so many keys at most.
+    // Maximum number of tokens of a tile with up to so many keys.
     static long most_tokens(const Attention &call, long keys) {
         const long repeat = call.heads / call.kv_heads;
-        // A span without tokens may have no keys either.
+        // An empty span may have no keys.
         return std::max(1L, std::min(MAX_QUERIES_OF_TILE, TILE_SCORES / std::max(1L, keys)) / repeat);
     }
 
@@ -89,8 +89,8 @@ public:
         return ROOM + queries * (2 * padded(call.head_width) + keys) + 4 * LANES;
     }
 
-    AttentionTile(const Attention &call, const Together &those, long head, float *scratch)
-        : call(call), those(those), head(head), begin(first_key(0)), stride(0) {
+    AttentionTile(const Attention &call, const TokenGroup &group, long head, float *scratch)
+        : call(call), group(group), head(head), begin(first_key(0)), stride(0) {
         for (long i = 0; i < tokens; i++) {
             begin = std::min(begin, first_key(i));
             stride = std::max(stride, prompt + num_own(i));
@@ -109,9 +109,9 @@ public:
                 const float *sink = call.sinks ? call.sinks + head * repeat() + j : nullptr;
                 weigh(scores + (i * repeat() + j) * stride, i, sink);
             }
-        float *mixed = queries;  // they are not needed any more
+        float *mixed = queries;  // the memory of the queries is free now
         std::fill(mixed, mixed + num_queries() * width, 0.0f);
-        const float *values = those.spans->prompt_values + head * those.spans->prompt_stride + prompt_begin() * width;
+        const float *values = group.spans->prompt_values + head * group.spans->prompt_stride + prompt_begin() * width;
         mix(num_queries(), scores + prompt_begin(), stride, values, prompt - prompt_begin(), width, mixed);
         each_span([&](long start, long end, const Span &span, long keys) {
             const float *own = span.own_values + head * span.own_stride + own_begin() * width;
@@ -120,7 +120,7 @@ public:
                 mixed + start * repeat() * width);
         });
         for (long i = 0; i < tokens; i++) {
-            const long query = those.span(i).query + those.place(i);
+            const long query = group.span(i).query + group.place(i);
             float *to = call.output + (query * call.heads + head * repeat()) * width;
             std::memcpy(to, mixed + i * repeat() * width, repeat() * width * sizeof(float));
         }
@@ -129,7 +129,7 @@ public:
 private:
     void place_queries() const {
         for (long q = 0; q < num_queries(); q++) {
-            const long query = those.span(q / repeat()).query + those.place(q / repeat());
+            const long query = group.span(q / repeat()).query + group.place(q / repeat());
             const float *from = call.queries + (head * repeat() + q % repeat()) * call.head_stride +
                                 query * call.token_stride;
             for (long d = 0; d < call.head_width; d++) queries[q * call.head_width + d] = from[d] * call.scale;
@@ -144,8 +144,8 @@ private:
             for (long i = 0; i < GRAIN; i++) some[i] = q + i < num_queries() ? queries + (q + i) * width : nullptr;
             together.put(q, some, 0, width);
         }
-        const float *keys = those.spans->prompt_keys + head * those.spans->prompt_stride + prompt_begin() * width;
-        score_together(together, keys, prompt - prompt_begin(), tile, scores + prompt_begin(), stride, Soon());
+        const float *keys = group.spans->prompt_keys + head * group.spans->prompt_stride + prompt_begin() * width;
+        score_together(together, keys, prompt - prompt_begin(), tile, scores + prompt_begin(), stride, Prefetch());
     }
 
     void score_own() const {
@@ -155,11 +155,11 @@ private:
             for (long q = 0; q < mine.rows; q++) mine.put(q, queries + (start * repeat() + q) * width);
             const float *keys = span.own_keys + head * span.own_stride + own_begin() * width;
             float *to = scores + start * repeat() * stride + prompt + own_begin();
-            score(mine, keys, num_keys - own_begin(), tile, to, stride, Soon());
+            score(mine, keys, num_keys - own_begin(), tile, to, stride, Prefetch());
         });
     }
 
-    // The weights of a token's query over all keys from `begin` on; 0 for those that it does not see.
+    // The weights of a token's query over all keys from `begin` on; 0 for masked keys.
     void weigh(float *of_query, long token, const float *sink) const {
         const long from = first_key(token), end = prompt + num_own(token);
         std::fill(of_query + begin, of_query + from, 0.0f);
@@ -169,8 +169,8 @@ private:
     }
 };
 
-// Spans of one token each, from the first of `spans` on, that go together: all behind its prompt.
-long joined(const Attention &call, const Span *spans, int64_t count) {
+// Number of spans, from the first of `spans` on, that are computed together: one token each, behind the same prompt.
+long num_joined(const Attention &call, const Span *spans, int64_t count) {
     long keys = 0, number = 0;
     for (; number < count; number++) {
         const Span &next = spans[number];
@@ -183,35 +183,35 @@ long joined(const Attention &call, const Span *spans, int64_t count) {
     return std::max(1L, number);
 }
 
-// Tiles of a span, or of several that go together, in one key head, and how many tiles come before them.
+// Tiles of one span, or of several joined ones, in one key head, and the number of tiles before them.
 struct Tiles {
     const Span *spans;
-    long joined, tokens, count, before;
+    long num_joined, tokens, count, before;
 };
 
 }  // namespace
 
 extern "C" {
 
-// output (rows, outputs) = input (rows, width) times weight (outputs, width), plus bias; 1 if there is no memory for it.
+// output (rows, outputs) = input (rows, width) times weight (outputs, width), plus bias. Returns 1 without memory.
 int groupgrad_linear(const float *input, const float *weight, const float *bias, float *output, int64_t rows,
                      int64_t width, int64_t outputs, int threads) {
-    const long chunk = chunk_of(rows, width), count = (rows + chunk - 1) / chunk;
+    const long chunk = chunk_rows(rows, width), count = (rows + chunk - 1) / chunk;
     const std::unique_ptr<Product[]> products(new (std::nothrow) Product[count]);
     Memory memory(Memory::whole(in_grains(chunk) * width) + threads * Memory::whole(TILE));
     if (!memory.is_there() || !products) return 1;
     float *together = memory.take(in_grains(chunk) * width), *tiles = memory.take(threads * Memory::whole(TILE));
     if (rows * width * outputs < SMALL) threads = 1;
-    Plan plan(products.get());
+    WorkPlan plan(products.get());
     for (long i = 0; i < count; i++) plan.add(weight, nullptr, outputs, width, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Turn turn(plan);
+        Worker worker(plan);
         float *tile = tiles + omp_get_thread_num() * Memory::whole(TILE);
         for (long start = 0; start < rows; start += chunk) {
             const Columns columns{together, std::min(chunk, rows - start), width};
             put_side_by_side(columns, [&](long row) { return input + (start + row) * width; });
-            linear(turn, columns, {weight, bias}, tile, output + start * outputs, outputs);
+            linear(worker, columns, {weight, bias}, tile, output + start * outputs, outputs);
 #pragma omp barrier
         }
     }
@@ -227,8 +227,8 @@ void groupgrad_norm(const float *input, const float *weight, float epsilon, floa
             normalise(input + row * width, weight, width, epsilon, output + row * width));
 }
 
-// Gradients of norms with respect to their inputs, and, unless it is null, to the weight, added to `of_weight` (threads,
-// width) of each thread.
+// Gradients of norms with respect to their inputs, and to the weight unless `of_weight` (threads, width) is null. Each
+// thread adds to its own row of that.
 void groupgrad_norm_gradient(const float *gradient, const float *input, const float *weight, const float *factors,
                              float *of_input, float *of_weight, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel num_threads(threads) if (rows * width > SMALL_PART)
@@ -260,9 +260,9 @@ void groupgrad_gate(const float *gates, const float *ups, float *output, int64_t
         gate_values(gates + start, ups + start, std::min(PART, count - start), output + start);
 }
 
-// The gradients of that with respect to gates and ups.
-void groupgrad_gate_gradient(const float *gradient, const float *gates, const float *ups, float *of_gates, float *of_ups,
-                             int64_t count, int threads) {
+// Gradients of silu(gates) * ups with respect to both.
+void groupgrad_gate_gradient(const float *gradient, const float *gates, const float *ups, float *of_gates,
+                             float *of_ups, int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) if (count > SMALL_PART)
     for (int64_t i = 0; i < count; i += LANES) {
         const long left = count - i;
@@ -273,13 +273,13 @@ void groupgrad_gate_gradient(const float *gradient, const float *gates, const fl
     }
 }
 
-// Causal attention of all tokens of some spans; 1 if there is no memory for it.
+// Causal attention of all tokens of some spans. Returns 1 without memory.
 int groupgrad_attend(const Attention *call, const Span *spans, int64_t count, int threads) {
     const std::unique_ptr<Tiles[]> tiles(new (std::nothrow) Tiles[count]);
     if (!tiles) return 1;
     long all = 0, each = 0, number = 0;
-    for (int64_t i = 0; i < count; i += tiles[number++].joined) {
-        const long together = joined(*call, spans + i, count - i);
+    for (int64_t i = 0; i < count; i += tiles[number++].num_joined) {
+        const long together = num_joined(*call, spans + i, count - i);
         long keys = 0;
         for (long j = 0; j < together; j++) keys = std::max(keys, num_keys(spans[i + j]));
         const long tokens = together > 1 ? together : AttentionTile::most_tokens(*call, keys);
@@ -296,9 +296,9 @@ int groupgrad_attend(const Attention *call, const Span *spans, int64_t count, in
         const auto is_later = [](long at, const Tiles &some) { return at < some.before; };
         const Tiles &of = *(std::upper_bound(tiles.get(), tiles.get() + number, task, is_later) - 1);
         const long head = (task - of.before) / of.count, first = (task - of.before) % of.count * of.tokens;
-        const long tokens = of.joined > 1 ? of.joined : std::min<long>(of.tokens, of.spans->length - first);
-        const Together those{of.spans, of.joined, first, tokens};
-        AttentionTile(*call, those, head, scratch + omp_get_thread_num() * each).attend();
+        const long tokens = of.num_joined > 1 ? of.num_joined : std::min<long>(of.tokens, of.spans->length - first);
+        const TokenGroup group{of.spans, of.num_joined, first, tokens};
+        AttentionTile(*call, group, head, scratch + omp_get_thread_num() * each).attend();
     }
     return 0;
 }

@@ -1,6 +1,5 @@
-// Matrix products of some rows in float32. The rows stand side by side ("columns"), one number of each in a vector, and
-// a weight is multiplied with all of them: no sums across vectors, and each row's sums are taken number by number.
-// Weights are read as they lie.
+// Float32 matrix products of some rows with a row-major weight. The rows are stored as columns: a vector holds one
+// number of each row and is multiplied with one weight. No sum crosses lanes, and each row is summed number by number.
 
 #pragma once
 
@@ -14,39 +13,38 @@
 #include "prefetch.h"
 #include "vectors.h"
 
-// Numbers that are summed one after the other before their sum goes to the others'. With so many, or with two halves of
-// up to twice as many, products are those of MKL on AMD's processors to the last bit: sampling then rounds as training
-// does.
+// Numbers that are summed one after the other before their sum is added to the total. With so many, or with two halves
+// of up to twice as many, products are bit-exactly those of MKL on AMD processors, so sampling rounds as training does.
 constexpr long SLICE = 192;
-constexpr long MOST_ROWS = REGISTERS == 32 ? 4 * LANES : 2 * LANES;  // rows that are summed at once
-constexpr long MAX_PANEL = 48;          // outputs that are computed between two stores
-constexpr long PANEL_FLOATS = 1 << 15;  // of weights: they wait in the second cache for the next rows
-constexpr long STEP = LINE / 4;         // numbers of a weight's row that are taken before memory is asked for more
+constexpr long MOST_ROWS = REGISTERS == 32 ? 4 * LANES : 2 * LANES;  // rows whose sums are in registers together
+constexpr long MAX_PANEL = 48;          // outputs computed between two stores
+constexpr long PANEL_FLOATS = 1 << 15;  // of weights, which stay in the L2 cache for the next rows
+constexpr long STEP = LINE / 4;         // numbers of a weight's row between two prefetches
 constexpr long TILE = MAX_PANEL * MOST_ROWS;
 
 namespace {
 
 constexpr long in_grains(long rows) { return (rows + GRAIN - 1) / GRAIN * GRAIN; }
 
-// Rows of the next block where some (whole grains) are left.
+// Rows of the next block, where `left` rows (whole grains) remain.
 constexpr long block_rows(long left) {
     for (long vectors = MOST_ROWS / LANES; vectors > 1; vectors--)
         if (left >= vectors * LANES) return vectors * LANES;
-    // Small vectors for few rows.
+    // Few rows use small vectors.
     for (long grains = 3; grains > 1; grains--)
         if (left >= grains * GRAIN && REGISTERS == 32) return grains * GRAIN;
     return GRAIN;
 }
 
-// Outputs that are summed at once for so many vectors of rows. More would push each other out of the first cache, where
-// rows of weights of many widths share few places.
+// Outputs whose sums are in registers together, for so many vectors of rows. More would evict each other from the L1
+// cache, where weight rows of many widths map to few sets.
 constexpr int outputs_at_once(long vectors) { return std::min<int>(12, MAX_SUMS / static_cast<int>(vectors)); }
 
-// Vectors of a block of so many rows.
+// Number of vectors in a block of so many rows.
 constexpr long num_vectors(long rows) { return rows / (rows % LANES == 0 && rows > LANES ? LANES : GRAIN); }
 
-// Some rows of one width, in blocks of whole grains, the last ones filled up: of each block the first numbers of all
-// its rows, then the second ones, and so on.
+// Rows of one width in blocks of whole grains, padded at the end. A block stores the first number of each of its rows,
+// then the second of each, and so on.
 struct Columns {
     float *data;
     long rows, width;
@@ -59,7 +57,7 @@ struct Columns {
     long padded_rows() const { return in_grains(rows); }
     long size() const { return padded_rows() * width; }
 
-    // All blocks in order.
+    // Calls `body` for each block in order.
     template <class Body>
     void each_block(Body body) const {
         for (long first = 0; first < rows;) {
@@ -69,7 +67,7 @@ struct Columns {
         }
     }
 
-    // The block that a row is in.
+    // The block that holds a row.
     Block block_of(long row) const {
         Block found{};
         each_block([&](const Block &block) {
@@ -78,7 +76,7 @@ struct Columns {
         return found;
     }
 
-    // Of the products of all rows with `count` outputs.
+    // Inner steps of the products of all rows with `count` outputs.
     long inner_steps(long count) const {
         long steps = 0;
         each_block([&](const Block &block) {
@@ -88,7 +86,7 @@ struct Columns {
         return steps;
     }
 
-    // Write GRAIN rows from `row` on (a whole number of grains), columns `start` to `end` of each; null: zeros.
+    // Writes columns `start` to `end` of GRAIN rows from `row` on (a whole number of grains); null rows are zeros.
     void put(long row, const float *const *from, long start, long end) const {
         const Block block = block_of(row);
         float *to = block.data + (row - block.first);
@@ -106,14 +104,14 @@ struct Columns {
     }
 };
 
-// Some outputs of a block of rows, as they are when they have been summed: values[n * rows + row].
+// Outputs of a block of rows in the order of their sums: values[n * rows + row].
 struct Outputs {
     Columns::Block block;
     long first, count;
     const float *values;
 };
 
-// to[row * stride + n] for `rows` rows, as far as there are so many; plus a bias, or null.
+// to[row * stride + n] for the outputs of the first `rows` rows, plus a bias unless null.
 void put_rows(const Outputs &outputs, long rows, const float *bias, float *to, long stride) {
     const long step = outputs.block.rows, some = std::min(step, rows - outputs.block.first);
     for (long row = 0; row < some; row += GRAIN) {
@@ -133,16 +131,16 @@ void put_rows(const Outputs &outputs, long rows, const float *bias, float *to, l
     }
 }
 
-// tile[n * rows + row] = the rows of a block, in C vectors of type V, times N rows of `weights`, over `length` columns;
-// added to what is there if `more`.
+// tile[n * rows + row] = the rows of a block, in C vectors of type V, times N rows of `weights`, over `length` columns.
+// Adds to the tile if `more`.
 template <class V, int C, int N>
 inline void sum(
-    const float *block, const float *weights, long stride, long length, bool more, float *tile, const Soon &soon
+    const float *block, const float *weights, long stride, long length, bool more, float *tile, const Prefetch &prefetch
 ) {
     constexpr long rows = C * sizeof(V) / 4;
     V sums[N][C] = {};
-    const char *line = soon.at;
-    const long each = soon.each;
+    const char *line = prefetch.at;
+    const long each = prefetch.each;
     const auto column = [&](long k) {
         V values[C];
 #pragma GCC unroll 4
@@ -154,14 +152,14 @@ inline void sum(
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) {
                 sums[n][c] += weight * values[c];
-                // Where little else goes on, GCC takes a multiplication and an addition for this, rounded apart.
+                // With few sums, GCC would compile this to a multiplication and an addition, each rounded.
                 if (N * C <= 4) KEEP(sums[n][c]);
             }
         }
     };
     long k = 0;
     for (; k + STEP <= length; k += STEP) {
-        // From the second cache into the first.
+        // From the L2 cache into the L1 cache.
 #pragma GCC unroll 24
         for (int n = 0; n < N; n++) __builtin_prefetch(weights + n * stride + k + 2 * STEP);
         for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
@@ -179,7 +177,7 @@ inline void sum(
 }
 
 template <class V, int C>
-void sum_panel(const float *block, const float *weights, long count, long width, float *tile, Soon &soon) {
+void sum_panel(const float *block, const float *weights, long count, long width, float *tile, Prefetch &prefetch) {
     constexpr int N = outputs_at_once(C);
     constexpr long rows = C * sizeof(V) / 4;
     const long slice = width > SLICE && width <= 2 * SLICE ? (width + 1) / 2 : SLICE;
@@ -187,19 +185,20 @@ void sum_panel(const float *block, const float *weights, long count, long width,
         const float *part = block + start * rows, *from = weights + start;
         const long length = std::min(slice, width - start), steps = length / STEP;
         long n = 0;
-        for (; n + N <= count; n += N, soon.passed(steps))
-            sum<V, C, N>(part, from + n * width, width, length, start > 0, tile + n * rows, soon);
+        for (; n + N <= count; n += N, prefetch.advance(steps))
+            sum<V, C, N>(part, from + n * width, width, length, start > 0, tile + n * rows, prefetch);
         if (N > 4)
-            for (; n + 4 <= count; n += 4, soon.passed(steps))
-                sum<V, C, 4>(part, from + n * width, width, length, start > 0, tile + n * rows, soon);
-        for (; n < count; n++, soon.passed(steps))
-            sum<V, C, 1>(part, from + n * width, width, length, start > 0, tile + n * rows, soon);
+            for (; n + 4 <= count; n += 4, prefetch.advance(steps))
+                sum<V, C, 4>(part, from + n * width, width, length, start > 0, tile + n * rows, prefetch);
+        for (; n < count; n++, prefetch.advance(steps))
+            sum<V, C, 1>(part, from + n * width, width, length, start > 0, tile + n * rows, prefetch);
     }
 }
 
-// tile[n * rows + row] for `count` outputs n, rows of `weights` (count, width), and the rows of a block.
-void multiply(const Columns::Block &block, const float *weights, long count, long width, float *tile, Soon &soon) {
-    const auto with = [&](auto panel) { panel(block.data, weights, count, width, tile, soon); };
+// tile[n * rows + row] = the rows of a block times the `count` rows n of `weights` (count, width).
+void multiply(const Columns::Block &block, const float *weights, long count, long width, float *tile,
+              Prefetch &prefetch) {
+    const auto with = [&](auto panel) { panel(block.data, weights, count, width, tile, prefetch); };
     if (block.rows == 4 * LANES) return with(sum_panel<Vec, 4>);
     if (block.rows == 3 * LANES && LANES > GRAIN) return with(sum_panel<Vec, 3>);
     if (block.rows == 2 * LANES && block.rows > 3 * GRAIN) return with(sum_panel<Vec, 2>);
@@ -210,7 +209,8 @@ void multiply(const Columns::Block &block, const float *weights, long count, lon
 
 // ------------------------------------------------------------------------------------------------ panels of a step
 
-// A product of a step, or two of the same input that go together: weights (outputs, width), in panels of `size` outputs.
+// A product of a step with weights (outputs, width), in panels of `size` outputs. `twin` is the weight of a second
+// product of the same input that is computed with it, or null.
 struct Product {
     const float *weight, *twin;
     long outputs, width, size, first;  // `first`: the number of its first panel in the step
@@ -218,21 +218,21 @@ struct Product {
     long num_panels() const { return (outputs + size - 1) / size; }
 };
 
-// Outputs that a thread computes at a time: their weights fit into its cache beside the next ones, and there is work for
-// all threads.
+// Outputs that a thread computes at a time. Their weights fit into its cache beside those of the next panel, and all
+// threads have work.
 long panel_size(long outputs, long width, int threads) {
     const long share = outputs / (4 * threads) + 1, size = std::min({PANEL_FLOATS / width + 1, share, MAX_PANEL});
     return (size + 23) / 24 * 24;
 }
 
-// The products of a step in order. A thread takes its next panel, be it of the next product, before it computes the one
-// that it has: so it knows whose weights memory has to bring meanwhile.
-struct Plan {
+// The products of a step in order. A thread takes its next panel, possibly of the next product, before it computes the
+// current one, so that it can prefetch the next panel's weights meanwhile.
+struct WorkPlan {
     Product *products;
     long count = 0, num_panels = 0;
     std::atomic<long> taken{0};
 
-    explicit Plan(Product *memory) : products(memory) {}
+    explicit WorkPlan(Product *memory) : products(memory) {}
 
     void add(const float *weight, const float *twin, long outputs, long width, int threads) {
         products[count] = {weight, twin, outputs, width, panel_size(outputs, width, threads), num_panels};
@@ -240,16 +240,16 @@ struct Plan {
     }
 };
 
-// Where a thread is in a plan.
-class Turn {
-    Plan &plan;
+// A thread's progress in a plan.
+class Worker {
+    WorkPlan &plan;
     long next_panel, next_product = 0, product = 0;
 
 public:
-    explicit Turn(Plan &plan) : plan(plan), next_panel(plan.taken++) {}
+    explicit Worker(WorkPlan &plan) : plan(plan), next_panel(plan.taken++) {}
 
-    // All threads: `body(start, count, soon)` for some of the outputs of the plan's next product each. Threads do not
-    // wait for each other at the end.
+    // Called by all threads: each calls `body(start, count, prefetch)` for some outputs of the plan's next product.
+    // There is no barrier at the end.
     template <class Body>
     void go(const Columns &input, Body body) {
         const Product &now = plan.products[product++];
@@ -257,32 +257,33 @@ public:
         while (next_panel < end) {
             const long start = (next_panel - now.first) * now.size, count = std::min(now.size, now.outputs - start);
             next_panel = plan.taken++;
-            Soon soon = next();
-            soon.spread(input.inner_steps(count) * (now.twin ? 2 : 1));
-            body(start, count, soon);
+            Prefetch prefetch = next();
+            prefetch.spread(input.inner_steps(count) * (now.twin ? 2 : 1));
+            body(start, count, prefetch);
         }
     }
 
 private:
     // The weights of the next panel.
-    Soon next() {
+    Prefetch next() {
         if (next_panel >= plan.num_panels) return {};
-        while (next_panel >= plan.products[next_product].first + plan.products[next_product].num_panels()) next_product++;
+        const auto end = [](const Product &product) { return product.first + product.num_panels(); };
+        while (next_panel >= end(plan.products[next_product])) next_product++;
         const Product &then = plan.products[next_product];
         const long start = (next_panel - then.first) * then.size, count = std::min(then.size, then.outputs - start);
-        Soon soon;
-        soon.add(then.weight + start * then.width, count * then.width);
-        if (then.twin) soon.add(then.twin + start * then.width, count * then.width);
-        return soon;
+        Prefetch prefetch;
+        prefetch.add(then.weight + start * then.width, count * then.width);
+        if (then.twin) prefetch.add(then.twin + start * then.width, count * then.width);
+        return prefetch;
     }
 };
 
-// All threads: input times the weight of the plan's next product; `use(outputs)` for a block of rows at a time.
+// Called by all threads: input times the weight of the plan's next product. Calls `use(outputs)` per block of rows.
 template <class Use>
-void product(Turn &turn, const Columns &input, const float *weight, float *tile, Use use) {
-    turn.go(input, [&](long start, long count, Soon &soon) {
+void product(Worker &worker, const Columns &input, const float *weight, float *tile, Use use) {
+    worker.go(input, [&](long start, long count, Prefetch &prefetch) {
         input.each_block([&](const Columns::Block &block) {
-            multiply(block, weight + start * input.width, count, input.width, tile, soon);
+            multiply(block, weight + start * input.width, count, input.width, tile, prefetch);
             use(Outputs{block, start, count, tile});
         });
     });

@@ -1,43 +1,43 @@
-// Scores of tokens and their gradients, from a tile of the head's output: some tokens by some of the vocabulary, with the
-// sums that choosing a token makes.
+// Scores of tokens and their gradients, from a tile of the head's output: some tokens by a slice of the vocabulary. The
+// sums are those of sampling (`choose.cpp`).
 
 #include "softmax.h"
 
 extern "C" {
 
-// All of `rows` tokens but what is said otherwise; `modeling/scoring/head_tiles.py` mirrors it.
+// A tile and its inputs, (rows) unless noted otherwise; `head.py` mirrors it.
 struct Tile {
-    float *logits;  // (rows, count), to be overwritten
+    float *logits;  // (rows, count), overwritten
     int64_t rows, count;
-    int64_t first;  // token of the vocabulary that the first column stands for
-    float factor;   // of logits in bits
+    int64_t first;  // token id of the first column
+    float factor;   // logits times this are in bits
     const int64_t *tokens;
-    double *sums;   // (rows, 3): peaks, totals and moments so far; null: nothing is summed
-    float *chosen;  // of the tokens within the tile, their logits in bits; null with `sums`
-    // What the tile becomes: nothing if `normaliser` is null, and otherwise of each probability p = 2^(bits - normaliser)
-    //   p * (of_chances + of_bits * (bits - normaliser)), and of_token more for a row's own token
-    const float *normaliser, *of_chances;
-    const float *of_token;  // null: a row's own token becomes 0
-    const float *of_bits;   // null: none
+    double *sums;   // (rows, 3): running peaks, totals and moments; null to skip them
+    float *chosen;  // logits in bits of the tokens within the tile; null with `sums`
+    // Gradient that overwrites the tile, unless `normaliser` is null. With p = 2^(bits - normaliser) a logit becomes
+    //   p * (prob_factor + bits_factor * (bits - normaliser)), plus token_grad for the row's own token
+    const float *normaliser, *prob_factor;
+    const float *token_grad;  // null: a row's own token becomes 0
+    const float *bits_factor;   // null: none
 };
 }
 
 namespace {
 
-constexpr long SMALL = 1 << 15;  // logits that are done before other threads would have begun
+constexpr long SMALL = 1 << 15;  // logits that take less time than starting other threads
 
-// The gradient of a block of a row's weights, in their place; `bits` are the logits that they were made of.
-void pull_block(float *weights, const float *bits, long count, float peak, const Tile &tile, int64_t row) {
+// Turns a block of a row's weights into the gradient in place; `bits` are their logits.
+void gradient_block(float *weights, const float *bits, long count, float peak, const Tile &tile, int64_t row) {
     const float normaliser = tile.normaliser[row], scale = std::exp2(peak - normaliser);
-    const float of_chances = tile.of_chances[row] * scale;
-    if (!tile.of_bits) {
-        for (long i = 0; i < count; i++) weights[i] *= of_chances;
+    const float prob_factor = tile.prob_factor[row] * scale;
+    if (!tile.bits_factor) {
+        for (long i = 0; i < count; i++) weights[i] *= prob_factor;
         return;
     }
-    const float of_bits = tile.of_bits[row] * scale;
+    const float bits_factor = tile.bits_factor[row] * scale;
     for (long i = 0; i < count; i++) {
-        const float less = std::max(bits[i] - normaliser, -1e4f);  // of a token that cannot come
-        weights[i] *= of_chances + of_bits * less;
+        const float less = std::max(bits[i] - normaliser, -1e4f);  // a logit of minus infinity
+        weights[i] *= prob_factor + bits_factor * less;
     }
 }
 
@@ -61,20 +61,20 @@ void groupgrad_tile(const Tile *call, int threads) {
         for (long start = 0; start < tile.count; start += BLOCK) {
             const long count = std::min<long>(BLOCK, tile.count - start);
             float *some = logits + start, bits[BLOCK];
-            if (tile.normaliser && tile.of_bits)
+            if (tile.normaliser && tile.bits_factor)
                 for (long i = 0; i < count; i++) bits[i] = some[i] * tile.factor;
             const Weights weights = weigh(some, count, tile.factor, tile.normaliser ? some : nullptr);
             if (tile.sums) sums.add(weights);
-            if (tile.normaliser) pull_block(some, bits, count, weights.peak, tile, row);
+            if (tile.normaliser) gradient_block(some, bits, count, weights.peak, tile, row);
         }
-        if (tile.normaliser && is_inside) logits[own] = tile.of_token ? logits[own] + tile.of_token[row] : 0.0f;
+        if (tile.normaliser && is_inside) logits[own] = tile.token_grad ? logits[own] + tile.token_grad[row] : 0.0f;
         if (!tile.sums) continue;
         double *to = tile.sums + 3 * row;
         to[0] = sums.peak, to[1] = sums.total, to[2] = sums.moment;
     }
 }
 
-// Of `rows` tokens with these sums and these logits in bits: log-probs, entropies, and normalisers in bits.
+// Log-probs, entropies, and normalisers in bits of `rows` tokens, from their sums and their logits in bits.
 void groupgrad_finish(const double *sums, const float *chosen, int64_t rows, float *logprobs, float *entropies,
                       float *normalisers) {
     for (int64_t row = 0; row < rows; row++) {

@@ -1,5 +1,5 @@
-// The parts of a layer that decode steps and passes over many tokens have in common. Each gives a token the same numbers
-// to the last bit, whatever tokens are computed beside it.
+// The parts of a layer that decode steps and passes over many tokens share. A token's numbers are bit-exact whatever
+// tokens are computed beside it.
 
 #pragma once
 
@@ -17,10 +17,10 @@ struct Linear {
 
 namespace {
 
-constexpr long SMALL = 1 << 21;       // multiplications that are done before other threads would have begun
-constexpr long SMALL_PART = 1 << 15;  // numbers of which the same is true
+constexpr long SMALL = 1 << 21;       // multiplications that take less time than starting other threads
+constexpr long SMALL_PART = 1 << 15;  // numbers that take less time than starting other threads
 
-// All threads: the rows at which pointers `from(row)` point, side by side.
+// Called by all threads: stores the rows that `from(row)` points to as columns.
 template <class From>
 void put_side_by_side(const Columns &output, From from) {
     constexpr long PART = 128;
@@ -34,17 +34,17 @@ void put_side_by_side(const Columns &output, From from) {
     }
 }
 
-// All threads: output (rows, stride) = input times the layer's weight, plus its bias.
-void linear(Turn &turn, const Columns &input, const Linear &layer, float *tile, float *output, long stride) {
-    product(turn, input, layer.weight, tile, [&](const Outputs &outputs) {
+// Called by all threads: output (rows, stride) = input times the layer's weight, plus its bias.
+void linear(Worker &worker, const Columns &input, const Linear &layer, float *tile, float *output, long stride) {
+    product(worker, input, layer.weight, tile, [&](const Outputs &outputs) {
         put_rows(outputs, input.rows, layer.bias, output, stride);
     });
 }
 
 // ------------------------------------------------------------------------------------------------ norms
 
-// In float64: an error of the factor is one of all numbers together, which no sum that follows averages out. The squares
-// of every eighth number are summed, then the eight sums by halves.
+// Norms are computed in float64: an error of the factor scales all numbers alike, so later sums do not average it out.
+// The squares of every eighth number are summed, then the eight sums by halves.
 constexpr long NORM_SUMS = 8;
 
 typedef double Doubles __attribute__((vector_size(8 * NORM_SUMS)));
@@ -52,7 +52,7 @@ typedef float Floats __attribute__((vector_size(4 * NORM_SUMS)));
 
 inline Doubles doubles(const float *from) { return __builtin_convertvector(load_as<Floats>(from), Doubles); }
 
-// The factor of a vector of so many numbers, whose squares have these sums.
+// The factor of a vector of `width` numbers, from the eight sums of its squares.
 inline double norm_factor(const double *squares, long width, float epsilon) {
     double sums[NORM_SUMS];
     std::memcpy(sums, squares, sizeof(sums));
@@ -65,7 +65,7 @@ inline float normalised(float value, double factor, float weight) {
     return static_cast<float>(weight * (value * factor));
 }
 
-// The normalised numbers of a vector; its factor.
+// Normalises a vector, and returns its factor.
 double normalise(const float *input, const float *weight, long width, float epsilon, float *output) {
     Doubles sums = {};
     const long whole = width / NORM_SUMS * NORM_SUMS;

@@ -1,4 +1,4 @@
-// Scratch memory of a call.
+// Scratch memory of one call.
 
 #pragma once
 
@@ -10,17 +10,17 @@
 
 namespace {
 
-// Uninitialised parts of one piece, each of which begins where a cache line does: a vector over two lines is read twice.
+// One uninitialised allocation in parts aligned to cache lines, because a vector across two lines is read twice.
 class Memory {
     static constexpr long LINE_FLOATS = LINE / 4;
     std::unique_ptr<float[]> all;
     float *next = nullptr;
 
 public:
-    // How much a part of so many takes.
+    // Floats that a part takes, alignment included.
     static long whole(long floats) { return (floats + LINE_FLOATS - 1) / LINE_FLOATS * LINE_FLOATS; }
 
-    // For parts that take so much together.
+    // Memory for parts that take `floats` together.
     explicit Memory(long floats) : all(new (std::nothrow) float[floats + LINE_FLOATS]) {
         if (all) next = all.get() + (-reinterpret_cast<uintptr_t>(all.get()) / 4) % LINE_FLOATS;
     }

@@ -1,34 +1,38 @@
-// Memory that is asked for while something else is multiplied.
+// Prefetching of memory while other data is multiplied.
 
 #pragma once
 
-constexpr long LINE = 64;  // bytes that memory brings at a time
+constexpr long LINE = 64;  // bytes of a cache line
 
 namespace {
 
-// Cache lines at up to two places, `each` of them in an inner step, so that they come all the time and not in bursts.
-struct Soon {
-    const char *at = nullptr, *then = nullptr;
-    long lines = 0, more = 0;
+// Cache lines at up to two places. Each inner step of a product prefetches `each` of them, so that memory is read
+// evenly and not in bursts.
+struct Prefetch {
+    const char *at = nullptr, *second = nullptr;
+    long lines = 0, second_lines = 0;
     int each = 0;
 
     void add(const float *from, long floats) {
         const char *place = reinterpret_cast<const char *>(from);
         const long count = (floats * 4 + LINE - 1) / LINE;
         if (lines)
-            then = place, more = count;
+            second = place, second_lines = count;
         else
             at = place, lines = count;
     }
 
-    // Over so many inner steps.
-    void spread(long steps) { each = steps ? static_cast<int>((lines + more + steps - 1) / steps) : 0; }
+    // Distribute the lines over so many inner steps.
+    void spread(long steps) {
+        each = steps ? static_cast<int>((lines + second_lines + steps - 1) / steps) : 0;
+    }
 
-    void passed(long steps) {
+    // So many inner steps are done.
+    void advance(long steps) {
         if (!each) return;
         at += steps * each * LINE, lines -= steps * each;
         if (lines > 0) return;
-        at = then, lines = more, more = 0;
+        at = second, lines = second_lines, second_lines = 0;
         if (lines <= 0) each = 0;
     }
 };

@@ -1,8 +1,8 @@
 // Sums over the tokens of a vocabulary, from logits in bits (logits times log2 e over the temperature).
 //
-// The weights of BLOCK neighbouring tokens are summed in float32, each 2 to the power of its logit less the block's peak,
-// a whole number; blocks are summed one after the other in float64. So the sums do not depend on how many blocks are
-// there at a time, and a float32 sum over the vocabulary, wrong in the sixth digit, is never made.
+// The weights of BLOCK neighbouring tokens are summed in float32. A weight is 2 to the power of its logit less the
+// block's peak, a whole number. Blocks are summed one after the other in float64, so the sums do not depend on how many
+// blocks a call has. A float32 sum over the vocabulary would be wrong in the sixth digit.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr long BLOCK = 128;
 constexpr double NATS = 0.6931471805599453;  // in a bit
-constexpr float LOWEST = -1e30f;             // of peaks: differences of them are numbers, however low logits are
+constexpr float LOWEST = -1e30f;             // lowest peak; finite, so that differences of peaks are never NaN
 
 // 2 to the power of x within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
 inline Vec exponential2(Vec x) {
@@ -37,12 +37,12 @@ inline Vec exponential2(Vec x) {
     return x < lowest ? Vec{} : sum * reinterpret_cast<Vec>(bits);
 }
 
-// Weights of some tokens: 2^(bits - peak), and sums of them.
+// Sums of the weights 2^(bits - peak) of some tokens.
 struct Weights {
-    float peak, total, moment;  // `moment`: of weights times bits less peak
+    float peak, total, moment;  // `moment`: sum of weight * (bits - peak)
 };
 
-// The weights of up to BLOCK tokens, stored unless `to` is null; their logits in bits are logits times `factor`.
+// Computes the weights of up to BLOCK tokens and stores them unless `to` is null. Logits times `factor` are in bits.
 inline Weights weigh(const float *logits, long count, float factor, float *to) {
     Vec bits[BLOCK / LANES], most = splat(LOWEST);
     const long whole = count / LANES, rest = count % LANES;
@@ -58,7 +58,7 @@ inline Weights weigh(const float *logits, long count, float factor, float *to) {
     Vec sums = {}, products = {};
     const auto add = [&](Vec less, Vec some) {
         sums += some;
-        // Nothing of a token that cannot come: its logit may be minus infinity.
+        // A weight of 0 adds nothing; its logit may be minus infinity.
         products += some == 0.0f ? some : some * less;
     };
     for (long i = 0; i < whole; i++) {
@@ -78,7 +78,7 @@ inline Weights weigh(const float *logits, long count, float factor, float *to) {
     return {peak, total(sums), total(products)};
 }
 
-// The same of many blocks, to which one after the other is added.
+// Running sums over blocks, added one after the other.
 struct Sums {
     double peak = LOWEST, total = 0.0, moment = 0.0;
 
@@ -94,7 +94,7 @@ struct Sums {
         moment += shrink * (block.moment + lower * block.total);
     }
 
-    // Nats, as are entropies.
+    // Log-probs and entropies are in nats.
     float logprob(float bits) const { return static_cast<float>((bits - peak - std::log2(total)) * NATS); }
     float entropy() const { return static_cast<float>((std::log2(total) - moment / total) * NATS); }
     double normaliser() const { return peak + std::log2(total); }

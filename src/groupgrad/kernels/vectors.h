@@ -1,11 +1,11 @@
-// Vectors of floats, as wide as the registers of the machine that this is compiled for.
+// Vectors of floats, as wide as the registers of the target machine.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-// What the vector registers hold, and how many there are.
+// Floats per vector register, and number of registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX__)
@@ -15,7 +15,7 @@ constexpr int LANES = 4, REGISTERS = 32;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
-constexpr int MAX_SUMS = REGISTERS == 32 ? 24 : 12;  // sums in registers; the others hold what is multiplied
+constexpr int MAX_SUMS = REGISTERS == 32 ? 24 : 12;  // registers for sums; the others hold the factors
 constexpr int GRAIN = LANES == 4 ? 4 : 8;            // rows of a small vector
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
@@ -26,7 +26,7 @@ typedef float Half __attribute__((vector_size(2 * LANES)));
 typedef float Grain __attribute__((vector_size(4 * GRAIN)));
 typedef int32_t GrainWhole __attribute__((vector_size(4 * GRAIN)));
 
-// The numbers of two vectors at some places, the second one's counted on from the first's.
+// A shuffle of two vectors; the second one's places follow the first's.
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -39,7 +39,7 @@ typedef int32_t GrainWhole __attribute__((vector_size(4 * GRAIN)));
 #define PICK_GRAIN(a, b, ...) __builtin_shuffle(a, b, GrainWhole{__VA_ARGS__})
 #endif
 
-// Compilers read a number from memory again for each multiplication, where one read would do; loads are as scarce.
+// Keeps a value in a register. Compilers would load it again for each multiplication, and loads are as scarce.
 #if defined(__AVX512F__)
 #define KEEP(value) asm("" : "+v"(value))
 #elif defined(__x86_64__)
@@ -48,7 +48,7 @@ typedef int32_t GrainWhole __attribute__((vector_size(4 * GRAIN)));
 #define KEEP(value)
 #endif
 
-// A product is rounded before it is added to something.
+// Rounds a product before it is added to something, so that the compiler does not fuse them.
 #if defined(__aarch64__)
 #define ROUND(value) asm("" : "+w"(value))
 #else
@@ -71,7 +71,7 @@ inline void store_as(float *to, V value) {
     std::memcpy(to, &value, sizeof(value));
 }
 
-// The first `count` numbers, then zeros: what lies behind them may not be ours, or not be finite.
+// The first `count` numbers, then zeros. Memory behind them may be invalid or hold NaN.
 inline Vec load_part(const float *from, long count) {
     Vec value = {};
     std::memcpy(&value, from, count * sizeof(float));
@@ -89,7 +89,7 @@ inline void store_some(float *to, Vec value, long count) {
 
 inline long padded(long width) { return (width + LANES - 1) / LANES * LANES; }
 
-// a * b + c, rounded once where the machine can.
+// a * b + c, rounded once where the machine supports it.
 inline float fused(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
@@ -100,7 +100,7 @@ inline float fused(float a, float b, float c) {
 
 inline Vec splat(float value) { return value - Vec{}; }
 
-// all[i][j] and all[j][i] change places. Each round interleaves the first half of all numbers with the second one.
+// Swaps all[i][j] and all[j][i]. Each round interleaves the first half of all numbers with the second half.
 inline void transpose(Grain *all) {
     for (int round = 1; round < GRAIN; round *= 2) {
         Grain next[GRAIN];
@@ -119,7 +119,7 @@ inline void transpose(Grain *all) {
     }
 }
 
-// The sum of a vector's numbers, by halves.
+// The sum of a vector's lanes, by halves.
 inline float total(Vec value) {
     float numbers[LANES];
     std::memcpy(numbers, &value, sizeof(value));
@@ -128,7 +128,7 @@ inline float total(Vec value) {
     return numbers[0];
 }
 
-// Within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
+// e to the power of x within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
 inline Vec exponential(Vec x) {
     const Vec lowest = splat(-87.3f), highest = splat(88.0f);
     Vec y = x < lowest ? lowest : x;
@@ -148,8 +148,8 @@ inline Vec exponential(Vec x) {
     return x < lowest ? Vec{} : sum * reinterpret_cast<Vec>(bits);
 }
 
-// Two vectors in one: sums of their own numbers, each in the places that its vector has in the result. `fold2` leaves two
-// numbers of each vector in every four, `fold1` one; the others fold four by four.
+// Adds halves of two vectors and packs the sums into one vector, each in the places of its source. `fold2` leaves two
+// numbers of each source in every four, `fold1` one; the others fold four by four.
 #if defined(__AVX512F__)
 inline Vec fold8(Vec a, Vec b) {
     return PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
@@ -167,11 +167,11 @@ inline Vec fold1(Vec a, Vec b) {
     return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
-// Four numbers of each of the vectors v, 4 + v, 8 + v and 12 + v.
+// Four partial sums of each of the vectors v, 4 + v, 8 + v and 12 + v.
 inline Vec quarters(const Vec *all, int v) {
     return fold4(fold8(all[v], all[4 + v]), fold8(all[8 + v], all[12 + v]));
 }
-// The sums of eight vectors.
+// The lane sums of eight vectors.
 inline Half half_totals(const Vec *all) {
     const Vec even = fold4(fold8(all[0], all[2]), fold8(all[4], all[6]));
     const Vec odd = fold4(fold8(all[1], all[3]), fold8(all[5], all[7]));
@@ -198,7 +198,7 @@ inline Vec fold1(Vec a, Vec b) { return PICK(a, b, 0, 1, 4, 5) + PICK(a, b, 2, 3
 inline Vec quarters(const Vec *all, int v) { return all[v]; }
 #endif
 
-// The sums of LANES vectors.
+// The lane sums of LANES vectors.
 inline Vec totals(const Vec *all) {
     return fold1(fold2(quarters(all, 0), quarters(all, 1)), fold2(quarters(all, 2), quarters(all, 3)));
 }

@@ -1,8 +1,8 @@
 """Replaces known modules of a model by faster or more exact computations during a pass.
 
 On a CPU, linear layers, RMS norms and gated layers run in the compiled kernels (see `kernels`), which give a token the
-same numbers when it is sampled and when it is trained. Norms are computed in float64: their factor scales all numbers of
-a vector together, so its rounding does not average out in the products that follow. The backward passes read memory
+same numbers when it is sampled and when it is trained. Norms are computed in float64: their factor scales all numbers
+of a vector together, so its rounding does not average out in the products that follow. The backward passes read memory
 fewer times than those that autograd composes.
 
 On a GPU, norms run in PyTorch's fused kernel: one launch, rounded once. transformers' modules take a launch for each

@@ -1,9 +1,8 @@
-"""Log-probabilities and entropies straight from hidden states; nothing of size (tokens, V) ever exists.
+"""Log-probs and entropies straight from hidden states; no tensor of size (tokens, V) ever exists.
 
-The work is done in tiles over tokens and vocabulary (`modeling/scoring/head_tiles.py`); the backward pass computes the
-logits that it needs again. Counted in products of size L x V x H, a step costs four: logits; logits again, the
-gradient of the states, the gradient of the weight. Two cases need fewer: a frozen head (two), and gradients that are
-foreseen (three).
+The work is done in tiles over tokens and vocabulary (`head_tiles.py`); the backward pass computes the logits that it
+needs again. Counted in products of size L x V x H, a step costs four: logits; logits again, the gradient of the states,
+the gradient of the weight. A frozen head needs two of them, and a precomputed log-prob gradient saves one.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from groupgrad.modeling.scoring.head_tiles import (
     Gradients,
     HeadGradRequest,
     HeadTask,
-    HeadWeight,
-    Joined,
+    HeadWeights,
     LogitTransform,
     Scores,
-    Sums,
     Tiles,
-    chosen_logits,
     gradient_pass,
     score_pass,
+    scored_gradient_pass,
+    token_logits,
 )
 
-# A token whose foreseen gradient is this close to the true one, relatively, is left as it is.
 _CLOSE = 5e-6
+"""Relative difference up to which a token's precomputed gradient replaces its true one."""
 
 
 @dataclass(slots=True, frozen=True)
 class PrecomputedGradient:
-    """What is known of a step before its forward pass, where the weights are those that sampled."""
+    """Log-probs and their gradient, computed before the forward pass with the weights that sampled."""
 
     logprobs: torch.Tensor
     """(L,) the sampler's log-probs (nats, same temperature); NaN where unknown."""
@@ -47,10 +45,10 @@ class PrecomputedGradient:
 
 @dataclass(slots=True, frozen=True)
 class LowRank:
-    """What an adapter on the head adds to its output: states @ weight.T."""
+    """An adapter on the head, which adds states @ weight.T to its output."""
 
     states: torch.Tensor
-    """(L, r), made of the hidden states."""
+    """(L, r), computed from the hidden states."""
     weight: torch.Tensor
     """(V, r)."""
 
@@ -67,22 +65,22 @@ def tiled_scores(
     tiles: Tiles | None = None,
     low_rank: LowRank | None = None,
 ) -> TokenScores:
-    """Log-prob and entropy (L,) of `tokens` (L,) under softmax(recipe(hidden @ weight.T + bias) / temperature).
+    """Log-prob and entropy (L,) of `tokens` (L,) under softmax(transform(hidden @ weight.T + bias) / temperature).
 
-    With `low_rank` its product is added to the head's, and gradients flow into its parts too.
+    `low_rank` adds its product to the head's, and gradients flow into its parts too.
 
     hidden (L, H), weight (V, H), bias (V,) or None. Results are float32 (float64 for a float64 head), on the weight's
     device; NaN log-probs for ids outside the vocabulary. Gradients flow from the log-probs, and with
-    `entropy_gradient` from the entropies, into whichever of hidden, weight and bias require them, once (no double
+    `entropy_gradient` from the entropies, into those of hidden, weight and bias that require them, once (no double
     backward); tokens without an incoming gradient cost nothing there. With a frozen head (an adapter elsewhere) and no
     gradient from the entropies, the forward pass keeps d log-prob / d hidden (L, H) and nothing is computed again.
     """
-    job = _job(hidden, weight, tokens, transform, temperature, tiles)
+    task = _task(hidden, weight, tokens, transform, temperature, tiles)
     if torch.is_grad_enabled():
         head_trains = _trains(weight, low_rank) or (bias is not None and bias.requires_grad)
         keep = hidden.requires_grad and not head_trains and not entropy_gradient
-        job = replace(job, entropy_gradient=entropy_gradient, keep_direction=keep)
-    return _apply(hidden, weight, bias, tokens, job, None, low_rank)
+        task = replace(task, entropy_gradient=entropy_gradient, keep_direction=keep)
+    return _apply(hidden, weight, bias, tokens, task, None, low_rank)
 
 
 def scores_with_gradient(
@@ -97,27 +95,26 @@ def scores_with_gradient(
     tiles: Tiles | None = None,
     low_rank: LowRank | None = None,
 ) -> TokenScores:
-    """`tiled_scores` whose forward pass finds the gradients of hidden, weight and bias too: a quarter less work.
+    """`tiled_scores` whose forward pass computes the gradients of hidden, weight and bias too: a quarter less work.
 
-    The scores are those of the present weights, whatever was foreseen. So are the gradients, to a few millionths:
-    tokens where the foreseen log-prob or gradient turns out to differ by more are put right in the backward pass, at
-    the cost of computing these tokens again. Entropies carry no gradient. Without gradients, for half-precision
-    products or for a frozen head it is `tiled_scores` itself.
+    The scores are those of the present weights, whatever was precomputed. So are the gradients, to a few millionths:
+    tokens whose precomputed log-prob or gradient differs by more are computed again in the backward pass. Entropies
+    carry no gradient. Without gradients, for half-precision products and for a frozen head this is `tiled_scores`.
     """
-    job = _job(hidden, weight, tokens, transform, temperature, tiles)
-    is_exact = job.dtype == job.exact and (low_rank is None or low_rank.weight.dtype == job.exact)
+    task = _task(hidden, weight, tokens, transform, temperature, tiles)
+    is_exact = task.dtype == task.exact and (low_rank is None or low_rank.weight.dtype == task.exact)
     if not (torch.is_grad_enabled() and _trains(weight, low_rank) and is_exact):
         return tiled_scores(
             hidden, weight, bias, tokens, transform=transform, temperature=temperature, tiles=tiles, low_rank=low_rank
         )
-    return _apply(hidden, weight, bias, tokens, job, precomputed, low_rank)
+    return _apply(hidden, weight, bias, tokens, task, precomputed, low_rank)
 
 
 def _trains(weight: torch.Tensor, low_rank: LowRank | None) -> bool:
     return weight.requires_grad or (low_rank is not None and low_rank.weight.requires_grad)
 
 
-def _job(
+def _task(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     tokens: torch.Tensor,
@@ -130,9 +127,8 @@ def _job(
             f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)} and tokens {tuple(tokens.shape)}; they "
             "must be (L, H), (V, H) and (L,)"
         )
-    device = weight.device
-    dtype = weight.dtype
-    # As nn.Linear would multiply here.
+    device, dtype = weight.device, weight.dtype
+    # The same type as nn.Linear under autocast.
     if not transform.own_dtype and dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     return HeadTask(transform, temperature, tiles or Tiles.of(device), dtype)
@@ -143,236 +139,217 @@ def _apply(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     tokens: torch.Tensor,
-    job: HeadTask,
+    task: HeadTask,
     precomputed: PrecomputedGradient | None,
     low_rank: LowRank | None,
 ) -> TokenScores:
-    device, second = weight.device, None
+    device, adapter = weight.device, None
     hidden = hidden.to(device)
     if low_rank is not None:
-        # One product over the columns of both; the first ones are left out of the gradient where they are frozen.
-        hidden, second = torch.cat([hidden, low_rank.states.to(device)], dim=1), low_rank.weight.to(device)
-        job = replace(job, frozen_columns=0 if weight.requires_grad else weight.shape[1])
+        # One product over the columns of both. The head's own columns get no gradient where they are frozen.
+        hidden, adapter = torch.cat([hidden, low_rank.states.to(device)], dim=1), low_rank.weight.to(device)
+        task = replace(task, frozen_columns=0 if weight.requires_grad else weight.shape[1])
     if precomputed is not None:
-        parts = (precomputed.logprobs, precomputed.gradient)
-        precomputed = PrecomputedGradient(*(x.detach().to(device=device, dtype=job.exact) for x in parts))
-    found: Any = _TiledScores.apply(hidden, weight, second, bias, tokens.to(device), job, precomputed)
-    return TokenScores(logprobs=found[0], entropy=found[1])
+        fields = (precomputed.logprobs, precomputed.gradient)
+        precomputed = PrecomputedGradient(*(x.detach().to(device=device, dtype=task.exact) for x in fields))
+    scores: Any = _TiledScores.apply(hidden, weight, adapter, bias, tokens.to(device), task, precomputed)
+    return TokenScores(logprobs=scores[0], entropy=scores[1])
 
 
 class _TiledScores(torch.autograd.Function):
-    """The scores of checked arguments."""
-
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        second: torch.Tensor | None,
+        adapter: torch.Tensor | None,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
-        job: HeadTask,
+        task: HeadTask,
         precomputed: PrecomputedGradient | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.job, ctx.hidden_dtype, ctx.ahead = job, hidden.dtype, None
-        states, joined = hidden.to(job.dtype), _joined(weight, second)
+        ctx.task, ctx.hidden_dtype, ctx.early = task, hidden.dtype, None
+        states, head = hidden.to(task.dtype), HeadWeights(weight, adapter, bias)
         with torch.autocast(weight.device.type, enabled=False):
             if precomputed is not None:
-                ctx.ahead = _look_ahead(states, joined, bias, tokens, precomputed, job, _needed(ctx))
-            scores = score_pass(states, joined, bias, tokens, job) if ctx.ahead is None else ctx.ahead.scores
-        if job.keep_direction:
+                ctx.early = _early_gradients(states, head, tokens, precomputed, task, _needed(ctx))
+            scores = score_pass(states, head, tokens, task) if ctx.early is None else ctx.early.scores
+        if task.keep_direction:
             ctx.save_for_backward(scores.direction)
         else:
-            ctx.save_for_backward(hidden, weight, second, bias, tokens, scores.normaliser, scores.entropy)
-        if not job.entropy_gradient:
+            ctx.save_for_backward(hidden, weight, adapter, bias, tokens, scores.normaliser, scores.entropy)
+        if not task.entropy_gradient:
             ctx.mark_non_differentiable(scores.entropy)
         return scores.logprobs, scores.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        job: HeadTask = ctx.job
-        to_logprobs, to_entropy = incoming
-        if job.keep_direction:
+        task: HeadTask = ctx.task
+        logprob_grad, entropy_grad = incoming
+        if task.keep_direction:
             (direction,) = ctx.saved_tensors
-            return (direction * (to_logprobs * job.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 6
-        hidden, weight, second, bias, tokens, normaliser, entropy = ctx.saved_tensors
-        pull = HeadGradRequest(
-            tokens, normaliser, to_logprobs, to_logprobs, entropy, to_entropy if job.entropy_gradient else None
+            return (direction * (logprob_grad * task.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 6
+        hidden, weight, adapter, bias, tokens, normaliser, entropy = ctx.saved_tensors
+        request = HeadGradRequest(
+            tokens, normaliser, logprob_grad, logprob_grad, entropy, entropy_grad if task.entropy_gradient else None
         )
-        # What was found ahead is handed on and gone: another backward pass through this node starts anew.
-        ahead, ctx.ahead = ctx.ahead, None
+        # Early gradients are used once: a second backward pass through this node computes its own.
+        early, ctx.early = ctx.early, None
+        head = HeadWeights(weight, adapter, bias)
         with torch.autocast(weight.device.type, enabled=False):
-            found = _gradients(hidden, _joined(weight, second), bias, pull, job, ahead, _needed(ctx))
-        first = last = found.weight
-        if found.weight is not None and second is not None:
-            width = weight.shape[1] - job.frozen_columns
-            first, last = (found.weight[:, :width] if width else None), found.weight[:, width:]
-        grads = zip((found.hidden, first, last, found.bias), (hidden, weight, second, bias))
-        return *(None if g is None or x is None else g.to(x.dtype) for g, x in grads), None, None, None
+            grads = _gradients(hidden, head, request, task, early, _needed(ctx))
+        of_weight = of_adapter = grads.weight
+        if grads.weight is not None and adapter is not None:
+            width = weight.shape[1] - task.frozen_columns
+            of_weight, of_adapter = (grads.weight[:, :width] if width else None), grads.weight[:, width:]
+        pairs = zip((grads.hidden, of_weight, of_adapter, grads.bias), (hidden, weight, adapter, bias))
+        return *(None if g is None or x is None else g.to(x.dtype) for g, x in pairs), None, None, None
 
 
-def _joined(weight: torch.Tensor, second: torch.Tensor | None) -> HeadWeight:
-    return weight if second is None else Joined(weight, second)
-
-
-def _needed(ctx: Any) -> tuple[bool, ...]:
-    """Whether the gradients of hidden states, of the weight with what is beside it, and of the bias are wanted."""
-    hidden, weight, second, bias = ctx.needs_input_grad[:4]
-    return hidden, weight or second, bias
+def _needed(ctx: Any) -> tuple[bool, bool, bool]:
+    """True for each of hidden states, weight (or adapter) and bias that needs a gradient."""
+    hidden, weight, adapter, bias = ctx.needs_input_grad[:4]
+    return hidden, weight or adapter, bias
 
 
 @dataclass(slots=True)
-class _Ahead:
-    """Gradients found in the forward pass."""
+class _EarlyGradients:
+    """Gradients computed in the forward pass, from a precomputed log-prob gradient."""
 
     scores: Scores
     gradients: Gradients
-    """For the foreseen d loss / d log-prob; hidden's is (L, H)."""
+    """For the precomputed d loss / d log-prob; hidden's is (L, H)."""
     gradient: torch.Tensor
-    """(L,) the foreseen d loss / d log-prob, 0 for tokens left out."""
+    """(L,) the precomputed d loss / d log-prob, 0 for tokens left out."""
     excess: torch.Tensor
-    """(L,) what the probabilities in use summed up to; but for the token's own, they are too large by this factor."""
+    """(L,) sum of the probabilities in use. All of them but the token's own are too large by this factor."""
 
 
-def _look_ahead(
+def _early_gradients(
     hidden: torch.Tensor,
-    weight: HeadWeight,
-    bias: torch.Tensor | None,
+    head: HeadWeights,
     tokens: torch.Tensor,
     precomputed: PrecomputedGradient,
-    job: HeadTask,
-    needed: tuple[bool, ...],
-) -> _Ahead | None:
-    """Scores and foreseen gradients in one pass, or None if what was foreseen is of no use."""
-    normaliser = chosen_logits(hidden, weight, bias, tokens, job) - precomputed.logprobs / NATS
-    fit = (precomputed.gradient != 0) & normaliser.isfinite()
-    rows, others = _where(fit), _where(~fit)
+    task: HeadTask,
+    needed: tuple[bool, bool, bool],
+) -> _EarlyGradients | None:
+    """Scores and gradients in one pass, or None if the precomputed log-probs are far off."""
+    normaliser = token_logits(hidden, head, tokens, task) - precomputed.logprobs / NATS
+    is_known = (precomputed.gradient != 0) & normaliser.isfinite()
+    rows, others = _where(is_known), _where(~is_known)
     if not len(rows):
         return None
-    of = precomputed.gradient[rows]
-    found = _empty(len(rows), hidden, weight, bias, job, needed)
-    sums = Sums.zeros(of)
-    gradient_pass(
-        hidden[rows], weight, bias, HeadGradRequest(tokens[rows], normaliser[rows], of, of), job, found, sums=sums
-    )
-    # Far from 1 the sums may be infinite or all zero, and so would be what was added to the gradients.
-    if not bool(((sums.total - 1).abs() < 0.5).all()):
+    gradient = precomputed.gradient[rows]
+    grads = _empty(len(rows), head, task, needed)
+    request = HeadGradRequest(tokens[rows], normaliser[rows], gradient, gradient)
+    scores, excess = scored_gradient_pass(hidden[rows], head, request, task, grads)
+    # Far from 1 the sums, and with them the gradients, may be infinite or zero.
+    if not bool(((excess - 1).abs() < 0.5).all()):
         return None
-    scores = sums.scores(normaliser[rows])
-    _correct_own(found, hidden[rows], weight, tokens[rows], of, sums, scores, job)
+    _add_own_tokens(grads, hidden[rows], head, tokens[rows], gradient, scores, task)
     if not len(others):
-        return _Ahead(scores, found, of, sums.total)
-    rest = score_pass(hidden[others], weight, bias, tokens[others], job)
-    found.hidden = _spread(found.hidden, rows, len(hidden))
-    back = torch.cat([rows, others]).argsort()
-    whole = Scores(
-        torch.cat([scores.logprobs, rest.logprobs])[back],
-        torch.cat([scores.entropy, rest.entropy])[back],
-        torch.cat([scores.normaliser, rest.normaliser])[back],
+        return _EarlyGradients(scores, grads, gradient, excess)
+    rest = score_pass(hidden[others], head, tokens[others], task)
+    grads.hidden = _scatter(grads.hidden, rows, len(hidden))
+    order = torch.cat([rows, others]).argsort()
+    all_scores = Scores(
+        *(
+            torch.cat([getattr(scores, name), getattr(rest, name)])[order]
+            for name in ("logprobs", "entropy", "normaliser")
+        )
     )
-    excess = torch.cat([sums.total, torch.ones_like(rest.entropy)])[back]
-    return _Ahead(whole, found, precomputed.gradient.masked_fill(~fit, 0.0), excess)
+    excess = torch.cat([excess, torch.ones_like(rest.entropy)])[order]
+    return _EarlyGradients(all_scores, grads, precomputed.gradient.masked_fill(~is_known, 0.0), excess)
 
 
-def _correct_own(
-    found: Gradients,
+def _add_own_tokens(
+    grads: Gradients,
     hidden: torch.Tensor,
-    weight: HeadWeight,
+    head: HeadWeights,
     tokens: torch.Tensor,
-    of: torch.Tensor,
-    sums: Sums,
+    gradient: torch.Tensor,
     scores: Scores,
-    job: HeadTask,
+    task: HeadTask,
 ) -> None:
-    """Make each token's own share of the gradients exact.
+    """Adds the gradient of each token's own logit, d loss / d log-prob * (1 - p), from its exact log-prob.
 
-    It is 1 - p, where for a sure token even a tiny error of p weighs; the shares of the others have that error
-    relatively.
+    For a nearly certain token even a tiny error of p would be a large one of 1 - p.
     """
-    if sums.exact is not None:
-        lacking = -of * torch.expm1(scores.logprobs) * job.slope
-    else:
-        lacking = of * (sums.chosen.exp2() - scores.logprobs.exp()) * job.slope
-    if job.cap is not None:
+    own = -gradient * torch.expm1(scores.logprobs) * task.slope
+    if task.cap is not None:
         logits = scores.normaliser + scores.logprobs / NATS
-        lacking *= 1 - (logits / job.cap) ** 2
-    if found.hidden is not None:
-        found.hidden.addcmul_(weight[tokens], lacking[:, None])
-    if found.weight is not None:
-        found.weight.index_add_(0, tokens, hidden[:, job.frozen_columns :] * lacking[:, None])
-    if found.bias is not None:
-        found.bias.index_add_(0, tokens, lacking)
+        own *= 1 - (logits / task.cap) ** 2
+    if grads.hidden is not None:
+        grads.hidden.addcmul_(head[tokens], own[:, None])
+    if grads.weight is not None:
+        grads.weight.index_add_(0, tokens, hidden[:, task.frozen_columns :] * own[:, None])
+    if grads.bias is not None:
+        grads.bias.index_add_(0, tokens, own)
 
 
 def _gradients(
     hidden: torch.Tensor,
-    weight: HeadWeight,
-    bias: torch.Tensor | None,
-    pull: HeadGradRequest,
-    job: HeadTask,
-    ahead: _Ahead | None,
-    needed: tuple[bool, ...],
+    head: HeadWeights,
+    request: HeadGradRequest,
+    task: HeadTask,
+    early: _EarlyGradients | None,
+    needed: tuple[bool, bool, bool],
 ) -> Gradients:
-    """The gradients that `pull` asks for; only tokens with something left to do are computed."""
-    found = None if ahead is None else _settle(ahead, pull)
-    live = (pull.of_token != 0) | (pull.of_chances != 0)
-    if pull.to_entropy is not None:
-        live |= pull.to_entropy != 0
-    rows = _where(live)
-    if found is not None and not len(rows):
-        return found
-    some = len(rows) < len(hidden)
-    states = (hidden[rows] if some else hidden).to(job.dtype)
-    fresh = _empty(len(rows), states, weight, bias, job, needed)
-    if found is not None:
-        fresh.weight, fresh.bias = found.weight, found.bias
-    gradient_pass(states, weight, bias, pull.at(rows) if some else pull, job, fresh, add=found is not None)
-    if some:
-        fresh.hidden = _spread(fresh.hidden, rows, len(hidden))
-    if found is not None and fresh.hidden is not None and found.hidden is not None:
-        fresh.hidden += found.hidden
-    return fresh
+    """The requested gradients; tokens without a remaining gradient are skipped."""
+    done = None if early is None else _use_early(early, request)
+    has_gradient = (request.token_grad != 0) | (request.prob_grad != 0)
+    if request.entropy_grad is not None:
+        has_gradient |= request.entropy_grad != 0
+    rows = _where(has_gradient)
+    if done is not None and not len(rows):
+        return done
+    is_part = len(rows) < len(hidden)
+    states = (hidden[rows] if is_part else hidden).to(task.dtype)
+    grads = _empty(len(rows), head, task, needed)
+    if done is not None:
+        grads.weight, grads.bias = done.weight, done.bias
+    gradient_pass(states, head, request.at(rows) if is_part else request, task, grads, add=done is not None)
+    if is_part:
+        grads.hidden = _scatter(grads.hidden, rows, len(hidden))
+    if done is not None and grads.hidden is not None and done.hidden is not None:
+        grads.hidden += done.hidden
+    return grads
 
 
-def _settle(ahead: _Ahead, pull: HeadGradRequest) -> Gradients:
-    """The gradients found ahead times their common factor with the true ones; `pull` is left with what they lack."""
-    found, true = ahead.gradients, pull.of_token
-    largest = ahead.gradient.abs().argmax()
-    factor = float(true[largest] / ahead.gradient[largest])
-    for x in (found.hidden, found.weight, found.bias):
+def _use_early(early: _EarlyGradients, request: HeadGradRequest) -> Gradients:
+    """The early gradients times the factor between them and the true ones; `request` keeps what they lack."""
+    grads, true = early.gradients, request.token_grad
+    largest = early.gradient.abs().argmax()
+    factor = float(true[largest] / early.gradient[largest])
+    for x in (grads.hidden, grads.weight, grads.bias):
         if x is not None and factor != 1.0:
             x *= factor
-    done = ahead.gradient * factor
-    lacking, of_chances = true - done, true - done * ahead.excess
-    close = torch.maximum(lacking.abs(), of_chances.abs()) <= _CLOSE * true.abs()
-    chance = ahead.scores.logprobs.exp()
-    of_token = lacking * (1 - chance) + of_chances * chance
-    pull.of_token, pull.of_chances = of_token.masked_fill(close, 0.0), of_chances.masked_fill(close, 0.0)
-    return found
+    done = early.gradient * factor
+    token_rest, prob_rest = true - done, true - done * early.excess
+    is_close = torch.maximum(token_rest.abs(), prob_rest.abs()) <= _CLOSE * true.abs()
+    # The early gradients of a token's own logit have the exact p, those of all others the p in use.
+    own_prob = early.scores.logprobs.exp()
+    token_rest = token_rest * (1 - own_prob) + prob_rest * own_prob
+    request.token_grad, request.prob_grad = token_rest.masked_fill(is_close, 0.0), prob_rest.masked_fill(is_close, 0.0)
+    return grads
 
 
-def _empty(
-    num_tokens: int,
-    hidden: torch.Tensor,
-    weight: HeadWeight,
-    bias: torch.Tensor | None,
-    job: HeadTask,
-    needed: tuple[bool, ...],
-) -> Gradients:
-    """Memory for the gradients, not cleared (the first tile overwrites it) unless there will be no tile."""
+def _empty(num_tokens: int, head: HeadWeights, task: HeadTask, needed: tuple[bool, bool, bool]) -> Gradients:
+    """Memory for the gradients; not cleared if the first tile overwrites it."""
     make = torch.empty if num_tokens else torch.zeros
-    like: dict[str, Any] = {"dtype": job.exact, "device": weight.device}
-    trained = weight.right.dtype if isinstance(weight, Joined) and job.frozen_columns else weight.dtype
-    shape = (len(weight), weight.shape[1] - job.frozen_columns)
+    like: dict[str, Any] = {"dtype": task.exact, "device": head.device}
+    trained = head.adapter if head.adapter is not None and task.frozen_columns else head.weight
     return Gradients(
-        make((num_tokens, hidden.shape[1]), **like) if needed[0] else None,
-        make(shape, dtype=trained, device=weight.device) if needed[1] else None,
-        make(bias.shape, **like) if needed[2] and bias is not None else None,
+        make((num_tokens, head.width), **like) if needed[0] else None,
+        make((len(head), head.width - task.frozen_columns), dtype=trained.dtype, device=head.device)
+        if needed[1]
+        else None,
+        make(len(head), **like) if needed[2] else None,
     )
 
 
-def _spread(part: torch.Tensor | None, rows: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
+def _scatter(part: torch.Tensor | None, rows: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
     """(L, H) with `part` at `rows` and 0 elsewhere."""
     return None if part is None else part.new_zeros(num_tokens, part.shape[1]).index_copy_(0, rows, part)
 

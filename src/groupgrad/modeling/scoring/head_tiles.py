@@ -1,9 +1,8 @@
-"""The passes over tiles of logits that `modeling/scoring/head.py` is made of: scores, and gradients.
+"""Passes over tiles of logits: scores of tokens, and gradients of the output head (see `head.py`).
 
-A tile of logits lives in scratch memory that fits the processor's cache. Tiles of the vocabulary are the outer loop, so
-that each slice of the head's weight is read once a pass and the slice's gradient is finished before the next one is
-begun. Logits are held in bits (multiplied by log2 e while they are computed, at no cost), because exp2 is cheaper than
-exp by far.
+A tile of logits lives in scratch memory that fits the processor's cache. The outer loop goes over the vocabulary, so
+each slice of the head's weight is read once per pass, and its gradient is finished before the next slice begins. Logits
+are in bits (multiplied by log2 e while they are computed, at no cost), because exp2 is much cheaper than exp.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from groupgrad.kernels import library
-from groupgrad.kernels.head import BITS, ExactSums, Wanted, pass_tile
+from groupgrad.kernels.head import BITS, SoftmaxSums, TileGradient, pass_tile
 from groupgrad.kernels.layers import product
 
 NATS = math.log(2.0)
@@ -25,7 +24,7 @@ NATS = math.log(2.0)
 
 @dataclass(slots=True, frozen=True)
 class LogitTransform:
-    """What becomes of hidden states h under a head (W, b): softcap(scale * (h @ W.T + b))."""
+    """Logits of hidden states h under a head (W, b): softcap(scale * (h @ W.T + b))."""
 
     scale: float = 1.0
     """Multiplies the head's output."""
@@ -37,82 +36,77 @@ class LogitTransform:
 
 @dataclass(slots=True, frozen=True)
 class Tiles:
-    """Upper bounds of a tile of logits; tiles of one call are of about equal size."""
+    """Maximum sizes of a tile of logits; the tiles of one call have about equal sizes."""
 
     tokens: int
     vocab: int
 
     @classmethod
     def of(cls, device: torch.device) -> Tiles:
-        """What is fast on a kind of device."""
+        """Fast sizes for a kind of device."""
         return _TILES.get(device.type, _TILES["cuda"])
 
 
-# On CPU a tile of float32 logits takes 4 MB, its probabilities as much where they do not take its place.
-# Beside them lie 4 MB each of weight and its gradient at H=512.
+# On a CPU a tile of float32 logits takes 4 MB, and as much for its probabilities where they do not overwrite it.
+# The slice of the weight and its gradient take 4 MB each at H=512.
 _TILES = {"cpu": Tiles(512, 2048), "cuda": Tiles(4096, 8192)}
 
 
 @dataclass(slots=True, frozen=True)
-class Joined:
-    """A head's weight (V, H) and a second matrix (V, r) beside it, read as one (V, H + r) a slice at a time."""
+class HeadWeights:
+    """A head's weight (V, H), and beside it the weight (V, r) of a low-rank adapter, read as one (V, H + r)."""
 
-    left: torch.Tensor
-    right: torch.Tensor
+    weight: torch.Tensor
+    adapter: torch.Tensor | None
+    bias: torch.Tensor | None
+    """(V,)."""
 
     def __len__(self) -> int:
-        return len(self.left)
+        return len(self.weight)
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.left[rows], self.right[rows]], dim=1)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(V, H + r)."""
-        return len(self.left), self.left.shape[1] + self.right.shape[1]
+    def __getitem__(self, ids: slice | torch.Tensor) -> torch.Tensor:
+        """(n, H + r) weights of some ids."""
+        return self.weight[ids] if self.adapter is None else torch.cat([self.weight[ids], self.adapter[ids]], dim=1)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the head's weight."""
-        return self.left.dtype
+    def width(self) -> int:
+        """H + r."""
+        return self.weight.shape[1] + (0 if self.adapter is None else self.adapter.shape[1])
 
     @property
     def device(self) -> torch.device:
-        """Where both lie."""
-        return self.left.device
-
-
-HeadWeight = torch.Tensor | Joined
+        """Device of all weights."""
+        return self.weight.device
 
 
 @dataclass(slots=True, frozen=True)
 class HeadTask:
-    """What one call does."""
+    """Settings of one call."""
 
     transform: LogitTransform
     temperature: float
     tiles: Tiles
     dtype: torch.dtype
-    """Products are computed in it, as the head's own module would."""
+    """Type of the matrix products, that of the head's own module."""
     entropy_gradient: bool = False
     keep_direction: bool = False
-    """Find d log-prob / d hidden in the forward pass already."""
+    """Compute d log-prob / d hidden in the forward pass already."""
     frozen_columns: int = 0
-    """Columns of the weight, from the left, whose gradient nobody wants."""
+    """Columns of the weight, from the left, that need no gradient."""
 
     @property
     def exact(self) -> torch.dtype:
-        """Everything but the products is computed, and everything is summed, in it."""
+        """Type of all sums and of everything but the matrix products."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def slope(self) -> float:
-        """d logit / d (h @ W.T + b), a cap's own slope aside."""
+        """d logit / d (h @ W.T + b), without the slope of a cap."""
         return self.transform.scale / self.temperature
 
     @property
     def factor(self) -> float:
-        """Multiplies h @ W.T + b on the way to bits, or to the cap's tanh."""
+        """Multiplies h @ W.T + b to get bits, or the argument of the cap's tanh."""
         return self.slope * BITS if self.transform.softcap is None else self.transform.scale / self.transform.softcap
 
     @property
@@ -137,95 +131,72 @@ class Scores:
 
 @dataclass(slots=True)
 class HeadGradRequest:
-    """What a gradient pass starts from, all (L,).
+    """Incoming gradients of a pass, all (L,).
 
-    With p = exp(logit - normaliser), d loss / d logit = of_token * [token] - of_chances * p - to_entropy * p *
-    (log p + entropy). For the gradient of log-probs `of_token` and `of_chances` are both d loss / d log-prob.
+    With p = exp(logit - normaliser), d loss / d logit = token_grad * [token] - prob_grad * p - entropy_grad * p *
+    (log p + entropy). For the gradient of log-probs `token_grad` and `prob_grad` are both d loss / d log-prob.
     """
 
     tokens: torch.Tensor
     normaliser: torch.Tensor
     """Bits."""
-    of_token: torch.Tensor
-    of_chances: torch.Tensor
+    token_grad: torch.Tensor
+    prob_grad: torch.Tensor
     entropy: torch.Tensor | None = None
-    to_entropy: torch.Tensor | None = None
-    """d loss / d entropy; None if none flows, and then `entropy` is not needed."""
+    entropy_grad: torch.Tensor | None = None
+    """d loss / d entropy; None if there is none, and then `entropy` is not needed."""
 
     def at(self, rows: slice | torch.Tensor) -> HeadGradRequest:
-        """The same for some of the tokens."""
+        """The request for some of the tokens."""
         entropy = None if self.entropy is None else self.entropy[rows]
-        to_entropy = None if self.to_entropy is None else self.to_entropy[rows]
+        entropy_grad = None if self.entropy_grad is None else self.entropy_grad[rows]
         return HeadGradRequest(
-            self.tokens[rows], self.normaliser[rows], self.of_token[rows], self.of_chances[rows], entropy, to_entropy
+            self.tokens[rows], self.normaliser[rows], self.token_grad[rows], self.prob_grad[rows], entropy, entropy_grad
         )
 
-
-@dataclass(slots=True)
-class Sums:
-    """What a gradient pass finds out about the distributions on its way, given normalisers that are nearly right."""
-
-    chosen: torch.Tensor
-    """(L,) log2 exp(token's logit - normaliser)."""
-    total: torch.Tensor
-    """(L,) sum of p, 1 if the normaliser is right."""
-    moment: torch.Tensor
-    """(L,) sum of p * log2 p."""
-    exact: Scores | None = None
-    """The scores, if they have been found already; the tokens' own shares are then in no gradient yet."""
-
-    @classmethod
-    def zeros(cls, like: torch.Tensor) -> Sums:
-        """Nothing seen yet."""
-        return cls(torch.full_like(like, math.nan), torch.zeros_like(like), torch.zeros_like(like))
-
-    def scores(self, normaliser: torch.Tensor) -> Scores:
-        """The scores under the distributions made exact."""
-        if self.exact is not None:
-            return self.exact
-        excess = self.total.log2()
-        entropy = excess - self.moment / self.total
-        return Scores((self.chosen - excess) * NATS, entropy * NATS, normaliser + excess)
+    def factors(self, slope: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(L,) f and g, or None for 0: d loss / d (h @ W.T + b) of other tokens is p * (f + g * log2 p)."""
+        prob_factor = -self.prob_grad * slope
+        if self.entropy_grad is None or self.entropy is None:
+            return prob_factor, None
+        entropy_grad = -self.entropy_grad * slope
+        return prob_factor + entropy_grad * self.entropy, NATS * entropy_grad
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients of the loss; None where one is not needed.
-
-    Sums have the dtype `HeadTask.exact`, the weight's gradient has the weight's dtype.
-
-    The weight's is that of its columns from `HeadTask.frozen_columns` on.
-    """
+    """Gradients of the loss; None where one is not needed. Those of hidden states and bias are `HeadTask.exact`."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
+    """Columns from `HeadTask.frozen_columns` on, in the weight's dtype."""
     bias: torch.Tensor | None
 
 
 class _Grid:
-    """The tiles of one pass and the memory that they share."""
+    """The tiles of one pass and the scratch memory that they share."""
 
-    def __init__(self, num_tokens: int, weight: HeadWeight, bias: torch.Tensor | None, job: HeadTask):
-        self._weight, self._bias, self._job = weight, bias, job
-        self.tokens = list(slices(num_tokens, job.tiles.tokens))
+    def __init__(self, num_tokens: int, head: HeadWeights, task: HeadTask):
+        self._head, self._task = head, task
+        self.tokens = list(slices(num_tokens, task.tiles.tokens))
         """Slices of the tokens; the first is the longest."""
-        self._columns = list(slices(len(weight), job.tiles.vocab, 128))
+        self._columns = list(slices(len(head), task.tiles.vocab, 128))
         size = (self.tokens[0].stop if self.tokens else 0) * self.vocab_size
-        self._logits = torch.empty(size, dtype=job.exact, device=weight.device)
-        self._slopes = None if job.cap is None else torch.empty_like(self._logits)
-        self._rounded = None if job.dtype == job.exact else torch.empty_like(self._logits, dtype=job.dtype)
-        is_float = job.dtype == torch.float32 and weight.device.type == "cpu"
-        self.kernels = library() if is_float and job.cap is None else None
-        """Compiled ones, which give a token the score that it is given when it is sampled."""
-        self._chances = None if self.kernels is not None else torch.empty_like(self._logits)
-        # Without kernels, a head of few tokens is a small part of its model, and can be summed in float64.
-        self._is_fine = is_float and len(weight) <= weight.shape[1]
+        self._logits = torch.empty(size, dtype=task.exact, device=head.device)
+        self._slopes = None if task.cap is None else torch.empty_like(self._logits)
+        self._rounded = None if task.dtype == task.exact else torch.empty_like(self._logits, dtype=task.dtype)
+        is_float = task.dtype == torch.float32 and head.device.type == "cpu"
+        self.kernels = library() if is_float and task.cap is None else None
+        """The compiled kernels, which score a token as it was scored when it was sampled."""
+        self._probs = None if self.kernels is not None else torch.empty_like(self._logits)
+        # Without kernels a head of a small vocabulary is a small part of its model, so float64 sums cost little.
+        self._is_fine = is_float and len(head) <= head.width
 
     def vocab(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         """Slices of the vocabulary, each with its weight (v, H) and bias (v,) in the dtype of the products."""
         for columns in self._columns:
-            bias = None if self._bias is None else self._bias[columns].to(self._job.dtype)
-            yield columns, self._weight[columns].to(self._job.dtype), bias
+            bias = None if self._head.bias is None else self._head.bias[columns].to(self._task.dtype)
+            yield columns, self._head[columns].to(self._task.dtype), bias
 
     @property
     def vocab_size(self) -> int:
@@ -235,7 +206,7 @@ class _Grid:
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """(t, v) logits in bits, temperature applied."""
         shape = (hidden.shape[0], weight.shape[0])
-        factor, cap = self._job.factor, self._job.cap
+        factor, cap = self._task.factor, self._task.cap
         logits = _view(self._logits, shape)
         if self._rounded is not None:
             rounded = _view(self._rounded, shape)
@@ -245,8 +216,8 @@ class _Grid:
                 torch.addmm(bias, hidden, weight.t(), out=rounded)
             logits.copy_(rounded).mul_(factor)
         elif self._is_fine:
-            found = hidden.double() @ weight.double().t()
-            logits.copy_((found if bias is None else found.add_(bias)).mul_(factor))
+            products = hidden.double() @ weight.double().t()
+            logits.copy_((products if bias is None else products.add_(bias)).mul_(factor))
         elif bias is None:
             logits.addmm_(hidden, weight.t(), beta=0, alpha=factor)
         else:
@@ -261,7 +232,7 @@ class _Grid:
 
     def cap_slope(self, logits: torch.Tensor) -> torch.Tensor | None:
         """(t, v) slope of the cap at these logits; None without a cap."""
-        cap = self._job.cap
+        cap = self._task.cap
         if cap is None or self._slopes is None:
             return None
         slope = _view(self._slopes, logits.shape).fill_(1.0)
@@ -269,27 +240,25 @@ class _Grid:
 
     def exp2(self, logits: torch.Tensor) -> torch.Tensor:
         """(t, v) in memory of its own."""
-        assert self._chances is not None
-        return torch.exp2(logits, out=_view(self._chances, logits.shape))
+        assert self._probs is not None
+        return torch.exp2(logits, out=_view(self._probs, logits.shape))
 
     def rounded(self, tile: torch.Tensor) -> torch.Tensor:
         """`tile` in the dtype of the products."""
         return tile if self._rounded is None else _view(self._rounded, tile.shape).copy_(tile)
 
 
-def score_pass(
-    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: HeadTask
-) -> Scores:
-    """Scores in one pass: sums are rescaled whenever a larger logit appears. `hidden` is of the products' dtype."""
-    grid = _Grid(len(hidden), weight, bias, job)
+def score_pass(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask) -> Scores:
+    """Scores in one pass; sums are rescaled when a larger logit appears. `hidden` has the products' dtype."""
+    grid = _Grid(len(hidden), head, task)
     if grid.kernels is not None:
-        return _compiled_scores(grid, hidden, weight, tokens, job)
-    like: dict[str, Any] = {"dtype": job.exact, "device": weight.device}
-    # `top` stays finite so that no difference of it is NaN.
-    top = torch.full((len(hidden),), torch.finfo(job.exact).min / 4, **like)
+        return _compiled_scores(grid, hidden, head, tokens, task)
+    like: dict[str, Any] = {"dtype": task.exact, "device": head.device}
+    # `top` stays finite, so that no difference of two tops is NaN.
+    top = torch.full((len(hidden),), torch.finfo(task.exact).min / 4, **like)
     total, moment = torch.zeros_like(top), torch.zeros_like(top)
     chosen = torch.full_like(top, math.nan)
-    mean = torch.zeros(hidden.shape, **like) if job.keep_direction else None
+    mean = torch.zeros(hidden.shape, **like) if task.keep_direction else None
     for columns, w, b in grid.vocab():
         for rows in grid.tokens:
             logits = grid.logits(hidden[rows], w, b)
@@ -297,148 +266,184 @@ def score_pass(
             chosen[rows] = torch.where(inside, _own(logits, where), chosen[rows])
             cap_slope = grid.cap_slope(logits) if mean is not None else None
             highest = torch.maximum(top[rows], logits.amax(1))
-            chances = grid.exp2(logits.sub_(highest[:, None]))
+            probs = grid.exp2(logits.sub_(highest[:, None]))
             lower = top[rows] - highest
             shrink = lower.exp2()
             # The moment is the sum of exp2(x - top) * (x - top): a new top changes both factors.
-            moment[rows] = shrink * (moment[rows] + lower * total[rows]) + logits.mul_(chances).sum(1)
-            total[rows] = shrink * total[rows] + chances.sum(1)
+            moment[rows] = shrink * (moment[rows] + lower * total[rows]) + logits.mul_(probs).sum(1)
+            total[rows] = shrink * total[rows] + probs.sum(1)
             top[rows] = highest
             if mean is not None:
-                # The token's own share is left out: it nearly cancels, and is added exactly below.
-                _add_at(chances, where, inside, -_own(chances, where))
+                # The token's own part nearly cancels; it is left out here and added exactly below.
+                _add_at(probs, where, inside, -_own(probs, where))
                 if cap_slope is not None:
-                    chances.mul_(cap_slope)
+                    probs.mul_(cap_slope)
                 mean[rows] *= shrink[:, None]
-                _accumulate(mean[rows], grid.rounded(chances), w)
+                _accumulate(mean[rows], grid.rounded(probs), w)
     scores = Scores((chosen - top - total.log2()) * NATS, (total.log2() - moment / total) * NATS, top + total.log2())
     if mean is not None:
         own = -torch.expm1(scores.logprobs)
-        if job.cap is not None:
-            own *= 1 - (chosen / job.cap) ** 2
-        scores.direction = weight[tokens].to(job.exact) * own[:, None] - mean / total[:, None]
+        if task.cap is not None:
+            own *= 1 - (chosen / task.cap) ** 2
+        scores.direction = head[tokens].to(task.exact) * own[:, None] - mean / total[:, None]
     return scores
 
 
 def _compiled_scores(
-    grid: _Grid, hidden: torch.Tensor, weight: HeadWeight, tokens: torch.Tensor, job: HeadTask
+    grid: _Grid, hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask
 ) -> Scores:
-    kernels, sums = grid.kernels, ExactSums.of_nothing(len(hidden))
+    kernels, sums = grid.kernels, SoftmaxSums.empty(len(hidden))
     assert kernels is not None
-    mean = torch.zeros_like(hidden) if job.keep_direction else None
+    mean = torch.zeros_like(hidden) if task.keep_direction else None
     for columns, w, b in grid.vocab():
         for rows in grid.tokens:
-            tile, seen = grid.raw_logits(hidden[rows], w, b), sums.at(rows)
-            before = seen.sums[:, 0].clone()
-            pass_tile(kernels, tile, tokens[rows], columns.start, job.factor, sums=seen)
+            tile, row_sums = grid.raw_logits(hidden[rows], w, b), sums.at(rows)
+            old_peaks = row_sums.sums[:, 0].clone()
+            pass_tile(kernels, tile, tokens[rows], columns.start, task.factor, sums=row_sums)
             if mean is not None:
-                peaks = seen.sums[:, 0]
-                # The token's own share is left out: it nearly cancels, and is added exactly below.
-                wanted = Wanted(peaks.float(), tile.new_ones(len(peaks)))
-                pass_tile(kernels, tile, tokens[rows], columns.start, job.factor, wanted=wanted)
-                mean[rows] *= (before - peaks).exp2().float()[:, None]
+                peaks = row_sums.sums[:, 0]
+                # The token's own part nearly cancels; it is left out here and added exactly below.
+                probs = TileGradient(peaks.float(), tile.new_ones(len(peaks)))
+                pass_tile(kernels, tile, tokens[rows], columns.start, task.factor, gradient=probs)
+                mean[rows] *= (old_peaks - peaks).exp2().float()[:, None]
                 _accumulate(mean[rows], tile, w)
     scores = Scores(*sums.finish(kernels))
     if mean is not None:
         own = -torch.expm1(scores.logprobs)
-        scores.direction = weight[tokens] * own[:, None] - mean / sums.sums[:, 1:2].float()
+        scores.direction = head[tokens] * own[:, None] - mean / sums.sums[:, 1:2].float()
     return scores
 
 
 def gradient_pass(
     hidden: torch.Tensor,
-    weight: HeadWeight,
-    bias: torch.Tensor | None,
-    pull: HeadGradRequest,
-    job: HeadTask,
-    found: Gradients,
+    head: HeadWeights,
+    request: HeadGradRequest,
+    task: HeadTask,
+    grads: Gradients,
     *,
     add: bool = False,
-    sums: Sums | None = None,
 ) -> None:
-    """Fill `found` (`add` to its weight and bias, rather) in one pass, and `sums` if they are given.
+    """Fills `grads` in one pass; `add` adds to those of weight and bias.
 
-    `hidden` is of the products' dtype and holds the tokens of `pull` alone, as does `found.hidden`.
+    `hidden` has the products' dtype and holds the tokens of `request` alone, as does `grads.hidden`.
     """
-    grid = _Grid(len(hidden), weight, bias, job)
-    seen_exactly = ExactSums.of_nothing(len(hidden)) if grid.kernels is not None and sums is not None else None
-    # Half weights: the slice's gradient is summed in float32 and rounded once, when it is finished.
-    own_sum = None
-    if found.weight is not None and found.weight.dtype != job.exact:
-        own_sum = torch.empty((grid.vocab_size, found.weight.shape[1]), dtype=job.exact, device=weight.device)
+    grid = _Grid(len(hidden), head, task)
+
+    def tile_of(rows: slice, columns: slice, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        part = request.at(rows)
+        if grid.kernels is None:
+            return grid.rounded(_gradient_tile(grid, grid.logits(hidden[rows], w, b), part, columns, task))
+        tile, (prob_factor, bits_factor) = grid.raw_logits(hidden[rows], w, b), part.factors(task.slope)
+        gradient = TileGradient(part.normaliser, prob_factor, part.token_grad * task.slope, bits_factor)
+        pass_tile(grid.kernels, tile, part.tokens, columns.start, task.factor, gradient=gradient)
+        return tile
+
+    _accumulate_gradients(grid, hidden, task, grads, tile_of, add=add)
+
+
+def scored_gradient_pass(
+    hidden: torch.Tensor, head: HeadWeights, request: HeadGradRequest, task: HeadTask, grads: Gradients
+) -> tuple[Scores, torch.Tensor]:
+    """`gradient_pass` from normalisers that are nearly right, which also computes the scores exactly.
+
+    Leaves each token's own logit out of the gradients, because its share 1 - p is known exactly only afterwards. Also
+    returns (L,) the sums of the probabilities in use, 1 for exact normalisers. No gradient flows from entropies.
+    """
+    grid = _Grid(len(hidden), head, task)
+    exact_sums = None if grid.kernels is None else SoftmaxSums.empty(len(hidden))
+    sums = request.normaliser.new_zeros(3, len(hidden))
+    """Per token: its logit less the normaliser, the sum of p, and the sum of p * log2 p."""
+    sums[0] = math.nan
+
+    def tile_of(rows: slice, columns: slice, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        part = request.at(rows)
+        if grid.kernels is None or exact_sums is None:
+            logits = grid.logits(hidden[rows], w, b)
+            return grid.rounded(_gradient_tile(grid, logits, part, columns, task, sums[:, rows]))
+        tile, gradient = grid.raw_logits(hidden[rows], w, b), TileGradient(part.normaliser, part.factors(task.slope)[0])
+        sums_of_rows = exact_sums.at(rows)
+        pass_tile(grid.kernels, tile, part.tokens, columns.start, task.factor, sums=sums_of_rows, gradient=gradient)
+        return tile
+
+    _accumulate_gradients(grid, hidden, task, grads, tile_of, add=False)
+    if grid.kernels is not None and exact_sums is not None:
+        total = (exact_sums.normaliser() - request.normaliser).exp2().float()
+        return Scores(*exact_sums.finish(grid.kernels)), total
+    chosen, total, moment = sums
+    excess = total.log2()
+    entropy = excess - moment / total
+    return Scores((chosen - excess) * NATS, entropy * NATS, request.normaliser + excess), total
+
+
+def _accumulate_gradients(
+    grid: _Grid,
+    hidden: torch.Tensor,
+    task: HeadTask,
+    grads: Gradients,
+    tile_of: Any,
+    *,
+    add: bool,
+) -> None:
+    """Multiplies tiles of d loss / d (h @ W.T + b) into `grads`; `tile_of` gives them for rows and columns."""
+    # The gradient of a half-precision slice is summed in float32, and rounded once when it is finished.
+    slice_sum = None
+    if grads.weight is not None and grads.weight.dtype != task.exact:
+        slice_sum = torch.empty((grid.vocab_size, grads.weight.shape[1]), dtype=task.exact, device=grads.weight.device)
     for columns, w, b in grid.vocab():
-        slice_sum = None if found.weight is None else found.weight[columns]
-        if slice_sum is not None and own_sum is not None:
-            slice_sum = own_sum[: len(w)]
+        grad_slice = None if grads.weight is None else grads.weight[columns]
+        if slice_sum is not None:
+            grad_slice = slice_sum[: len(w)]
         for rows in grid.tokens:
-            if grid.kernels is not None:
-                tile = grid.raw_logits(hidden[rows], w, b)
-                seen = None if seen_exactly is None else seen_exactly.at(rows)
-                # What is foreseen leaves the token's own share out, which is added when its log-prob is known.
-                wanted, ids = _wanted(pull.at(rows), job, own=sums is None), pull.tokens[rows]
-                pass_tile(grid.kernels, tile, ids, columns.start, job.factor, sums=seen, wanted=wanted)
-            else:
-                logits = grid.logits(hidden[rows], w, b)
-                seen = None if sums is None else Sums(sums.chosen[rows], sums.total[rows], sums.moment[rows])
-                tile = grid.rounded(_pull_tile(grid, logits, pull.at(rows), columns, job, seen))
+            tile = tile_of(rows, columns, w, b)
             first = rows.start == 0 and not add
-            if found.hidden is not None:
-                _accumulate(found.hidden[rows], tile, w, first=columns.start == 0)
-            if slice_sum is not None:
-                _accumulate(slice_sum, tile.t(), hidden[rows, job.frozen_columns :], first=first)
-            if found.bias is not None:
-                part = tile.sum(0, dtype=job.exact)
-                found.bias[columns] = part if first else found.bias[columns] + part
-        if found.weight is not None and own_sum is not None and grid.tokens:
-            found.weight[columns] = own_sum[: len(w)]
-    if grid.kernels is not None and sums is not None and seen_exactly is not None:
-        sums.exact = Scores(*seen_exactly.finish(grid.kernels))
-        sums.chosen = seen_exactly.chosen - pull.normaliser
-        sums.total = (seen_exactly.normaliser() - pull.normaliser).exp2().float()
+            if grads.hidden is not None:
+                _accumulate(grads.hidden[rows], tile, w, first=columns.start == 0)
+            if grad_slice is not None:
+                _accumulate(grad_slice, tile.t(), hidden[rows, task.frozen_columns :], first=first)
+            if grads.bias is not None:
+                part = tile.sum(0, dtype=task.exact)
+                grads.bias[columns] = part if first else grads.bias[columns] + part
+        if grads.weight is not None and slice_sum is not None and grid.tokens:
+            grads.weight[columns] = slice_sum[: len(w)]
 
 
-def _wanted(pull: HeadGradRequest, job: HeadTask, *, own: bool) -> Wanted:
-    """d loss / d (h @ W.T + b) as the kernels are asked for it."""
-    of_chances, of_bits = -pull.of_chances * job.slope, None
-    if pull.to_entropy is not None and pull.entropy is not None:
-        to_entropy = -pull.to_entropy * job.slope
-        of_chances, of_bits = of_chances + to_entropy * pull.entropy, NATS * to_entropy
-    return Wanted(pull.normaliser, of_chances, pull.of_token * job.slope if own else None, of_bits)
-
-
-def _pull_tile(
-    grid: _Grid, logits: torch.Tensor, pull: HeadGradRequest, columns: slice, job: HeadTask, sums: Sums | None
+def _gradient_tile(
+    grid: _Grid,
+    logits: torch.Tensor,
+    request: HeadGradRequest,
+    columns: slice,
+    task: HeadTask,
+    sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(t, v) d loss / d (h @ W.T + b); overwrites `logits`, adds what it sees to `sums`."""
+    """(t, v) d loss / d (h @ W.T + b), overwriting `logits`. With `sums` (3, t) own tokens are summed and left out."""
     cap_slope = grid.cap_slope(logits)
-    inside, where = _place(pull.tokens, columns)
-    tile = grid.exp2(logits.sub_(pull.normaliser[:, None]))
+    inside, where = _place(request.tokens, columns)
+    tile = grid.exp2(logits.sub_(request.normaliser[:, None]))
+    prob_factor, bits_factor = request.factors(task.slope)
     if sums is not None:
-        sums.chosen.copy_(torch.where(inside, _own(logits, where), sums.chosen))
-        sums.total.add_(tile.sum(1))
-        sums.moment.add_(torch.mul(logits, tile, out=None if pull.to_entropy is not None else logits).sum(1))
-    of_chances = -pull.of_chances * job.slope
-    if pull.to_entropy is None or pull.entropy is None:
-        tile.mul_(of_chances[:, None])
+        chosen, total, moment = sums
+        chosen.copy_(torch.where(inside, _own(logits, where), chosen))
+        total.add_(tile.sum(1))
+        moment.add_(logits.mul_(tile).sum(1))
+        _add_at(tile, where, inside, -_own(tile, where))
+    if bits_factor is None:
+        tile.mul_(prob_factor[:, None])
     else:
-        to_entropy = -pull.to_entropy * job.slope
-        offset = of_chances + to_entropy * pull.entropy
-        tile.mul_(torch.addcmul(offset[:, None], logits, NATS * to_entropy[:, None], out=logits))
-    _add_at(tile, where, inside, pull.of_token * job.slope)
+        tile.mul_(torch.addcmul(prob_factor[:, None], logits, bits_factor[:, None], out=logits))
+    if sums is None:
+        _add_at(tile, where, inside, request.token_grad * task.slope)
     return tile if cap_slope is None else tile.mul_(cap_slope)
 
 
-def chosen_logits(
-    hidden: torch.Tensor, weight: HeadWeight, bias: torch.Tensor | None, tokens: torch.Tensor, job: HeadTask
-) -> torch.Tensor:
+def token_logits(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask) -> torch.Tensor:
     """(L,) logits of the tokens alone, in bits; NaN for ids outside the vocabulary."""
-    ids = tokens.clamp(0, len(weight) - 1)
-    logits = (hidden.to(job.exact) * weight[ids]).sum(1)
-    if bias is not None:
-        logits = logits + bias[ids]
-    logits = logits * job.factor
-    if job.cap is not None:
-        logits = logits.tanh() * job.cap
+    ids = tokens.clamp(0, len(head) - 1)
+    logits = (hidden.to(task.exact) * head[ids]).sum(1)
+    if head.bias is not None:
+        logits = logits + head.bias[ids]
+    logits = logits * task.factor
+    if task.cap is not None:
+        logits = logits.tanh() * task.cap
     return torch.where(ids == tokens, logits, math.nan)
 
 
@@ -456,7 +461,7 @@ def _view(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _place(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token whether it lies in these columns (t,), and its column there, or any if it does not (t, 1)."""
+    """(t,) True for tokens inside these columns, and (t, 1) their column there, or any column if outside."""
     where = tokens - columns.start
     width = columns.stop - columns.start
     return (where >= 0) & (where < width), where.clamp(0, width - 1)[:, None]
