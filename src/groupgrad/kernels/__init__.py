@@ -1,4 +1,4 @@
-"""Decode steps, the choice of tokens and parts of training passes in C++, compiled when they are first needed."""
+"""C++ kernels for CPUs, compiled on first use: decode steps, sampling, and parts of training passes."""
 
 from groupgrad.kernels.compile import library, status
 

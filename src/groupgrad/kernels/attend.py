@@ -1,4 +1,4 @@
-"""Causal attention of many tokens behind prompts that others may share, by the compiled kernels."""
+"""Causal attention of many tokens by the compiled kernels, behind prompts that rows may share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class _Attention(ctypes.Structure):
-    """See `forward.cpp`."""
+    """Mirrors `Attention` of `forward.cpp`."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_width", "window")),
@@ -22,33 +22,33 @@ class _Attention(ctypes.Structure):
 
 @dataclass(slots=True, frozen=True)
 class Stored:
-    """Keys and values of a sequence, each (Hkv, places, D) float32 on the CPU, a head's in one piece."""
+    """Keys and values of a sequence, each (Hkv, places, D) float32 on the CPU, contiguous in each head."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     @property
     def stride(self) -> int:
-        """Numbers from one head to the next."""
+        """Floats from one head to the next."""
         return self.keys.stride(0)
 
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """Consecutive tokens that are queries, each of what comes before it in its sequence and of itself."""
+    """Consecutive query tokens of one sequence; each attends to the tokens before it and to itself."""
 
     start: int
-    """Place of the first of them among the queries."""
+    """Place of the first token among the queries."""
     length: int
     own: Stored
-    """Of the sequence behind the prompt, theirs included."""
+    """Keys and values of the sequence behind the prompt, up to the last query."""
     offset: int = 0
-    """Tokens of it that come before the first query."""
+    """Tokens of the sequence behind the prompt and before the first query."""
     prompt: Stored | None = None
     prompt_length: int = 0
 
     def record(self) -> tuple[int, ...]:
-        """What the kernel reads of it."""
+        """(10,) numbers that the kernel reads; see `Span` of `forward.cpp`."""
         prompt = self.own if self.prompt is None else self.prompt
         assert self.own.values.stride(0) == self.own.stride and prompt.values.stride(0) == prompt.stride
         stored = (prompt.keys, prompt.values, self.own.keys, self.own.values)
@@ -59,13 +59,13 @@ class Span:
 
 
 OFFSET = 2
-"""Place of `Span.offset` in a record."""
+"""Index of `Span.offset` in a record."""
 
 
 def flat_spans(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """(n, 10) records of rows whose keys and values (Hkv, T, D) lie among the queries' own, in one piece.
+    """(n, 10) records of rows whose keys and values are those of the query tokens, (Hkv, T, D) contiguous.
 
-    `rows` (n, 4) int64 are each row's first place and length, and those of its prompt (or any place and 0).
+    `rows` (n, 4) int64 are the start and the length of each row, and of its prompt (length 0 without one).
     """
     start, length, prompt_start, prompt_length = rows.unbind(1)
     stride = torch.full_like(start, key.stride(0))
@@ -74,8 +74,8 @@ def flat_spans(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     return torch.stack([start, length, torch.zeros_like(start), prompt_length, stride, stride, *addresses], dim=1)
 
 
-class Scores(Protocol):
-    """What is asked of attention's scores; see `models.attention.AttentionCall`."""
+class ScoreOptions(Protocol):
+    """Options of attention scores; see `modeling.scoring.attention.AttentionCall`."""
 
     @property
     def scale(self) -> float: ...
@@ -92,29 +92,28 @@ def attend(
     query: torch.Tensor,
     spans: torch.Tensor,
     num_key_heads: int,
-    scores: Scores,
+    options: ScoreOptions,
 ) -> torch.Tensor:
-    """(T, Hq, D) float32 outputs of queries (Hq, T, D), whose numbers of a head lie side by side.
+    """(T, Hq, D) float32 outputs of queries (Hq, T, D).
 
-    `spans` (n, 10) int64 are their records; every query belongs to one. MemoryError if there is no room for the scores
-    of some tokens.
+    `spans` (n, 10) int64 are records in which every query occurs once. MemoryError if the scores of a tile do not fit.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_heads, num_tokens, width = query.shape
     output = query.new_empty(num_tokens, num_heads, width)
-    sinks = None if scores.sinks is None else scores.sinks.detach().float().contiguous()
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
     call = _Attention(
         heads=num_heads,
         kv_heads=num_key_heads,
         head_width=width,
-        window=scores.window or 0,
+        window=options.window or 0,
         head_stride=query.stride(0),
         token_stride=query.stride(1),
         queries=query.data_ptr(),
         output=output.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
-        scale=scores.scale,
-        softcap=scores.softcap or 0.0,
+        scale=options.scale,
+        softcap=options.softcap or 0.0,
     )
     failed = kernels.groupgrad_attend(ctypes.addressof(call), spans.data_ptr(), len(spans), torch.get_num_threads())
     if failed:

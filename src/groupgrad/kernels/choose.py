@@ -1,4 +1,4 @@
-"""The compiled choice of tokens as the sampler calls it."""
+"""Sampling of tokens from logits by the compiled kernels, with log-probs and entropies."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from groupgrad.kernels.head import BITS
 
 @dataclass(slots=True, frozen=True)
 class Choice:
-    """What was chosen for some rows."""
+    """Sampled tokens of some rows."""
 
     tokens: torch.Tensor
     """(n,) int64."""
     logprobs: torch.Tensor
-    """(n,) float32, of the tokens."""
+    """(n,) float32 log-probs of the tokens, nats."""
     entropies: torch.Tensor
-    """(n,) float32, of the distributions that they were drawn from."""
+    """(n,) float32 entropies of the distributions, nats."""
 
 
 def choose(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, draws: torch.Tensor) -> Choice | None:
-    """The first token of each row whose cumulative share exceeds the row's draw.
+    """Samples each row by inversion: the first token whose cumulative probability exceeds the row's draw.
 
-    `logits` are (n, V) and are divided by `temperature`, `draws` (n,) float64 in [0, 1). None for logits that are not
-    float32 in one piece on a CPU, and where memory is short. A row whose logits are no finite numbers gets a log-prob
-    that is none either.
+    `logits` are (n, V) and are divided by `temperature`, `draws` (n,) float64 in [0, 1). Returns None for logits that
+    are not contiguous float32 on a CPU, and without memory. Rows with logits of NaN or infinity get such log-probs.
     """
     if not _is_readable(logits):
         return None
@@ -40,7 +39,7 @@ def choose(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, draws
 
 
 def score(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, tokens: torch.Tensor) -> Choice | None:
-    """`tokens` (n,) that were chosen in another way, with the log-probs and entropies that `choose` would give."""
+    """Log-probs and entropies of given `tokens` (n,), bit-exactly as `choose` computes them."""
     if not _is_readable(logits):
         return None
     tokens = tokens.to(torch.int64).contiguous()
@@ -52,7 +51,7 @@ def score(kernels: ctypes.CDLL, logits: torch.Tensor, temperature: float, tokens
 
 
 def bits_factor(temperature: float) -> float:
-    """What logits are multiplied with to be in bits."""
+    """Factor that divides logits by the temperature and converts them to bits."""
     return 1.0 / temperature * BITS
 
 

@@ -1,7 +1,7 @@
-"""Compiles the kernels with the user's C++ compiler and keeps the result for the next run.
+"""Compiles the kernels with the user's C++ compiler and caches the library on disk.
 
-It has to share OpenMP's threads with torch: of two pools of threads on few cores each spins while the other works. So
-it is linked with the runtime that torch has loaded.
+The library is linked with the OpenMP runtime that torch has loaded, so that both share one pool of threads. Of two
+pools on few cores each would spin while the other works.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ SWITCH = "GROUPGRAD_NATIVE_KERNELS"
 """Environment variable; 0 turns compiled kernels off."""
 
 TIMEOUT_S = 120.0
-"""For one run of the compiler, which takes ten seconds."""
+"""Time limit of one compiler run, which takes about ten seconds."""
 
 _SOURCES, _HEADERS = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ("*.cpp", "*.h"))
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 _TARGETS = ("-march=native", "-mcpu=native")
-"""What compilers call the machine that they run on; clang on ARM once knew the second only."""
+"""Flags for the local machine, in order; older clang on ARM accepts only the second."""
 
 _reason = "not compiled yet"
 
 
 class _CannotBuildError(Exception):
-    """There is nothing to compile with."""
+    """No compiler or no OpenMP runtime."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they cannot be had; compiled at most once a process, and kept on disk."""
+    """The compiled kernels, or None where they cannot be built. Compiled once per process at most, cached on disk."""
     return None if os.environ.get(SWITCH) == "0" else _library()
 
 
 def status() -> str:
-    """One line on whether the compiled kernels are in use, and why not."""
+    """One line for reports: the compiled kernels are in use, or the reason why not."""
     if os.environ.get(SWITCH) == "0":
         return f"off: {SWITCH}=0"
     return "compiled" if library() is not None else f"not in use: {_reason}"
@@ -71,7 +71,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def load() -> ctypes.CDLL:
-    """The kernels from the cache, or newly compiled into it.
+    """Loads the kernels from the cache, or compiles them into it.
 
     _CannotBuildError without a compiler or OpenMP, OSError or RuntimeError if compiling or loading fails.
     """
@@ -81,9 +81,9 @@ def load() -> ctypes.CDLL:
     failures = []
     for compiler in _compilers():
         name = f"{_key(compiler, runtime)}.so"
-        found = _read(_cache() / name)
-        if found is not None:
-            return found
+        cached = _read(_cache() / name)
+        if cached is not None:
+            return cached
         try:
             return _build(compiler, runtime, name)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -95,12 +95,12 @@ def load() -> ctypes.CDLL:
 
 def _compilers() -> Iterator[str]:
     """Paths of the compilers to try, each once."""
-    found = (shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
-    yield from dict.fromkeys(os.path.realpath(path) for path in found if path)
+    paths = (shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
+    yield from dict.fromkeys(os.path.realpath(path) for path in paths if path)
 
 
 def _openmp() -> str:
-    """The file of the OpenMP runtime that torch has loaded."""
+    """Path of the OpenMP runtime that torch has loaded."""
     torch.get_num_threads()
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -110,7 +110,7 @@ def _openmp() -> str:
 
 
 def _key(compiler: str, runtime: str) -> str:
-    """Of everything that the result depends on."""
+    """Digest of everything that the library depends on."""
     version = _run([compiler, "--version"]) if os.access(compiler, os.X_OK) else ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -139,9 +139,9 @@ def _cache() -> Path:
 
 
 def _read(path: Path) -> ctypes.CDLL | None:
-    """The library in a file of the cache; None if there is none, or it is not what was written.
+    """The library in a file of the cache; None if the file is missing or damaged.
 
-    A file ends with the digest of what comes before, because loading a damaged one may end the process.
+    A file ends with the digest of its content, because loading a damaged one may crash the process.
     """
     try:
         content = path.read_bytes()
@@ -151,7 +151,7 @@ def _read(path: Path) -> ctypes.CDLL | None:
 
 
 def _build(compiler: str, runtime: str, name: str) -> ctypes.CDLL:
-    # Linux keeps a loaded file for the process that has loaded it, so that the folder may go.
+    # Linux keeps a loaded file open for the process, so the folder can be deleted.
     with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder:
         built = _compile(compiler, runtime, Path(folder))
         content = built.read_bytes()
@@ -160,7 +160,7 @@ def _build(compiler: str, runtime: str, name: str) -> ctypes.CDLL:
 
 
 def _keep(built: Path, name: str) -> ctypes.CDLL | None:
-    """The library from the cache, in one move: others may be reading or writing the same file."""
+    """Moves the library into the cache atomically, because other processes may read or write it, and loads it."""
     try:
         _cache().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=_cache(), prefix=name, delete=False) as file:
@@ -192,39 +192,39 @@ def _compile(compiler: str, runtime: str, folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """What the command prints; RuntimeError with what it complains about."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}: {done.stderr.strip()[:500]}")
-    return done.stdout
+    """The command's output; RuntimeError with its error output if it fails."""
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{Path(command[0]).name} ended with {process.returncode}: {process.stderr.strip()[:500]}")
+    return process.stdout
 
 
-def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with its functions' types; RuntimeError if it does not compute what it should."""
+def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """Declares the argument types of the functions; RuntimeError if a test product is wrong."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    found.groupgrad_chunk_rows.argtypes, found.groupgrad_chunk_rows.restype = [number], number
-    found.groupgrad_decode.argtypes = [pointer] * 5 + [ctypes.c_int]
-    found.groupgrad_choose.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 4 + [ctypes.c_int]
-    found.groupgrad_sample.argtypes = [pointer] * 3 + [number] * 2 + [pointer] * 3 + [number, pointer, ctypes.c_int]
-    found.groupgrad_sample.restype = number
-    found.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
-    found.groupgrad_norm.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] * 2 + [ctypes.c_int]
-    found.groupgrad_norm_gradient.argtypes = [pointer] * 6 + [number] * 2 + [ctypes.c_int]
-    found.groupgrad_gate.argtypes = [pointer] * 3 + [number, ctypes.c_int]
-    found.groupgrad_gate_gradient.argtypes = [pointer] * 5 + [number, ctypes.c_int]
+    kernels.groupgrad_chunk_rows.argtypes, kernels.groupgrad_chunk_rows.restype = [number], number
+    kernels.groupgrad_decode.argtypes = [pointer] * 5 + [ctypes.c_int]
+    kernels.groupgrad_choose.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 4 + [ctypes.c_int]
+    kernels.groupgrad_sample.argtypes = [pointer] * 3 + [number] * 2 + [pointer] * 3 + [number, pointer, ctypes.c_int]
+    kernels.groupgrad_sample.restype = number
+    kernels.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
+    kernels.groupgrad_norm.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] * 2 + [ctypes.c_int]
+    kernels.groupgrad_norm_gradient.argtypes = [pointer] * 6 + [number] * 2 + [ctypes.c_int]
+    kernels.groupgrad_gate.argtypes = [pointer] * 3 + [number, ctypes.c_int]
+    kernels.groupgrad_gate_gradient.argtypes = [pointer] * 5 + [number, ctypes.c_int]
     for quiet in ("norm", "norm_gradient", "gate", "gate_gradient", "score", "tile", "finish"):
-        getattr(found, f"groupgrad_{quiet}").restype = None
-    found.groupgrad_score.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 3 + [ctypes.c_int]
-    found.groupgrad_tile.argtypes = [pointer, ctypes.c_int]
-    found.groupgrad_finish.argtypes = [pointer] * 2 + [number] + [pointer] * 3
-    found.groupgrad_attend.argtypes = [pointer, pointer, number, ctypes.c_int]
+        getattr(kernels, f"groupgrad_{quiet}").restype = None
+    kernels.groupgrad_score.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 3 + [ctypes.c_int]
+    kernels.groupgrad_tile.argtypes = [pointer, ctypes.c_int]
+    kernels.groupgrad_finish.argtypes = [pointer] * 2 + [number] + [pointer] * 3
+    kernels.groupgrad_attend.argtypes = [pointer, pointer, number, ctypes.c_int]
     inputs, weight, bias, output = (
         torch.linspace(-1, 1, n, dtype=torch.float32, device="cpu") for n in (9 * 37, 29 * 37, 29, 9 * 29)
     )
     pointers = [x.data_ptr() for x in (inputs, weight, bias, output)]
-    found.groupgrad_linear(*pointers, 9, 37, 29, torch.get_num_threads())
+    kernels.groupgrad_linear(*pointers, 9, 37, 29, torch.get_num_threads())
     with torch.autocast("cpu", enabled=False):
         expected = torch.addmm(bias, inputs.view(9, 37), weight.view(29, 37).T)
     if not torch.allclose(output.view(9, 29), expected, rtol=1e-4, atol=1e-4):
         raise RuntimeError("a product by the compiled kernels differs from torch's")
-    return found
+    return kernels

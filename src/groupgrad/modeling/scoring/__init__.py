@@ -1,1 +1,1 @@
-"""From tokens to log-probs and entropies."""
+"""Log-probs and entropies of completion tokens under a model."""

@@ -69,7 +69,7 @@ class HeadHook:
             return (hidden[None, :1], *inputs[1:])
 
         # Compiled, the hook would take the positions of this call for constants, and compile every batch anew.
-        handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))
+        handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))  # pyright: ignore[reportArgumentType]
         try:
             if transform is not None and is_sharded:
                 with self._scoring_inside(head, transform):

@@ -99,7 +99,11 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
     positions = [np.arange(s.position, s.position + s.length) for s in segments]
     device = batch.completion_ids.device
     return FlatLayout(
-        *(_tensor(parts, device) for parts in (ids, positions, predictors)), segments, BlockPlan(segments)
+        ids=_tensor(ids, device),
+        positions=_tensor(positions, device),
+        predictors=_tensor(predictors, device),
+        segments=segments,
+        plan=BlockPlan(segments),
     )
 
 

@@ -1,8 +1,7 @@
-"""What a model's own forward pass makes of its output head, read from its config.
+"""Reads from a model's config how its forward pass transforms the output of its head into logits.
 
-`families.FAMILIES` lists what the causal language models of transformers 5 do after their head. A family
-that it does not know but whose config speaks of logits has no recipe, and neither has a head that is no plain linear
-layer, one under a LoRA adapter, or one that an adapter trains as a whole; such models compute their logits themselves.
+`families.FAMILIES` lists the operations after the head in the causal language models of transformers 5. A model has no transform if its config has unknown fields about logits, or if its head is something else than a plain
+linear layer, one with LoRA, or one that an adapter trains as a whole. Such models compute their logits themselves.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from groupgrad.modeling.load import Float32Linear
 from groupgrad.modeling.scoring.head import LogitTransform, LowRank
 from groupgrad.modeling.systems.zero3 import is_sharded
 
-_SPEAKS_OF_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")
-# Fields of such a name that do not concern the head's output.
+_ABOUT_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")
+# Fields with such names that do not affect the head's output.
 _UNRELATED = re.compile("router|attn_|attention_|num_logits_to_keep")
 
 
 @dataclass(slots=True, frozen=True)
 class HeadLayer:
-    """A linear output head, and the LoRA adapters in use on it."""
+    """A linear output head and its active LoRA adapters."""
 
     linear: nn.Linear
     adapters: tuple[tuple[Any, Any, Any, float], ...] = ()
-    """Dropout, A, B and scale of each: what it adds to the output is scale * B(A(dropout(x)))."""
+    """Dropout, A, B and scale of each adapter, which adds scale * B(A(dropout(x))) to the output."""
 
     def low_rank(self, hidden: torch.Tensor) -> LowRank | None:
-        """What the adapters add for hidden states (L, H); None without adapters. Dropout is drawn anew."""
+        """The product that the adapters add for hidden states (L, H); None without adapters. Samples new dropout."""
         if not self.adapters:
             return None
         states = [scale * a(dropout(hidden.to(a.weight.dtype))) for dropout, a, _, scale in self.adapters]
@@ -42,20 +41,20 @@ class HeadLayer:
 
 
 def head_layer(head: Any) -> HeadLayer | None:
-    """The linear layer that an output head comes to, through wrappers of peft; None if it is something else."""
-    kind = f"{type(head).__module__}.{type(head).__name__}"
-    if kind.startswith("peft.") and is_sharded(head):
-        return None  # its parts are gathered one by one, each as it is called
-    if kind.endswith(".ModulesToSaveWrapper"):
+    """The linear layer of an output head under peft's wrappers; None if the head computes anything else."""
+    class_name = f"{type(head).__module__}.{type(head).__name__}"
+    if class_name.startswith("peft.") and is_sharded(head):
+        return None  # ZeRO-3 gathers the wrapper's modules one by one, when each is called
+    if class_name.endswith(".ModulesToSaveWrapper"):
         names = [] if head.disable_adapters else [x for x in active_adapters(head) if x in head.modules_to_save]
         head = head.modules_to_save[names[0]] if names else head.original_module
-    elif kind == "peft.tuners.lora.layer.Linear":
-        return _under_lora(head)
+    elif class_name == "peft.tuners.lora.layer.Linear":
+        return _lora_layer(head)
     return HeadLayer(head) if type(head) in (nn.Linear, Float32Linear) else None
 
 
-def _under_lora(head: Any) -> HeadLayer | None:
-    """None for what is more than a product of two matrices: DoRA and other variants, biases, merged adapters."""
+def _lora_layer(head: Any) -> HeadLayer | None:
+    """The layer with LoRA; None for DoRA and other variants, biases and merged adapters."""
     linear = head.base_layer
     if type(linear) is not nn.Linear or head.merged:
         return None
@@ -73,10 +72,10 @@ def _under_lora(head: Any) -> HeadLayer | None:
 
 
 def logit_transform(model: nn.Module) -> LogitTransform | None:
-    """How `model`, adapters included but no wrapper for data parallelism, gets its logits from its output head.
+    """The transform from the head's output to logits in `model` (adapters included, unwrapped); None if unknown.
 
-    None if something unknown may happen to them: the caller then takes the model's own logits. What is returned is
-    what the config says; code from elsewhere may still do otherwise, so compare with the model's own logits once.
+    It follows from the config alone. Code outside transformers may compute something else, so the start-up check
+    compares with the model's own logits once.
     """
     inner: Any = model.get_base_model() if is_adapted(model) else model  # pyright: ignore[reportCallIssue]
     head: Any = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
@@ -84,7 +83,7 @@ def logit_transform(model: nn.Module) -> LogitTransform | None:
     layer = None if config is None else head_layer(head)
     if config is None or layer is None:
         return None
-    if layer.linear.weight.device.type == "meta":  # kept elsewhere and brought in by a hook
+    if layer.linear.weight.device.type == "meta":  # offloaded; a hook loads it when the module is called
         return None
     try:
         text = config.get_text_config()
@@ -92,20 +91,17 @@ def logit_transform(model: nn.Module) -> LogitTransform | None:
         return None
     transform = _from_fields(text)
     if transform is None or (text is not config and transform != LogitTransform()):
-        # Composite models (images and text) do not all heed what their text model's config says of logits.
+        # Not all composite models (images and text) apply the logit settings of their text model's config.
         return None
     return replace(transform, own_dtype=isinstance(layer.linear, Float32Linear))
 
 
 def _from_fields(config: Any) -> LogitTransform | None:
     transform = LogitTransform()
-    fields: dict[str, Any] = config.to_dict()
-    for field, value in fields.items():
-        if not _SPEAKS_OF_LOGITS.search(field) or _UNRELATED.search(field):
+    for field, value in config.to_dict().items():
+        if value is None or not _ABOUT_LOGITS.search(field) or _UNRELATED.search(field):
             continue
         effect = logit_effect(config.model_type, field)
-        if value is None:
-            continue
         if effect is None and value != 1.0:
             return None
         if effect is not None:

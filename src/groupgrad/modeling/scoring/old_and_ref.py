@@ -11,7 +11,7 @@ from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gra
 
 
 class OldAndRefScorer:
-    """Scores batches without dropout or gradients. Batches and results are on the CPU, the work is on `device`."""
+    """Scores batches without dropout or gradients. Batches and results are on the CPU; the models run on `device`."""
 
     def __init__(
         self, policy: nn.Module, reference: Reference | None, options: ForwardOptions, device: torch.device | str
