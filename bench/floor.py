@@ -1,4 +1,4 @@
-"""What the machine allows: its matrix-product rate and memory bandwidth, and the least seconds that a step can take.
+"""Measures the machine's matrix-product rate and memory bandwidth, and derives the minimum seconds of a step.
 
     python bench/floor.py
 
@@ -18,22 +18,22 @@ import torch
 from workloads import BASE, GroupWork, ModelShape
 
 BYTES = 4
-"""Of a float32, which memory is measured with."""
+"""Bytes of a float32, the type that memory is measured with."""
 
 
 @dataclass(slots=True, frozen=True)
 class Machine:
-    """What this machine was measured to do, with the threads that training uses."""
+    """Measured rates of this machine, with the threads of training."""
 
     gflops: float
-    """Large matrix products of the models' type, 10^9 operations a second."""
+    """Rate of large matrix products in the models' type, 10^9 operations a second."""
     decode_gflops: float | None
-    """Matrix products of a decode step (32 rows, all layers' and the head's weights of the base model in turn); None
-    for an accelerator."""
+    """Rate of the matrix products of a decode step (32 rows times all weights of the base model in turn); None for an
+    accelerator."""
     gigabytes_per_second: float
-    """Reading memory that no cache holds."""
+    """Rate of reading memory that no cache holds, 10^9 bytes a second."""
     bytes_per_number: int = BYTES
-    """Of a weight, a key or a value."""
+    """Bytes of a weight, a key or a value."""
 
     @property
     def rate(self) -> float:
@@ -73,7 +73,7 @@ def product_gflops(seconds: float, square: int, device: str = "cpu", dtype: torc
 
 
 def reading_gigabytes(seconds: float, megabytes: int, device: str = "cpu") -> float:
-    """10^9 bytes a second that a sum, or a product with a vector, reads."""
+    """10^9 bytes a second read by a sum or a product with a vector, the faster of both."""
     memory = torch.ones(megabytes * 2**20 // BYTES // 4096, 4096, device=device)
     vector = torch.ones(4096, device=device)
     ways = (memory.sum, lambda: torch.mv(memory, vector))
@@ -109,7 +109,7 @@ def measure_machine(seconds: float = 1.5, *, square: int = 2048, megabytes: int 
 
 
 def decode_weights(shape: ModelShape) -> list[torch.Tensor]:
-    """Random matrices, (out, in), of the sizes that one token is multiplied with."""
+    """Random matrices (out, in) of the sizes that one token is multiplied with in a decode step."""
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner = shape.hidden_size, shape.intermediate_size
     layer = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]

@@ -16,14 +16,14 @@ from groupgrad.modeling.scoring.attention import AttentionCall
 
 @dataclass
 class Heads:
-    """How many, and how wide."""
+    """Numbers of heads, and their width."""
 
     of_keys: int
     repeat: int
     width: int
 
     def stored(self, places: int, spare: int = 3) -> Stored:
-        """Random keys and values; what lies in a head behind its places is no number."""
+        """Random keys and values; NaN behind the places of each head."""
         keys, values = torch.randn(2, self.of_keys, places + spare, self.width)
         keys[:, places:] = values[:, places:] = torch.nan
         return Stored(keys, values)
@@ -32,7 +32,7 @@ class Heads:
         return torch.randn(self.of_keys * self.repeat, num_tokens, self.width)
 
 
-def asked(heads: Heads, window: int | None = None, **changes: object) -> AttentionCall:
+def make_call(heads: Heads, window: int | None = None, **changes: object) -> AttentionCall:
     scale = heads.width**-0.5
     return replace(AttentionCall(layer=0, scale=scale, window=window, softcap=None, sinks=None, dropout=0.0), **changes)
 
@@ -63,8 +63,8 @@ def exact(query: torch.Tensor, spans: Sequence[Span], call: AttentionCall) -> to
     return output
 
 
-def laid(heads: Heads, sizes: Sequence[tuple[int, int, int]], prompts: Sequence[int]) -> tuple[list[Span], int]:
-    """Spans of these (prompt's number or -1, offset, length) one after the other, and their tokens together."""
+def make_spans(heads: Heads, sizes: Sequence[tuple[int, int, int]], prompts: Sequence[int]) -> tuple[list[Span], int]:
+    """Consecutive spans of these (prompt or -1, offset, length), and their number of tokens."""
     stored = [heads.stored(length) for length in prompts]
     spans, end = [], 0
     for number, offset, length in sizes:
@@ -74,7 +74,7 @@ def laid(heads: Heads, sizes: Sequence[tuple[int, int, int]], prompts: Sequence[
     return spans, end
 
 
-def drawn(seed: int) -> list[tuple[int, int, int]]:
+def random_sizes(seed: int) -> list[tuple[int, int, int]]:
     """A dozen spans behind three prompts or none; some resumed, some of one token, one long."""
     draw = random.Random(seed)
     sizes = [(draw.randrange(-1, 3), draw.choice((0, 0, 1, 17, 40)), draw.choice((1, 2, 5, 16, 23))) for _ in range(11)]
@@ -94,8 +94,8 @@ def test_numbers_are_those_of_float64(
     torch.manual_seed(seed)
     threads(1 + seed % 2)
     heads = Heads(1 + seed % 3, repeat, width)
-    spans, num_tokens = laid(heads, drawn(seed), PROMPTS)
-    query, call = 2 * heads.queries(num_tokens), asked(heads, window)
+    spans, num_tokens = make_spans(heads, random_sizes(seed), PROMPTS)
+    query, call = 2 * heads.queries(num_tokens), make_call(heads, window)
     torch.testing.assert_close(
         computed(kernels, query, spans, call).double(), exact(query, spans, call), rtol=1e-5, atol=3e-6
     )
@@ -105,12 +105,12 @@ def test_numbers_are_those_of_float64(
 def test_caps_and_sinks(window: int | None, kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(2, 3, 20)
-    spans, num_tokens = laid(heads, drawn(3), PROMPTS)
+    spans, num_tokens = make_spans(heads, random_sizes(3), PROMPTS)
     query = 5 * heads.queries(num_tokens)
     sinks = torch.tensor([0.0, 30.0, -200.0, 3.0, -1.0, 9.0])
-    plain = computed(kernels, query, spans, asked(heads, window))
+    plain = computed(kernels, query, spans, make_call(heads, window))
     for changes in ({"softcap": 3.0}, {"softcap": 50.0}, {"sinks": sinks}, {"softcap": 8.0, "sinks": sinks}):
-        call = asked(heads, window, **changes)
+        call = make_call(heads, window, **changes)
         found = computed(kernels, query, spans, call)
         torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=5e-6)
         assert not torch.allclose(found, plain, atol=1e-3)
@@ -121,10 +121,10 @@ def test_sequences_longer_than_a_tile_of_scores(kernels: ctypes.CDLL):
     heads = Heads(1, 2, 8)
     # 70 000 keys leave room for one token a tile, 9 000 for three.
     for sizes, prompt in (([(0, 2, 3)], 70_000), ([(0, 1, 7), (-1, 3000, 5)], 9000)):
-        spans, num_tokens = laid(heads, sizes, [prompt])
+        spans, num_tokens = make_spans(heads, sizes, [prompt])
         query = heads.queries(num_tokens)
         for window in (None, 600):
-            call = asked(heads, window)
+            call = make_call(heads, window)
             torch.testing.assert_close(
                 computed(kernels, query, spans, call).double(), exact(query, spans, call), rtol=1e-5, atol=1e-6
             )
@@ -154,9 +154,9 @@ def test_a_query_gets_the_same_bits_whatever_is_computed_with_it(
 ):
     torch.manual_seed(repeat + width)
     heads = Heads(2, repeat, width)
-    spans, num_tokens = laid(heads, [(0, 0, 150), (-1, 0, 77), (1, 19, 20)], [50, 200])
+    spans, num_tokens = make_spans(heads, [(0, 0, 150), (-1, 0, 77), (1, 19, 20)], [50, 200])
     changes = {"softcap": 4.0, "sinks": torch.randn(2 * repeat)} if special else {}
-    query, call = 3 * heads.queries(num_tokens), asked(heads, window, **changes)
+    query, call = 3 * heads.queries(num_tokens), make_call(heads, window, **changes)
     threads(1)
     whole = computed(kernels, query, spans, call)
     single = [part for span in spans for part in cut(span, [1] * span.length)]
@@ -184,17 +184,17 @@ def test_keys_may_lie_among_those_of_the_other_tokens(kernels: ctypes.CDLL):
         Span(start, length, part(start, length), 0, part(before, many) if many else None, many)
         for start, length, before, many in rows.tolist()
     ]
-    call = asked(heads)
+    call = make_call(heads)
     found = attend(kernels, query, flat_spans(rows, key, value), 2, call)
     assert torch.equal(found, computed(kernels, query, spans, call))
     torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=1e-6)
 
 
-def test_queries_may_lie_anyhow(kernels: ctypes.CDLL):
+def test_queries_may_have_any_strides(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(2, 2, 20)
-    spans, num_tokens = laid(heads, drawn(1), PROMPTS)
-    query, call = heads.queries(num_tokens), asked(heads)
+    spans, num_tokens = make_spans(heads, random_sizes(1), PROMPTS)
+    query, call = heads.queries(num_tokens), make_call(heads)
     expected = computed(kernels, query, spans, call)
     by_token = query.transpose(0, 1).contiguous().transpose(0, 1)
     backwards = query.permute(2, 1, 0).contiguous().permute(2, 1, 0)
@@ -207,8 +207,8 @@ def test_queries_may_lie_anyhow(kernels: ctypes.CDLL):
 def test_rows_without_tokens_of_their_own(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(2, 1, 8)
-    spans, num_tokens = laid(heads, [(0, 0, 0), (0, 0, 4), (-1, 0, 0), (1, 3, 0), (0, 2, 5), (1, 0, 0)], [6, 9])
-    query, call = heads.queries(num_tokens), asked(heads)
+    spans, num_tokens = make_spans(heads, [(0, 0, 0), (0, 0, 4), (-1, 0, 0), (1, 3, 0), (0, 2, 5), (1, 0, 0)], [6, 9])
+    query, call = heads.queries(num_tokens), make_call(heads)
     found = computed(kernels, query, spans, call)
     torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=1e-6)
 
@@ -216,8 +216,8 @@ def test_rows_without_tokens_of_their_own(kernels: ctypes.CDLL):
 def test_keys_that_are_no_numbers_stay_in_their_rows(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(1, 2, 20)
-    spans, num_tokens = laid(heads, [(-1, 0, 5), (0, 0, 3)], [6])
-    query, call = heads.queries(num_tokens), asked(heads)
+    spans, num_tokens = make_spans(heads, [(-1, 0, 5), (0, 0, 3)], [6])
+    query, call = heads.queries(num_tokens), make_call(heads)
     plain = computed(kernels, query, spans, call)
     spans[0].own.keys[0, 0, 3] = torch.nan
     found = computed(kernels, query, spans, call)
@@ -226,8 +226,8 @@ def test_keys_that_are_no_numbers_stay_in_their_rows(kernels: ctypes.CDLL):
 
 def test_scores_far_apart(kernels: ctypes.CDLL):
     heads = Heads(1, 1, 8)
-    spans, _ = laid(heads, [(0, 0, 40)], [30])
-    query, call = 1000 * heads.queries(40), asked(heads)
+    spans, _ = make_spans(heads, [(0, 0, 40)], [30])
+    query, call = 1000 * heads.queries(40), make_call(heads)
     found = computed(kernels, query, spans, call)
     assert found.isfinite().all()
     torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-3, atol=1e-3)

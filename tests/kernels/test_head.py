@@ -18,8 +18,8 @@ INF, NAN, NATS = math.inf, math.nan, math.log(2.0)
 
 
 @dataclass
-class Found:
-    """What tiles give of some tokens."""
+class TileScores:
+    """Scores of some tokens from tiles."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
@@ -34,8 +34,8 @@ def scored(
     temperature: float = 1.0,
     tokens_at_once: int = 1000,
     bounds: Sequence[int] = (),
-) -> Found:
-    """The scores of `tokens` from tiles of so many of them, the vocabulary cut at the `bounds`."""
+) -> TileScores:
+    """Scores of `tokens` from tiles of `tokens_at_once` rows, with the vocabulary cut at the `bounds`."""
     sums, size = SoftmaxSums.empty(len(logits)), logits.shape[1]
     for first, last in zip([0, *bounds], [*bounds, size]):
         for start in range(0, len(logits), tokens_at_once):
@@ -43,7 +43,7 @@ def scored(
             tile = logits[rows, first:last].clone(memory_format=torch.contiguous_format)
             pass_tile(kernels, tile, tokens[rows], first, bits_factor(temperature), sums=sums.at(rows))
             assert torch.equal(tile, logits[rows, first:last]) or tile.isnan().any(), "nothing is overwritten"
-    return Found(*sums.finish(kernels))
+    return TileScores(*sums.finish(kernels))
 
 
 def case(size: int, rows: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,7 @@ def case(size: int, rows: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the last bit, NaN where the other is."""
+    """Bit-exact, NaN where the other is NaN."""
     return torch.equal(a.nan_to_num(7e30), b.nan_to_num(7e30))
 
 
@@ -130,7 +130,7 @@ def test_a_token_outside_of_the_vocabulary_has_no_score(kernels: ctypes.CDLL):
 
 
 def extreme(size: int) -> dict[str, torch.Tensor]:
-    """Rows of logits (1, size), the last one's token being asked for."""
+    """Extreme logits (1, size); the last token is scored."""
     plain = torch.linspace(-3, 3, size)[None]
     made = {name: plain.clone() for name in ("low others", "minus infinity", "minus infinity itself", "not a number")}
     made["low others"][0, :-1] = -1e4
@@ -180,7 +180,7 @@ def check_choice(logits: torch.Tensor, chosen: Choice) -> None:
         assert not math.isfinite(found)
 
 
-def test_tokens_that_cannot_come_have_no_part(kernels: ctypes.CDLL):
+def test_impossible_tokens_have_no_part(kernels: ctypes.CDLL):
     logits, _ = case(300, rows=2)
     cut = logits.clone()
     cut[:, ::3] = -INF
@@ -202,7 +202,7 @@ def test_tokens_that_cannot_come_have_no_part(kernels: ctypes.CDLL):
 def pulled(
     kernels: ctypes.CDLL, logits: torch.Tensor, tokens: torch.Tensor, gradient: TileGradient, bounds: Sequence[int] = ()
 ) -> torch.Tensor:
-    """(rows, vocabulary) what the tiles become."""
+    """(rows, vocabulary) gradients that overwrite the tiles."""
     parts = []
     for first, last in zip([0, *bounds], [*bounds, logits.shape[1]]):
         tile = logits[:, first:last].clone(memory_format=torch.contiguous_format)
@@ -246,7 +246,7 @@ def test_one_pass_may_sum_and_pull(kernels: ctypes.CDLL, threads: Callable[[int]
     assert torch.equal(tile, pulled(kernels, logits, tokens, gradient))
 
 
-def test_the_own_token_may_be_left_out(kernels: ctypes.CDLL):
+def test_the_own_token_can_be_left_out(kernels: ctypes.CDLL):
     logits, tokens = case(300)
     normaliser = (logits.logsumexp(-1) * BITS).float()
     found = pulled(kernels, logits, tokens, TileGradient(normaliser, torch.full((9,), 2.0)), [128])
@@ -256,7 +256,7 @@ def test_the_own_token_may_be_left_out(kernels: ctypes.CDLL):
     assert not found[torch.arange(9), tokens].any()
 
 
-def test_tokens_that_cannot_come_pull_nothing(kernels: ctypes.CDLL):
+def test_impossible_tokens_pull_nothing(kernels: ctypes.CDLL):
     logits, tokens = case(300)
     logits[:, ::3], tokens[:] = -INF, 1
     logits[:, 3:6] = -1e4

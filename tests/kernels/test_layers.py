@@ -18,7 +18,7 @@ from groupgrad.engines.native.cpp_step import CompiledStep
 from groupgrad.kernels.layers import gated, linear, norm
 
 HALF_UNIT = 2.0**-24
-"""What rounding a number to float32 once changes it by at most, relatively."""
+"""Maximum relative error of rounding a number to float32 once."""
 INF, NAN = math.inf, math.nan
 
 
@@ -82,7 +82,7 @@ def test_rows_are_alike_over_chunks_of_them(kernels: ctypes.CDLL, threads: Calla
         torch.testing.assert_close(found.double(), inputs.double() @ weight.double().T, rtol=1e-5, atol=1e-3)
 
 
-def test_inputs_may_lie_anyhow(kernels: ctypes.CDLL):
+def test_inputs_may_have_any_strides(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     inputs, weight, bias = torch.randn(2, 5, 3, 37), torch.randn(29, 37), torch.randn(29)
     expected = linear(kernels, inputs, weight, bias)
@@ -196,7 +196,7 @@ def test_long_inputs_are_shared_among_threads(kernels: ctypes.CDLL, threads: Cal
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)  # a sum over rows
 
 
-def test_norms_take_inputs_that_lie_anyhow_and_frozen_weights(kernels: ctypes.CDLL):
+def test_norms_take_inputs_of_any_strides_and_frozen_weights(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     inputs, weight = torch.randn(4, 7, 10), torch.randn(10)
     expected = norm(kernels, inputs, weight, 1e-6)
@@ -268,7 +268,7 @@ def test_gates_and_their_gradients_are_those_of_float64(shape: tuple[int, ...], 
     assert_gradients(lambda *x: gated(kernels, *x), exact_gated, [gate, up])
 
 
-def test_gates_take_inputs_that_lie_anyhow(kernels: ctypes.CDLL):
+def test_gates_take_inputs_of_any_strides(kernels: ctypes.CDLL):
     gate, up = torch.randn(9, 20), torch.randn(20, 9)
     expected = gated(kernels, gate, up.T.contiguous())
     assert torch.equal(gated(kernels, gate, up.T), expected)

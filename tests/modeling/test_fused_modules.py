@@ -25,7 +25,7 @@ from groupgrad.modeling.fused_modules import compiled_parts, own_parts
 
 KINDS: list[Any] = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
 HALF_UNIT = 2.0**-24
-"""What rounding a number to float32 once changes it by at most, relatively."""
+"""Maximum relative error of rounding a number to float32 once."""
 
 
 def make(kind: Any, width: int = 48) -> Any:
@@ -103,7 +103,7 @@ def test_a_pass_in_between_leaves_norms_that_are_computed_again_later():
 
 
 @pytest.mark.parametrize("is_flagged", [False, True])
-def test_somebody_elses_checkpointing_computes_again_what_it_saved(is_flagged: bool):
+def test_checkpointing_by_other_code_computes_again_what_it_saved(is_flagged: bool):
     model, x = make(Qwen3RMSNorm), torch.randn(3, 48, requires_grad=True)
     model.gradient_checkpointing = is_flagged
     with compiled_parts(model):
@@ -131,7 +131,7 @@ def other_formula(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [compiled, half, replaced, other_formula])
-def test_what_it_may_not_touch_is_left_alone(change: Any):
+def test_unsupported_modules_are_left_alone(change: Any):
     model = make(Qwen3RMSNorm)
     change(model)
     before = model[0].__dict__.get("forward")
@@ -188,7 +188,7 @@ def test_a_model_can_be_copied_in_a_pass():
 
 
 @pytest.mark.usefixtures("compiler")
-def test_whoever_watches_an_activation_sees_it_called():
+def test_a_hooked_activation_is_called():
     config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
     model, seen = nn.Sequential(LlamaMLP(config)), []
     with compiled_parts(model):

@@ -27,8 +27,8 @@ TRIED = flex._TRIED_TOKENS
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch):
-    """What other tests found out does not count, nor what these do."""
+def untried(monkeypatch):
+    """Isolates the trial results of each test."""
     monkeypatch.setattr(flex._State, "failed", False)
     monkeypatch.setattr(flex._State, "tried", set())
 
@@ -41,7 +41,7 @@ def ragged_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 4
     return build_batch(ids[: len(prompts)], [prompt for prompt, _ in rows], ids[len(prompts) :])
 
 
-def laid(num_tokens: int = 17) -> FlatLayout:
+def make_layout(num_tokens: int = 17) -> FlatLayout:
     """Two prompts with rows behind them: `num_tokens` of at least 17."""
     flat = flat_layout(ragged_batch([3, 5], [(0, 6), (1, 2), (0, num_tokens - 13)]))
     assert len(flat.ids) == num_tokens
@@ -57,7 +57,7 @@ def heads(num_tokens: int = 17, query_heads: int = 4, key_heads: int = 2, width:
 
 
 class Scripted:
-    """Stands for the compiled functions: a masked softmax that fails where its script says so.
+    """Replaces the compiled functions by a masked softmax that fails as its script says.
 
     `calls` keeps the tokens of each call and whether it had a gradient, `backwards` the tokens of each backward pass.
     """
@@ -117,7 +117,7 @@ def test_it_is_the_same_function(window, softcap, monkeypatch):
     functions = flex._functions(lambda: None)
     monkeypatch.setattr(flex, "_kernels", lambda: functions)
     monkeypatch.setattr(flex, "_try_once", lambda *_: None)
-    flat, inputs = laid(), heads()
+    flat, inputs = make_layout(), heads()
     call = AttentionCall(layer=0, scale=0.3, softcap=softcap, window=window)
     found = attend_flex(*inputs, flat.plan.places(CPU), call)
     assert found is not None
@@ -154,10 +154,10 @@ def test_what_is_known_to_be_refused_is_not_tried():
 
 
 def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
-    """They take the matrix products, and nothing is said to have failed."""
+    """Narrow heads take the matrix products without a warning."""
     made = scripted()
     monkeypatch.setattr(layout_module, "is_usable", is_usable)
-    laid().plan.attend(*heads(width=8), AttentionCall(0, 1.0))
+    make_layout().plan.attend(*heads(width=8), AttentionCall(0, 1.0))
     assert (made.calls, flex._State.failed) == ([], False)
 
 
@@ -165,7 +165,7 @@ def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
 
 
 def test_a_small_call_goes_first_forward_and_backward(scripted):
-    made, places, call = scripted(), laid().plan.places(CPU), AttentionCall(0, 0.3)
+    made, places, call = scripted(), make_layout().plan.places(CPU), AttentionCall(0, 0.3)
     with torch.no_grad():
         for _ in range(2):
             assert attend_flex(*heads(), places, call) is not None
@@ -174,7 +174,7 @@ def test_a_small_call_goes_first_forward_and_backward(scripted):
 
 
 def test_each_kind_of_call_is_tried_once(scripted):
-    made, places = scripted(), laid().plan.places(CPU)
+    made, places = scripted(), make_layout().plan.places(CPU)
     plain, windowed = AttentionCall(0, 0.3), AttentionCall(1, 0.3, window=4)
     for call in (plain, windowed, plain, AttentionCall(2, 0.3, window=9), AttentionCall(3, 0.3, softcap=3.0)):
         attend_flex(*heads(), places, call)
@@ -186,14 +186,14 @@ def test_each_kind_of_call_is_tried_once(scripted):
 
 def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog):
     made = scripted(backward=RuntimeError("no kernel image"))
-    flat, call = laid(), AttentionCall(0, 0.3)
+    flat, call = make_layout(), AttentionCall(0, 0.3)
     inputs = [x.requires_grad_() for x in heads()]
     for _ in range(2):
         found = flat.plan.attend(*inputs, call)
         gradients = torch.autograd.grad(found.square().sum(), inputs)
     assert made.calls == [(TRIED, True)]
     assert caplog.text.count("flex attention cannot run here (RuntimeError: no kernel image)") == 1
-    expected = laid().plan.attend(*inputs, call)
+    expected = make_layout().plan.attend(*inputs, call)
     assert torch.equal(found, expected)
     for gradient, want in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs)):
         assert torch.equal(gradient, want)
@@ -203,12 +203,12 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
 def test_numbers_that_are_none_are_an_error(scripted, monkeypatch, caplog, number):
     made = scripted()
     monkeypatch.setattr(made, "attend", lambda query, key, value, *_: number * (query + key.sum() + value.sum()))
-    assert attend_flex(*heads(), laid().plan.places(CPU), AttentionCall(0, 0.3)) is None
+    assert attend_flex(*heads(), make_layout().plan.places(CPU), AttentionCall(0, 0.3)) is None
     assert "equal tokens that are not finite" in caplog.text
 
 
 def test_without_its_kernel_matrix_products_do(scripted, caplog):
-    flat, inputs, call = laid(), heads(), AttentionCall(0, 1.0)
+    flat, inputs, call = make_layout(), heads(), AttentionCall(0, 1.0)
     expected = flat.plan.attend(*inputs, call)
     scripted(forward=ZeroDivisionError("such a kernel"))
     for _ in range(2):
@@ -224,15 +224,15 @@ SHORTAGES = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton 
 def test_a_shortage_of_memory_is_the_callers(scripted, where, error):
     scripted(**{where: error})
     with pytest.raises(type(error), match="out of memory"):
-        attend_flex(*heads(), laid().plan.places(CPU), AttentionCall(0, 0.3))
+        attend_flex(*heads(), make_layout().plan.places(CPU), AttentionCall(0, 0.3))
     assert not flex._State.failed
     assert not flex._State.tried
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_layers_that_are_computed_again_do_not_see_the_trial(scripted, use_reentrant):
-    """Checkpointing counts the tensors that a layer saves, and wants as many the second time."""
-    made, flat, call = scripted(), laid(), AttentionCall(0, 0.3)
+    """Checkpointing requires a layer to save as many tensors the second time."""
+    made, flat, call = scripted(), make_layout(), AttentionCall(0, 0.3)
     inputs = [x.requires_grad_() for x in heads()]
 
     def layer(*x: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ def test_layers_that_are_computed_again_do_not_see_the_trial(scripted, use_reent
 
 
 def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
-    made, flat = scripted(), laid()
+    made, flat = scripted(), make_layout()
     inputs, sizes = [x.requires_grad_() for x in heads()], set()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.add(x.shape), lambda x: x):
         flat.plan.attend(*inputs, AttentionCall(0, 0.3))
@@ -260,7 +260,7 @@ def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
 def test_it_is_tried_with_gradients_in_any_mode(scripted, mode):
     made = scripted()
     with mode():
-        laid().plan.attend(*heads(), AttentionCall(0, 0.3))
+        make_layout().plan.attend(*heads(), AttentionCall(0, 0.3))
     assert made.backwards == [TRIED]
     assert not flex._State.failed
 
@@ -269,7 +269,7 @@ def test_it_is_tried_with_gradients_in_any_mode(scripted, mode):
 
 
 class Recording:
-    """A compiler that runs what it is given as it is, and keeps it."""
+    """A compiler backend that runs graphs unchanged, and records them."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -302,7 +302,7 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
     """
     seen = []
     for with_gradient, window, num_tokens in itertools.product((False, True), (None, 3, 9), (300, 141)):
-        places, call = laid(num_tokens).plan.places(CPU), AttentionCall(0, 0.3, window=window)
+        places, call = make_layout(num_tokens).plan.places(CPU), AttentionCall(0, 0.3, window=window)
         with torch.set_grad_enabled(with_gradient):
             found = flex._attend(*heads(num_tokens), places, call)
         assert found.shape == (num_tokens, 4, 16)
@@ -313,8 +313,8 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
 
 
 def test_a_soft_cap_is_part_of_the_kernel(recording):
-    """Left variable it is a number on the CPU, for which torch makes no kernel."""
-    places, call = laid(141).plan.places(CPU), AttentionCall(0, 0.3, softcap=30.0)
+    """A variable soft cap would be a number on the CPU, for which torch compiles no kernel."""
+    places, call = make_layout(141).plan.places(CPU), AttentionCall(0, 0.3, softcap=30.0)
     with torch.no_grad():
         flex._attend(*heads(141), places, call)
     inputs = [node.meta["example_value"] for node in recording.graphs[-1].graph.nodes if node.op == "placeholder"]
@@ -323,12 +323,12 @@ def test_a_soft_cap_is_part_of_the_kernel(recording):
 
 
 def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
-    """Nothing is left to compile in the first step. Gradients, which torch grants to GPUs alone, are had as written."""
+    """The first step compiles nothing. Gradients, which torch supports on GPUs alone, run uncompiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    inputs, places = [x.requires_grad_() for x in heads(300)], laid(300).plan.places(CPU)
+    inputs, places = [x.requires_grad_() for x in heads(300)], make_layout(300).plan.places(CPU)
     flex._try_once(*inputs, AttentionCall(0, 0.3))
     assert len(recording.graphs) == 2
-    expected = laid(300).plan.attend(*inputs, AttentionCall(0, 0.3))
+    expected = make_layout(300).plan.attend(*inputs, AttentionCall(0, 0.3))
     found = attend_flex(*inputs, places, AttentionCall(0, 0.3))
     assert found is not None
     assert len(recording.graphs) == 2
@@ -339,9 +339,9 @@ def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
 
 @pytest.mark.parametrize("how", ["stance", "limit"])
 def test_where_torch_does_not_compile_matrix_products_do(recording, monkeypatch, caplog, how):
-    """It would run the function as it is written, with all pairs of tokens in memory, and say nothing."""
+    """Otherwise torch would run the function uncompiled, with all pairs of tokens in memory, and without a warning."""
     monkeypatch.setattr(flex, "_try_once", lambda *_: None)
-    flat, call = laid(141), AttentionCall(0, 0.3)
+    flat, call = make_layout(141), AttentionCall(0, 0.3)
     with contextlib.ExitStack() as stack, torch.no_grad():
         if how == "stance":
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -363,7 +363,7 @@ def test_the_compiled_kernel_gives_the_numbers_of_matrix_products(num_tokens, wi
     """Four query heads to a key, in bfloat16 against float32; shorter and longer than a tile."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    flat, call = laid(num_tokens), AttentionCall(0, 0.125, softcap=softcap, window=window)
+    flat, call = make_layout(num_tokens), AttentionCall(0, 0.125, softcap=softcap, window=window)
     exact = heads(num_tokens, 8, 2, 64, device="cuda")
     half = [x.bfloat16().requires_grad_() for x in exact]
     exact = [x.detach().float().requires_grad_() for x in half]

@@ -28,7 +28,7 @@ from groupgrad.modeling.scoring.head_tiles import slices
 
 @dataclass
 class Case:
-    """Arguments of one call, and the loss weights of its results."""
+    """Arguments of one call, and the weights of its results in the loss."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -42,7 +42,7 @@ class Case:
     precomputed: PrecomputedGradient | None = None
 
     def inputs(self) -> list[torch.Tensor]:
-        """Those that gradients flow into."""
+        """The arguments that need a gradient."""
         return [x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad]
 
     def scores(self) -> TokenScores:
@@ -313,8 +313,8 @@ def test_only_what_trains_gets_a_gradient():
     assert len(case.gradients()) == 1
 
 
-def foresee(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
-    """The case with its log-probs, nearly, and its gradient but for a factor known beforehand."""
+def with_precomputed(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
+    """The case with approximate log-probs and a scaled gradient precomputed."""
     torch.manual_seed(seed)
     logprobs = reference(case)[0].logprobs.detach().float()
     case.precomputed = PrecomputedGradient(logprobs + noise * torch.randn_like(logprobs), case.of_logprobs * 2.5)
@@ -332,10 +332,12 @@ def foresee(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
     spoiled=st.sets(st.tuples(st.integers(0, 19), st.sampled_from(["nan", "logprob", "gradient", "zero"]))),
     seed=st.integers(0, 99),
 )
-def test_what_was_foreseen_changes_no_number(num_tokens, vocab, tiles, transform, temperature, bias, spoiled, seed):
+def test_a_precomputed_gradient_changes_no_number(
+    num_tokens, vocab, tiles, transform, temperature, bias, spoiled, seed
+):
     case = make_case(num_tokens, vocab, seed=seed, bias=bias, transform=transform, temperature=temperature, tiles=tiles)
-    # What all tokens are off by adds up where gradients nearly cancel.
-    foresee(case, seed=seed, noise=3e-7)
+    # The errors of all tokens add up where gradients nearly cancel.
+    with_precomputed(case, seed=seed, noise=3e-7)
     assert case.precomputed is not None
     for token, how in spoiled:
         if token >= num_tokens:
@@ -352,7 +354,7 @@ def test_what_was_foreseen_changes_no_number(num_tokens, vocab, tiles, transform
         assert_as_reference(case)
 
 
-def test_foresight_is_exact_where_all_tokens_are_nearly_certain():
+def test_a_precomputed_gradient_is_exact_where_all_tokens_are_nearly_certain():
     case = make_case(40, 16, 16, tiles=Tiles(16, 16))
     with torch.no_grad():
         case.weight.copy_(9 * torch.eye(16))
@@ -360,20 +362,20 @@ def test_foresight_is_exact_where_all_tokens_are_nearly_certain():
     logprobs = reference(case)[0].logprobs.detach()
     assert float(logprobs.min()) > -0.02 and float(logprobs.max()) < -1e-4
     plain = [float((a - b).abs().max()) for a, b in zip(case.gradients(), reference(case)[1], strict=True)]
-    foresee(case, noise=1e-6)
+    with_precomputed(case, noise=1e-6)
     found = [float((a - b).abs().max()) for a, b in zip(case.gradients(), reference(case)[1], strict=True)]
     assert all(ours <= 3 * theirs for ours, theirs in zip(found, plain, strict=True)), (found, plain)
 
 
 @pytest.mark.parametrize("error", [-200.0, 200.0])
-def test_a_foreseen_log_prob_far_off_changes_no_number(error):
-    case = foresee(make_case(bias=True, tiles=Tiles(5, 16)))
+def test_a_precomputed_log_prob_far_off_changes_no_number(error):
+    case = with_precomputed(make_case(bias=True, tiles=Tiles(5, 16)))
     assert case.precomputed is not None
     case.precomputed.logprobs[4] += error
     assert_as_reference(case)
 
 
-def test_with_foresight_tiles_are_computed_once(monkeypatch):
+def test_with_a_precomputed_gradient_tiles_are_computed_once(monkeypatch):
     from groupgrad.modeling.scoring import head_tiles as tiles
 
     passes: list[int] = []
@@ -387,7 +389,7 @@ def test_with_foresight_tiles_are_computed_once(monkeypatch):
     case.gradients()
     assert sum(passes) == 2 * 12 * 36
     for spoiled, extra in ((0, 0), (3, 3 * 36)):
-        foresee(case)
+        with_precomputed(case)
         assert case.precomputed is not None
         case.precomputed.logprobs[:spoiled] += 0.01
         passes.clear()
@@ -399,8 +401,8 @@ def test_with_foresight_tiles_are_computed_once(monkeypatch):
     assert sum(passes) == 12 * 36
 
 
-def test_a_kept_graph_with_foresight_gives_its_gradient_twice():
-    case = foresee(make_case(bias=True))
+def test_a_kept_graph_with_a_precomputed_gradient_gives_its_gradient_twice():
+    case = with_precomputed(make_case(bias=True))
     loss = case.loss(case.scores())
     first = torch.autograd.grad(loss, case.inputs(), retain_graph=True)
     second = torch.autograd.grad(loss, case.inputs())
@@ -408,11 +410,11 @@ def test_a_kept_graph_with_foresight_gives_its_gradient_twice():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.abs().max()))
 
 
-def test_foresight_is_not_for_half_precision_or_frozen_heads():
+def test_precomputed_gradients_are_not_for_half_precision_or_frozen_heads():
     for options in ({"dtype": torch.bfloat16}, {"frozen_head": True}):
         case = make_case(**options)
         expected = case.gradients()
-        foresee(case)
+        with_precomputed(case)
         assert all(torch.equal(a, b) for a, b in zip(case.gradients(), expected, strict=True))
 
 
@@ -431,7 +433,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 class _Sizes(TorchDispatchMode):
-    """Records the largest tensor that any operation gives, and the memory of those that no other one shares."""
+    """Records the size of the largest tensor or storage that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,8 +44,8 @@ def whole(parts: Parts, transform: LogitTransform) -> TokenScores:
     )
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
-    chances = torch.log_softmax(logits / 0.7, -1)
-    return TokenScores(chances.gather(1, TOKENS[:, None])[:, 0], -(chances.exp() * chances).sum(-1))
+    logprobs = torch.log_softmax(logits / 0.7, -1)
+    return TokenScores(logprobs.gather(1, TOKENS[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1))
 
 
 def tiled(
@@ -53,10 +53,10 @@ def tiled(
 ) -> TokenScores:
     arguments: dict[str, Any] = {"transform": transform, "temperature": 0.7, "tiles": Tiles(4, 10)}
     arguments["low_rank"] = LowRank(parts["states"], parts["second"])
-    given = parts["hidden"], parts["weight"], parts["bias"], TOKENS
+    arguments_of_head = parts["hidden"], parts["weight"], parts["bias"], TOKENS
     if precomputed is not None:
-        return scores_with_gradient(*given, precomputed, **arguments)
-    return tiled_scores(*given, entropy_gradient=entropy, **arguments)
+        return scores_with_gradient(*arguments_of_head, precomputed, **arguments)
+    return tiled_scores(*arguments_of_head, entropy_gradient=entropy, **arguments)
 
 
 def gradients(scores: TokenScores, parts: Parts, entropy: bool) -> Parts:
@@ -91,8 +91,8 @@ def test_scores_and_gradients(trained: str, entropy: bool, transform: LogitTrans
 
 @pytest.mark.parametrize("error", [0.0, 0.01, 50.0])
 @pytest.mark.parametrize("trained", ["hidden states second", "hidden weight bias states second"])
-def test_foreseen_gradients(trained: str, error: float):
-    """Right, a little off, and of no use."""
+def test_precomputed_gradients(trained: str, error: float):
+    """Precomputed log-probs that are exact, slightly off, and useless."""
     parts, transform = make_parts(trained), LogitTransform()
     with torch.no_grad():
         logprobs = whole(parts, transform).logprobs + error * OF_ENTROPY
@@ -113,7 +113,7 @@ def test_half_weights_under_a_float32_adapter():
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that an operation gave."""
+    """Records the size of the largest tensor that an operation returns."""
 
     numel = 0
 

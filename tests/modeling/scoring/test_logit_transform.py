@@ -1,4 +1,4 @@
-"""The recipe of every architecture gives the model's own logits; what is unknown has none."""
+"""The logit transform of every architecture gives the model's own logits; unknown heads have none."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_float32_head_says_so(build):
     assert logit_transform(model) == LogitTransform(own_dtype=True)
 
 
-def test_unknown_fields_about_logits_have_no_recipe(build):
+def test_unknown_fields_about_logits_have_no_transform(build):
     model = build("llama")
     model.config.logit_scale = 1.0
     assert logit_transform(model) == LogitTransform()
@@ -70,7 +70,7 @@ def test_unknown_fields_about_logits_have_no_recipe(build):
     assert logit_transform(model) is None
 
 
-def test_a_head_that_is_no_plain_linear_layer_has_no_recipe(build):
+def test_a_head_that_is_no_plain_linear_layer_has_no_transform(build):
     model = build("llama")
     model.lm_head = nn.Sequential(model.lm_head)
     assert logit_transform(model) is None
@@ -94,7 +94,7 @@ def test_adapters(build, case):
     assert logit_transform(model) == transform
 
 
-def test_an_adapter_merged_into_the_head_has_no_recipe(build):
+def test_an_adapter_merged_into_the_head_has_no_transform(build):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("qwen3"), peft.LoraConfig(target_modules=["lm_head"]))
     model.merge_adapter()
@@ -118,8 +118,8 @@ def test_the_layer_under_an_adapter_that_is_off(build):
 
 
 @pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_an_adapted_head_that_is_spread_over_ranks_has_no_recipe(build, settings):
-    """DeepSpeed brings each part when it is called itself, and puts its number on every parameter."""
+def test_an_adapted_head_that_is_spread_over_ranks_has_no_transform(build, settings):
+    """ZeRO-3 gathers each module when it is called, and puts an id on every parameter."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings})
     model = peft.get_peft_model(build("qwen3"), config)
