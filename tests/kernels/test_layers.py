@@ -27,19 +27,19 @@ def off_by(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found.double() - expected).abs() / expected.abs()).max())
 
 
-def gradients(compute: Callable[..., torch.Tensor], inputs: list[Any], pull: torch.Tensor) -> list[torch.Tensor]:
-    """Of each input, where that of the output is `pull`."""
+def gradients(compute: Callable[..., torch.Tensor], inputs: list[Any], grad_output: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of the inputs for the output gradient `grad_output`."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    return list(torch.autograd.grad(compute(*leaves), leaves, pull))
+    return list(torch.autograd.grad(compute(*leaves), leaves, grad_output))
 
 
 def assert_gradients(
     compute: Callable[..., torch.Tensor], exact: Callable[..., torch.Tensor], inputs: list[Any], within: float = 2e-6
 ) -> None:
     """Gradients of `compute` are those of `exact` in float64 but for a small part of the largest."""
-    pull = torch.randn_like(compute(*inputs))
-    found = gradients(compute, inputs, pull)
-    expected = gradients(exact, [x.double() for x in inputs], pull.double())
+    grad_output = torch.randn_like(compute(*inputs))
+    found = gradients(compute, inputs, grad_output)
+    expected = gradients(exact, [x.double() for x in inputs], grad_output.double())
     for number, (grad, want) in enumerate(zip(found, expected)):
         assert grad.dtype == torch.float32 and grad.shape == want.shape
         torch.testing.assert_close(
@@ -182,15 +182,15 @@ def test_norms_are_rounded_once_and_have_their_gradients(width: int, kernels: ct
 
 def test_long_inputs_are_shared_among_threads(kernels: ctypes.CDLL, threads: Callable[[int], None]):
     torch.manual_seed(0)
-    inputs, weight, pull = torch.randn(900, 40), torch.randn(40), torch.randn(900, 40)
+    inputs, weight, grad_output = torch.randn(900, 40), torch.randn(40), torch.randn(900, 40)
     computed = []
     for number in (1, 3):
         threads(number)
         normal = lambda x, w: norm(kernels, x, w, 1e-5)  # noqa: E731
-        of_norm = gradients(normal, [inputs, weight], pull)
+        of_norm = gradients(normal, [inputs, weight], grad_output)
         gate = lambda x, y: gated(kernels, x, y)  # noqa: E731
-        of_gate = gradients(gate, [inputs, pull], pull)
-        computed.append([normal(inputs, weight), of_norm[0], gate(inputs, pull), *of_gate, of_norm[1]])
+        of_gate = gradients(gate, [inputs, grad_output], grad_output)
+        computed.append([normal(inputs, weight), of_norm[0], gate(inputs, grad_output), *of_gate, of_norm[1]])
     *same, (one, other) = zip(*computed)
     assert all(torch.equal(a, b) for a, b in same)
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)  # a sum over rows

@@ -44,13 +44,13 @@ def test_numbers_and_gradients_are_those_of_float64(kind: Any):
     model = make(kind)
     x = (3 * torch.randn(2, 70, 4, 48)).requires_grad_()
     wide, weight = x.detach().double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
-    pull = torch.randn_like(x)
+    grad_output = torch.randn_like(x)
     with compiled_parts(model):
         found = model(x)
     expected = exact(wide, weight)
     assert ((found.double() - expected).abs() <= 1.001 * HALF_UNIT * expected.abs()).all(), "rounded once"
-    grads = torch.autograd.grad(found, [x, model[0].weight], pull)
-    wanted = torch.autograd.grad(expected, [wide, weight], pull.double())
+    grads = torch.autograd.grad(found, [x, model[0].weight], grad_output)
+    wanted = torch.autograd.grad(expected, [wide, weight], grad_output.double())
     for grad, want in zip(grads, wanted):
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
 
@@ -229,8 +229,8 @@ def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype
     monkeypatch.setattr(F, "rms_norm", lambda *a, **k: (calls.append(a), fused(*a, **k))[1])
     model, x = make(kind).to(dtype), (3 * torch.randn(70, 4, 48)).to(dtype)
     wide, weight = x.double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
-    expected, pull = exact(wide, weight), torch.randn_like(x)
-    wanted = torch.autograd.grad(expected, [wide, weight], pull.double())
+    expected, grad_output = exact(wide, weight), torch.randn_like(x)
+    wanted = torch.autograd.grad(expected, [wide, weight], grad_output.double())
     model, x = to_cuda(model), SimulatedTensor(x).requires_grad_()
     with compiled_parts(model):
         found = model(x)
@@ -238,7 +238,7 @@ def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype
     half_unit = torch.finfo(dtype).eps / 2
     # The CPU's stand-in for the kernel multiplies in float32, a few roundings of it on top.
     assert ((found.inner.double() - expected).abs() <= half_unit * expected.abs() + 4e-7 * expected.abs()).all()
-    for grad, want in zip(torch.autograd.grad(found, [x, model[0].weight], SimulatedTensor(pull)), wanted):
+    for grad, want in zip(torch.autograd.grad(found, [x, model[0].weight], SimulatedTensor(grad_output)), wanted):
         close = 1e-5 if dtype == torch.float32 else 0.02
         torch.testing.assert_close(grad.inner.double(), want, rtol=close, atol=close * float(want.abs().max()))
     assert "forward" not in model[0].__dict__
