@@ -15,7 +15,7 @@ from groupgrad.batch import Batch
 from groupgrad.modeling.scoring.attention import AttentionPlan, run_planned
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.layout import flat_layout
-from groupgrad.modeling.vlm import ImageSegment, PromptImages, flat_image_inputs, prompt_images, padded_image_inputs
+from groupgrad.modeling.vlm import ImageSegment, PromptImages, flat_image_inputs, padded_image_inputs, prompt_images
 
 
 @dataclass(slots=True)
