@@ -104,7 +104,7 @@ class Batch:
         `rows` (B',) are places in this batch and may repeat. The totals stay those of the optimizer step.
         """
         rows = torch.as_tensor(rows, dtype=torch.int64, device=self.offsets.device)
-        distinct: Any = self.prompt_of_row[rows].unique(return_inverse=True)  # pyright: ignore[reportUnknownMemberType]
+        distinct = cast(Any, self.prompt_of_row[rows]).unique(return_inverse=True)
         prompts, prompt_of_row = cast(tuple[torch.Tensor, torch.Tensor], distinct)
         tokens, offsets = _tokens_of(self.offsets, rows)
         prompt_tokens, prompt_offsets = _tokens_of(self.prompt_offsets, prompts)
