@@ -1,8 +1,8 @@
-"""The training data as a stream of ticks: one tick a micro-batch, of which the first of each round brings prompts.
+"""Loads the training data: one key per micro-batch; the first key of a generation batch brings its data-set rows.
 
-Rows are read from the data set once per round and rank (not once per completion or micro-batch), and once more for each
-round before in which they are sampled ahead. The order is a pure function of (seed, epoch), so a resumed run sees what
-an uninterrupted one sees.
+Rows are read once per generation batch and rank (not once per completion or micro-batch), and once more for each
+earlier generation batch during which they are sampled ahead. The order is a pure function of (seed, epoch), so a
+resumed run reads the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ SHUFFLE_BUFFER_ROWS = 10_000
 
 @dataclass(slots=True, frozen=True)
 class MicroBatchKey:
-    """One micro-batch's turn."""
+    """Identifies a micro-batch by its generation batch and its position there."""
 
     round: int
-    """Number of the generation round since the run began; rounds of different epochs have different numbers."""
+    """Number of the generation batch since the run began, counted over all epochs."""
     position: int
-    """Place in the round, 0 to micro_steps_per_round-1."""
+    """Position in the generation batch, 0 to `micro_batches_per_generation` - 1."""
     rows: dict[int, dict[str, Any]] | None
-    """On a round's first tick: the data-set rows that this rank needs, by group. None on the others."""
+    """At position 0 the data-set rows that this rank needs, by group; None elsewhere."""
     indices: tuple[int, ...] | None = None
-    """Data-set indices of the round's prompts, by group; None for streams."""
+    """Data-set indices of the generation batch's prompts, by group; None for streams."""
     ahead: tuple[dict[int, dict[str, Any]], ...] = ()
-    """On a round's first tick: the same rows of the rounds that follow, as many as are sampled ahead."""
+    """At position 0 the rows of the generation batches that are sampled ahead."""
 
 
 class GenerationSampler:
-    """Yields the ticks of one epoch as keys into the data set.
+    """Yields the micro-batches of one epoch as indices into the data set.
 
-    With `drop_last` the prompts that do not fill a round are left out of the epoch; otherwise the last round is filled
-    up from the front of the epoch's order, so that every prompt has its turn in every epoch.
+    With `drop_last` prompts that do not fill a generation batch are left out of the epoch. Otherwise the last
+    generation batch is filled from the front of the epoch's order, so that every epoch uses every prompt.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class GenerationSampler:
         self.ahead, self.epoch = ahead, 0
 
     @property
-    def rounds_per_epoch(self) -> int:
-        """Generation rounds of one epoch."""
+    def generations_per_epoch(self) -> int:
+        """Generation batches of one epoch."""
         whole, rest = divmod(self.num_rows, self.plan.prompts_per_generation)
         return whole + (1 if rest and not self.drop_last else 0)
 
@@ -65,39 +65,39 @@ class GenerationSampler:
         self.epoch = epoch
 
     def order(self, epoch: int | None = None) -> list[int]:
-        """Data-set indices of an epoch, by default the one chosen, one per prompt of its rounds."""
+        """Data-set indices of an epoch, by default the chosen one, one per prompt of its generation batches."""
         if self.shuffle:
             epoch = self.epoch if epoch is None else epoch
             generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
             indices = torch.randperm(self.num_rows, generator=generator).tolist()
         else:
             indices = list(range(self.num_rows))
-        wanted = self.rounds_per_epoch * self.plan.prompts_per_generation
+        wanted = self.generations_per_epoch * self.plan.prompts_per_generation
         while len(indices) < wanted:
             indices += indices[: wanted - len(indices)]
         return indices[:wanted]
 
     def __len__(self) -> int:
-        return self.rounds_per_epoch * self.plan.micro_batches_per_generation
+        return self.generations_per_epoch * self.plan.micro_batches_per_generation
 
     def __iter__(self) -> Iterator[list[SamplerKey]]:
         order, size = self.order(), self.plan.prompts_per_generation
-        # Rounds that are sampled ahead may be those of the epochs that follow.
-        for later in range(1, 1 + -(-self.ahead // max(1, self.rounds_per_epoch))):
+        # Generation batches that are sampled ahead may belong to later epochs.
+        for later in range(1, 1 + -(-self.ahead // max(1, self.generations_per_epoch))):
             order += self.order(self.epoch + later)
-        rounds = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
-        for number in range(self.rounds_per_epoch):
+        generations = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
+        for number in range(self.generations_per_epoch):
             for position in range(self.plan.micro_batches_per_generation):
-                ahead = tuple(rounds[number + 1 : number + 1 + self.ahead]) if position == 0 else ()
-                yield [(self.epoch * self.rounds_per_epoch + number, position, rounds[number], ahead)]
+                ahead = tuple(generations[number + 1 : number + 1 + self.ahead]) if position == 0 else ()
+                yield [(self.epoch * self.generations_per_epoch + number, position, generations[number], ahead)]
 
 
 SamplerKey = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Of a tick: its round, its place there, the round's data-set indices, and those of the rounds sampled ahead."""
+"""Generation batch, position, data-set indices of its prompts, and those of the generation batches sampled ahead."""
 
 
 class GenerationRows(torch.utils.data.Dataset):
-    """Turns a sampler key into a tick, reading only what this rank needs."""
+    """Turns a sampler key into a micro-batch key, reading only the rows that this rank needs."""
 
     def __init__(self, dataset: Any, groups: list[int]):
         self.dataset, self.groups = dataset, groups
@@ -115,10 +115,10 @@ class GenerationRows(torch.utils.data.Dataset):
 
 
 def rows_of(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
-    """The rows of these groups of the tick's round, by group: those that it brings, or read anew.
+    """Data-set rows of these groups of a generation batch, by group: those that the key brings, or read anew.
 
-    A tick within a round brings none; they are asked for only when the round's rollouts are missing, after a resume
-    from a checkpoint that holds weights alone. A stream cannot be read again (ValueError).
+    Rows are read anew when a run resumes inside a generation batch from a checkpoint that holds weights alone. A stream
+    cannot be read again (ValueError).
     """
     if key.rows is not None:
         return key.rows
@@ -137,7 +137,7 @@ def rows_of(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, di
 
 
 class GenerationLoader(DataLoader):
-    """A data loader of ticks that tells its sampler the epoch."""
+    """A data loader of micro-batch keys that passes the epoch to its sampler."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration takes."""
@@ -145,7 +145,10 @@ class GenerationLoader(DataLoader):
 
 
 class StreamKeys(torch.utils.data.IterableDataset):
-    """Endless ticks from an iterable data set; each pass over it is shuffled anew and rests carry over to the next."""
+    """Endless micro-batch keys from an iterable data set.
+
+    Each pass over the data set is shuffled anew, and rows that do not fill a generation batch carry over to the next.
+    """
 
     def __init__(self, dataset: IterableDataset, plan: GenerationPlan, groups: list[int], options: LoaderOptions):
         self.dataset = dataset
@@ -167,12 +170,12 @@ class StreamKeys(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[MicroBatchKey]:
         rows, number = self._rows(), 0
-        rounds: deque[dict[int, dict[str, Any]]] = deque()
+        ahead: deque[dict[int, dict[str, Any]]] = deque()
         while True:
-            while len(rounds) <= self.ahead:
+            while len(ahead) <= self.ahead:
                 prompts = [next(rows) for _ in range(self.plan.prompts_per_generation)]
-                rounds.append({group: prompts[group] for group in self.groups})
-            yield MicroBatchKey(number, 0, rounds.popleft(), ahead=tuple(rounds))
+                ahead.append({group: prompts[group] for group in self.groups})
+            yield MicroBatchKey(number, 0, ahead.popleft(), ahead=tuple(ahead))
             for position in range(1, self.plan.micro_batches_per_generation):
                 yield MicroBatchKey(number, position, None)
             number += 1
@@ -180,7 +183,7 @@ class StreamKeys(torch.utils.data.IterableDataset):
 
 @dataclass(slots=True, frozen=True)
 class LoaderOptions:
-    """How ticks are read."""
+    """Options of the data loader."""
 
     shuffle: bool = True
     seed: int = 42
@@ -190,11 +193,14 @@ class LoaderOptions:
     persistent_workers: bool = False
     multiprocessing_context: str | None = None
     ahead: int = 0
-    """Rounds whose rows each round's first tick brings too, for those that are sampled ahead."""
+    """Generation batches to sample ahead, whose rows the first key of each generation batch brings too."""
 
 
 def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: LoaderOptions) -> DataLoader:
-    """A loader of ticks for `rank`, over a map-style or an iterable data set. Every rank reads the same stream."""
+    """A loader of micro-batch keys for `rank`, over a map-style or an iterable data set.
+
+    Every rank reads the same stream.
+    """
     groups = plan.rank_groups(rank)
     if isinstance(dataset, IterableDataset):
         if options.num_workers:

@@ -1,4 +1,4 @@
-"""What a round asks for, and what answers it with rollouts."""
+"""Requests for a generation batch, the sources that answer them with rollouts, and the seeds of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class GenerationRequest:
-    """What a round is made of."""
+    """This rank's part of a generation batch to sample."""
 
     rows_by_group: Mapping[int, dict[str, Any]]
     """Data-set rows of this rank's groups."""
@@ -35,7 +35,7 @@ class GenerationRequest:
 def training_request(
     plan: GenerationPlan, rank: int, number: int, rows_by_group: Mapping[int, dict[str, Any]], step: int
 ) -> GenerationRequest:
-    """What `rank` samples of a training round, at this optimizer step."""
+    """The part of a training generation batch that `rank` samples at this optimizer step."""
     return GenerationRequest(
         rows_by_group=rows_by_group,
         rows=plan.rank_rows(rank),
@@ -48,7 +48,7 @@ def training_request(
 
 
 class RolloutSource(Protocol):
-    """Makes this rank's rollouts of a round, in the order of its row numbers. Local, no collective."""
+    """Makes this rank's rollouts of a generation batch, in the order of its row numbers. Local, not a collective."""
 
     @property
     def is_exact(self) -> bool:
@@ -73,8 +73,11 @@ def problems_of(rollouts: Sequence[Rollout]) -> dict[int, str]:
 
 
 def check_failures(problems: Mapping[int, str], request: GenerationRequest, *, quiet: bool = False) -> None:
-    """Warn of the failed rollouts of a round, of all ranks, unless `quiet`; RolloutError if more than half of a
-    training round's failed. An evaluation's batch may be a single row, which must not end the run."""
+    """Warns of failed rollouts of all ranks, unless `quiet`.
+
+    RolloutError if more than half of a training generation batch failed. An evaluation batch may be a single row, which
+    must not end the run.
+    """
     if not problems:
         return
     first, num_rows, step = min(problems), request.num_rows, request.step
@@ -94,9 +97,9 @@ def check_failures(problems: Mapping[int, str], request: GenerationRequest, *, q
         )
 
 
-def row_seed(run_seed: int, phase: str, round_number: int, row: int) -> int:
+def row_seed(run_seed: int, phase: str, generation: int, row: int) -> int:
     """The seed of a row's random stream. It depends on what the row is, never on who samples it or beside whom."""
-    return _number(f"{run_seed}/{phase}/{round_number}/{row}")
+    return _number(f"{run_seed}/{phase}/{generation}/{row}")
 
 
 def turn_seed(seed: int, turn: int) -> int:

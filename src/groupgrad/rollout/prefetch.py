@@ -1,4 +1,4 @@
-"""Where a round gets its rollouts from: sampled when they are asked for, or while earlier rounds were trained."""
+"""Samples the rollouts of generation batches on request, or ahead of time while earlier ones are trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 ATTEMPTS = 3
-"""Times that a round is sampled whose engine loses its weights meanwhile."""
+"""Times that a generation batch is sampled when its engine loses its weights meanwhile."""
 
 
 class Weights(Protocol):
@@ -49,14 +49,14 @@ class Weights(Protocol):
 
 
 class RolloutPrefetcher:
-    """Rollouts for one round after the other.
+    """Rollouts of one generation batch after the other.
 
-    With `ahead=k` up to k rounds that follow are sampled in a thread of their own while a round is trained, from
-    weights that are at most k rounds old. New weights are sent between rounds, when nothing is sampled on any rank. A
-    round whose engine lost its weights, on any rank, is sampled anew by all, from the present ones; one that loses them
-    `ATTEMPTS` times fails. Whatever else a thread fails with is raised when its round is asked for.
+    With `ahead=k` a thread samples up to k following generation batches while one is trained, from weights that are at
+    most k generation batches old. New weights are sent when no rank samples. If an engine loses its weights on any
+    rank, all ranks sample the generation batch again from the present weights, `ATTEMPTS` times at most. Other
+    exceptions of the thread are raised when its generation batch is requested.
 
-    `around` makes a context that rounds are sampled in, entered and left by all ranks together; not those ahead.
+    `around` makes a context for sampling that all ranks enter and leave together; it is not used for sampling ahead.
     """
 
     def __init__(
@@ -76,8 +76,10 @@ class RolloutPrefetcher:
         self._jobs: dict[int, Future[list[Rollout]]] = {}
 
     def __call__(self, request: GenerationRequest, upcoming: Sequence[GenerationRequest] = ()) -> list[Rollout]:
-        """Collective. This rank's rollouts of the round, in the order of its row numbers; the rounds `upcoming` are
-        begun where sampling ahead allows. A failure on any rank is raised on all."""
+        """Collective. This rank's rollouts of a generation batch, in the order of its row numbers.
+
+        Begins to sample `upcoming` generation batches as far as `ahead` allows. A failure on any rank is raised on all.
+        """
         if not self.ahead:
             return self._now(request)
         if request.phase != "train":
@@ -116,7 +118,7 @@ class RolloutPrefetcher:
         return rollouts
 
     def _tried(self, request: GenerationRequest, *, is_last: bool) -> tuple[list[Rollout], bool]:
-        """Collective. The rollouts of a round; whether any rank has none, since the weights were lost."""
+        """Collective. The rollouts, and True if any rank has none because its engine lost the weights."""
         rollouts: list[Rollout] | None = None
         self._refresh(request.step)
         with self._timings.phase("sampling"), self._around(), dist.errors_on_all_ranks():
@@ -139,7 +141,7 @@ class RolloutPrefetcher:
                 self._weights.refresh(policy_step)
 
     def _begun(self, request: GenerationRequest) -> tuple[list[Rollout], bool]:
-        """Collective. The rollouts of a round that was begun, waited for; whether any rank has none."""
+        """Collective. Waits for a generation batch begun ahead. Its rollouts, and True if any rank has none."""
         rollouts: list[Rollout] | None = None
         job = self._jobs.pop(request.number, None)
         with dist.errors_on_all_ranks(), self._timings.phase("sampling"):
@@ -156,7 +158,7 @@ class RolloutPrefetcher:
         return not any(dist.all_gather_objects(any(not job.done() for job in self._jobs.values())))
 
     def _wait(self) -> None:
-        """Collective. Until nothing is sampled; what was, is kept for its round."""
+        """Collective. Waits until no rank samples; finished rollouts are kept for their generation batch."""
         with self._timings.phase("sampling"):
             for job in self._jobs.values():
                 job.exception()
@@ -164,7 +166,7 @@ class RolloutPrefetcher:
 
     def _begin(self, requests: Sequence[GenerationRequest]) -> None:
         if self._threads is None:
-            # One: agents and their environments take one round at a time.
+            # One thread: agents and their environments take one generation batch at a time.
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts-ahead")
         for request in requests:
             if request.number not in self._jobs:

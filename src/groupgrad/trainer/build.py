@@ -264,7 +264,7 @@ def keep_prompt_columns(dataset: Any) -> Any:
 
 
 def plan_for(config: GRPOConfig) -> GenerationPlan:
-    """The round's arithmetic, checked. ValueError if groups do not fit (the config's own rules say the same)."""
+    """The generation plan. ValueError if groups do not fit; the configuration's rules refuse that too."""
     plan = options.generation_plan(config)
     if plan.generation_batch_size % plan.num_generations:
         raise ValueError(
