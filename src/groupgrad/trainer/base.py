@@ -47,7 +47,7 @@ from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.run_card import write_run_card
-from groupgrad.trainer import build
+from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import RunState
 from groupgrad.trainer.vllm_setup import serve_policy
@@ -145,7 +145,7 @@ class TrainingRun(Trainer):
         weakref.finalize(self, served.close)
         if build.narrow_context(self.prompt_maker, served.max_model_len):
             datasets = self.train_dataset, self.eval_dataset
-            build.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
+            dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
         return served
 
     def _invalidate_vllm(self) -> None:

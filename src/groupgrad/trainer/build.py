@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from transformers import PreTrainedModel, Trainer, set_seed
 
@@ -22,11 +20,10 @@ from groupgrad.config.launcher import uses_deepspeed, zero_stage
 from groupgrad.config.sampling import sampling_options
 from groupgrad.config.settings import mapping
 from groupgrad.config.unused_settings import unused_reward_settings
-from groupgrad.data.prompts import PromptMaker, check_dataset
+from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
@@ -58,8 +55,6 @@ from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
-
-_COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
 
 
 @dataclass(slots=True)
@@ -196,73 +191,6 @@ def build_policy(
     )
 
 
-def check_datasets(
-    train: Any,
-    evaluation: Any,
-    plan: GenerationPlan,
-    prompt_maker: PromptMaker,
-    rollout_components: RolloutComponents,
-    config: GRPOConfig,
-) -> None:
-    """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
-    if train is None:
-        raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
-    check_rows(train, "train_dataset", prompt_maker, rollout_components)
-    if isinstance(train, IterableDataset):
-        if config.max_steps <= 0:
-            raise ValueError(
-                f"train_dataset is a stream without a length and max_steps is {config.max_steps}; set max_steps to the "
-                "number of optimizer steps to train"
-            )
-    elif len(train) < plan.prompts_per_generation:
-        raise ValueError(
-            f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_generation} "
-            f"distinct prompts ({plan.generation_batch_size} completions / num_generations={plan.num_generations}); "
-            "add rows, or lower generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
-        )
-    for name, dataset in named_datasets(evaluation).items():
-        check_rows(dataset, name, prompt_maker, rollout_components)
-    strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
-    if evaluation is None and strategy != "no":
-        raise ValueError(
-            f"eval_strategy is {strategy!r}, but there is no eval_dataset; give one or set eval_strategy='no'"
-        )
-    if evaluation is None and config.eval_on_start:
-        raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
-
-
-def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:
-    """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
-    check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_components.environments is not None)
-    rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
-
-
-def named_datasets(evaluation: Any) -> dict[str, Any]:
-    """Evaluation sets by the name that messages use; one set or a dict of them. TypeError for anything else."""
-    if evaluation is None:
-        return {}
-    if isinstance(evaluation, Mapping):
-        return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
-    return {"eval_dataset": evaluation}
-
-
-def keep_columns(config: GRPOConfig, train: Any, evaluation: Any) -> tuple[Any, Any]:
-    """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`."""
-    if not config.remove_unused_columns:
-        return train, evaluation
-    return keep_prompt_columns(train), keep_prompt_columns(evaluation)
-
-
-def keep_prompt_columns(dataset: Any) -> Any:
-    """With `remove_unused_columns`: the data set with its prompts (images, names of environments) alone."""
-    if isinstance(dataset, (DatasetDict, IterableDatasetDict)) or type(dataset) is dict:
-        return {name: keep_prompt_columns(part) for name, part in dataset.items()}
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        return dataset
-    names = dataset.column_names or list(next(iter(dataset)))
-    return dataset.remove_columns([name for name in names if name not in _COLUMNS_KEPT])
-
-
 def plan_for(config: GRPOConfig) -> GenerationPlan:
     """The generation plan. ValueError if groups do not fit; the configuration's rules refuse that too."""
     plan = options.generation_plan(config)
@@ -310,36 +238,38 @@ class ExecutionPlan:
 
 
 def plan_execution(
-    config: GRPOConfig, model: nn.Module, parts: PolicyBundle, precision: Any, served: Engine | None = None
+    config: GRPOConfig, model: nn.Module, policy: PolicyBundle, precision: Any, vllm_policy: Engine | None = None
 ) -> ExecutionPlan:
-    """The engine and the layout that the model can run in, tried on random tokens; the engine is `served` if given.
-    ConfigError if what is asked for cannot be had. `precision` makes the context that training's mixed precision
-    computes in."""
-    pad_id, example = int(parts.tokenizer.pad_token_id), _example(parts)
+    """Chooses the engine and the layout for the model, which are tried on random tokens.
+
+    The engine is `vllm_policy` if given. `precision` makes the context of training's mixed precision. ConfigError if
+    the configuration asks for what the model cannot run.
+    """
+    pad_id, example = int(policy.tokenizer.pad_token_id), _example(policy)
     scoring = options.forward_options(config, pad_id=pad_id, aux_loss=False)
     asked = config.router_aux_loss_coef
     with gather_per_module(model):
         check_causal(model, precision)
-        parts.aux_loss_coef = effective_aux_loss_weight(model, scoring, parts.aux_loss_coef, asked, precision)
-        layout = check_layout(model, replace(scoring, aux_loss=parts.aux_loss_coef != 0.0), precision, example)
+        policy.aux_loss_coef = effective_aux_loss_weight(model, scoring, policy.aux_loss_coef, asked, precision)
+        layout = check_layout(model, replace(scoring, aux_loss=policy.aux_loss_coef != 0.0), precision, example)
     if layout.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
-    if served is not None:
+    if vllm_policy is not None:
         return ExecutionPlan(
-            EngineChoice(served, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example
+            EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example
         )
-    sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
-    further: dict[str, Any] = {"tokenizer": parts.tokenizer, "precision": precision, "example": example}
+    sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
+    further: dict[str, Any] = {"tokenizer": policy.tokenizer, "precision": precision, "example": example}
     with gather_all(model):
         engine = choose_engine(model, options.engine_options(config), sampling, **further)
     return ExecutionPlan(engine, layout, example)
 
 
-def _example(parts: PolicyBundle) -> Prompt | None:
+def _example(policy: PolicyBundle) -> Prompt | None:
     """A prompt with an image, for a model that sees; None if its processor fails, which rows with images will tell."""
     try:
-        return example_prompt(parts.processing_class) if is_multimodal(parts.model) else None
+        return example_prompt(policy.processing_class) if is_multimodal(policy.model) else None
     except ValueError:
         return None
 
@@ -356,18 +286,18 @@ def checkpointing_by_need(
     return CheckpointingByNeed(model, forward_options, chosen, precision, example)
 
 
-def build_prompt_maker(config: GRPOConfig, parts: PolicyBundle) -> PromptMaker:
+def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
     """What turns rows into prompts; with images where the model takes them and there is a processor for them."""
-    kwargs, name = mapping(config.chat_template_kwargs), type(unwrap(parts.model)).__name__
-    if not is_multimodal(parts.model):
+    kwargs, name = mapping(config.chat_template_kwargs), type(unwrap(policy.model)).__name__
+    if not is_multimodal(policy.model):
         no_images = f"{name} reads text alone; train a model that takes images, or remove the images from the data set"
-        return PromptMaker(parts.tokenizer, kwargs, parts.max_context, no_images=no_images)
-    if is_processor(parts.processing_class):
-        return VisionPromptMaker(parts.processing_class, parts.tokenizer, kwargs, parts.max_context)
-    found = f"processing_class is a {type(parts.processing_class).__name__}, which makes no model inputs of images"
+        return PromptMaker(policy.tokenizer, kwargs, policy.max_context, no_images=no_images)
+    if is_processor(policy.processing_class):
+        return VisionPromptMaker(policy.processing_class, policy.tokenizer, kwargs, policy.max_context)
+    found = f"processing_class is a {type(policy.processing_class).__name__}, which makes no model inputs of images"
     logger.warning("%s takes images, but %s: it trains on text alone", name, found)
     no_images = f"{found}; pass processing_class=AutoProcessor.from_pretrained(...)"
-    return PromptMaker(parts.tokenizer, kwargs, parts.max_context, no_images=no_images)
+    return PromptMaker(policy.tokenizer, kwargs, policy.max_context, no_images=no_images)
 
 
 def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
@@ -400,8 +330,8 @@ def build_rewards(
         own_names=rollout_components.reward_names,
     )
     by_name = any(model.is_by_name for model in rewards.models)
-    if idle := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
-        warnings.warn(idle)
+    if unused := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
+        warnings.warn(unused)
     options.scoring_options(
         config, len(rewards.names) - len(rollout_components.reward_names), len(rollout_components.reward_names)
     )
@@ -419,9 +349,9 @@ def check_reward_models(rewards: RewardRunner, train_dataset: Any) -> None:
 
 def build_components(
     config: GRPOConfig,
-    parts: PolicyBundle,
+    policy: PolicyBundle,
     prompt_maker: PromptMaker,
-    paths: ExecutionPlan,
+    execution: ExecutionPlan,
     rewards: RewardRunner,
     timings: Timings,
     rollout_components: RolloutComponents,
@@ -429,30 +359,35 @@ def build_components(
 ) -> TrainerComponents:
     """Cut the configuration into each floor's options and hand them to the floors. `trainer` is what a user's rollout
     function is called with."""
-    pad_id = int(parts.tokenizer.pad_token_id)
+    pad_id = int(policy.tokenizer.pad_token_id)
     policy_options = options.policy_options(config)
-    forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=parts.aux_loss_coef != 0.0)
-    forward_options = paths.layout.options(forward_options)
-    scorer = OldAndRefScorer(parts.model, parts.reference, forward_options, config.device)
-    sampling = sampling_options(config, eos_ids=parts.eos_ids, pad_id=pad_id)
+    forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
+    forward_options = execution.layout.options(forward_options)
+    scorer = OldAndRefScorer(policy.model, policy.reference, forward_options, config.device)
+    sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
     rollouts = rollout_components.source(
-        paths.engine.engine, prompt_maker, sampling, options.agent_options(config), seed=config.seed, trainer=trainer
+        execution.engine.engine,
+        prompt_maker,
+        sampling,
+        options.agent_options(config),
+        seed=config.seed,
+        trainer=trainer,
     )
     num_own = len(rollout_components.reward_names)
     scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
-    served = paths.engine.engine if isinstance(paths.engine.engine, VLLMPolicy) else None
-    around = nullcontext if served is not None else partial(gather_all, parts.model)
+    vllm_policy = execution.engine.engine if isinstance(execution.engine.engine, VLLMPolicy) else None
+    around = nullcontext if vllm_policy is not None else partial(gather_all, policy.model)
     collector = ExperienceCollector(
-        rollouts, rewards, scoring, timings, served, ahead=config.rollout_ahead, around=around
+        rollouts, rewards, scoring, timings, vllm_policy, ahead=config.rollout_ahead, around=around
     )
     evaluator = Evaluator(
-        model=parts.model,
+        model=policy.model,
         collector=collector,
         scorer=scorer,
         policy_options=policy_options,
         forward_options=forward_options,
         num_generations=config.num_generations_eval_resolved,
-        aux_loss_coef=parts.aux_loss_coef,
+        aux_loss_coef=policy.aux_loss_coef,
         device=config.device,
     )
     return TrainerComponents(plan_for(config), policy_options, forward_options, sampling, scorer, collector, evaluator)

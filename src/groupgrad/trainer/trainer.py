@@ -40,7 +40,7 @@ from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
-from groupgrad.trainer import build, options
+from groupgrad.trainer import build, dataset_checks, options
 from groupgrad.trainer.base import TrainingRun
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
 from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
@@ -136,7 +136,7 @@ class GRPOTrainer(TrainingRun):
         policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
         build.check_devices(config, policy.model)
         build.check_optimizer(config, optimizers, policy.model)
-        train_dataset, eval_dataset = build.keep_columns(config, train_dataset, eval_dataset)
+        train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
         self.plan = build.plan_for(config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
         self.rollout_components = build_rollout_components(
@@ -149,7 +149,7 @@ class GRPOTrainer(TrainingRun):
         )
         with ExitStack() as on_error:
             on_error.callback(self.rollout_components.close)
-            build.check_datasets(
+            dataset_checks.check_datasets(
                 train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_components, config
             )
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
@@ -384,7 +384,7 @@ class GRPOTrainer(TrainingRun):
             dataset = self.eval_dataset[dataset]  # pyright: ignore
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        build.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_components)
+        dataset_checks.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_components)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
 

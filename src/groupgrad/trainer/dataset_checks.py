@@ -1,0 +1,83 @@
+"""Checks the data sets of a run before anything is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+
+from groupgrad.batching.generation_plan import GenerationPlan
+from groupgrad.config import GRPOConfig
+from groupgrad.data.prompts import PromptMaker, check_dataset
+from groupgrad.envs.environments import ENV_COLUMN
+from groupgrad.rollout.sources import RolloutComponents
+
+_COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
+
+
+def check_datasets(
+    train: Any,
+    evaluation: Any,
+    plan: GenerationPlan,
+    prompt_maker: PromptMaker,
+    rollout_components: RolloutComponents,
+    config: GRPOConfig,
+) -> None:
+    """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
+    if train is None:
+        raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
+    check_rows(train, "train_dataset", prompt_maker, rollout_components)
+    if isinstance(train, IterableDataset):
+        if config.max_steps <= 0:
+            raise ValueError(
+                f"train_dataset is a stream without a length and max_steps is {config.max_steps}; set max_steps to the "
+                "number of optimizer steps to train"
+            )
+    elif len(train) < plan.prompts_per_generation:
+        raise ValueError(
+            f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_generation} "
+            f"distinct prompts ({plan.generation_batch_size} completions / num_generations={plan.num_generations}); "
+            "add rows, or lower generation_batch_size, per_device_train_batch_size or gradient_accumulation_steps"
+        )
+    for name, dataset in named_datasets(evaluation).items():
+        check_rows(dataset, name, prompt_maker, rollout_components)
+    strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
+    if evaluation is None and strategy != "no":
+        raise ValueError(
+            f"eval_strategy is {strategy!r}, but there is no eval_dataset; give one or set eval_strategy='no'"
+        )
+    if evaluation is None and config.eval_on_start:
+        raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
+
+
+def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:
+    """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
+    check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_components.environments is not None)
+    rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
+
+
+def named_datasets(evaluation: Any) -> dict[str, Any]:
+    """Evaluation sets by the name that messages use; one set or a dict of them. TypeError for anything else."""
+    if evaluation is None:
+        return {}
+    if isinstance(evaluation, Mapping):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
+    return {"eval_dataset": evaluation}
+
+
+def keep_columns(config: GRPOConfig, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`."""
+    if not config.remove_unused_columns:
+        return train, evaluation
+    return keep_prompt_columns(train), keep_prompt_columns(evaluation)
+
+
+def keep_prompt_columns(dataset: Any) -> Any:
+    """With `remove_unused_columns`: the data set with its prompts (images, names of environments) alone."""
+    if isinstance(dataset, (DatasetDict, IterableDatasetDict)) or type(dataset) is dict:
+        return {name: keep_prompt_columns(part) for name, part in dataset.items()}
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return dataset
+    names = dataset.column_names or list(next(iter(dataset)))
+    return dataset.remove_columns([name for name in names if name not in _COLUMNS_KEPT])
