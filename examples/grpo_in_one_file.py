@@ -2,8 +2,8 @@
 
     python examples/grpo_in_one_file.py [--steps 120] [--seed 0]
 
-The model is given one of eight letters and shall answer with that letter three times and then stop. It starts from
-random weights and learns this from rewards alone, on a CPU in less than a minute. All of the algorithm is here but its
+The model is given one of eight letters and shall answer with that letter, six times. It starts from random weights and
+learns this from rewards alone, on a CPU in less than a minute. All of the algorithm is here but its
 arithmetic, which is `groupgrad.objectives`: advantages from rewards, and the policy loss of a batch.
 
 What `groupgrad.GRPOTrainer` adds to these lines:
@@ -26,7 +26,7 @@ from groupgrad.batch import Batch, StepTotals, TokenScores, offsets_of, rows_of
 from groupgrad.objectives import PolicyOptions, compute_advantages, policy_loss
 
 PAD, EOS, FIRST_LETTER, NUM_LETTERS = 0, 1, 2, 8
-NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS, WANTED_LENGTH = 8, 16, 6, 3
+NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 8, 16, 6
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
@@ -60,10 +60,8 @@ def sample(model: Qwen3ForCausalLM, prompts: torch.Tensor) -> list[list[int]]:
 
 
 def reward(prompt: list[int], completion: list[int]) -> float:
-    """Share of places that hold what they should: the prompt's letter `WANTED_LENGTH` times, then EOS."""
-    wanted = [prompt[-1]] * WANTED_LENGTH + [EOS]
-    hits = sum(token == expected for token, expected in zip(completion, wanted))
-    return hits / max(len(wanted), len(completion))
+    """Number of tokens that are the prompt's letter, as a share of `MAX_TOKENS`."""
+    return completion.count(prompt[-1]) / MAX_TOKENS
 
 
 def make_batch(prompts: torch.Tensor, completions: list[list[int]], advantages: torch.Tensor) -> Batch:

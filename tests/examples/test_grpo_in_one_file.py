@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"
 def test_it_learns(from_examples):
     history = from_examples("grpo_in_one_file").train(steps=60, seed=0)
     assert sum(history[:5]) / 5 < 0.25
-    assert sum(history[-5:]) / 5 > 0.6
+    assert sum(history[-5:]) / 5 > 0.85
 
 
 def test_it_stands_on_the_objectives_and_fits_on_a_few_screens():

@@ -249,14 +249,14 @@ def test_frozen_scores_of_policy_and_reference(build, batch):
     given = logprobs(policy, batch)
     shift(policy, 0.1)
     scorer = OldAndRefScorer(policy, reference, ForwardOptions(), "cpu")
-    scored = scorer(batch, old=True)
-    torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
-    torch.testing.assert_close(scored.ref_logprobs, given)
-    assert scorer(batch, old=False).old_logprobs is None
-    bare = OldAndRefScorer(policy, None, ForwardOptions(), "cpu")
-    assert bare(batch, old=False).ref_logprobs is None
-    expected = score_without_gradient(policy, batch, ForwardOptions()).entropy
-    torch.testing.assert_close(bare.entropy(batch), expected)
+    expected = score_without_gradient(policy, batch, ForwardOptions())
+    torch.testing.assert_close(expected.logprobs, logprobs(policy, batch))
+    for rows_per_pass in (None, 1, 2):
+        scored = scorer.policy(batch, rows_per_pass=rows_per_pass)
+        torch.testing.assert_close(scored.logprobs, expected.logprobs)
+        torch.testing.assert_close(scored.entropy, expected.entropy)
+        torch.testing.assert_close(scorer.reference_logprobs(batch, rows_per_pass=rows_per_pass), given)
+    assert OldAndRefScorer(policy, None, ForwardOptions(), "cpu").reference_logprobs(batch) is None
 
 
 def test_frozen_scores_have_no_dropout(build, batch):
@@ -264,9 +264,9 @@ def test_frozen_scores_have_no_dropout(build, batch):
     scorer = OldAndRefScorer(
         policy, Reference(policy, adapter_is_fresh=False, is_synced=False), ForwardOptions(), "cpu"
     )
-    scored = scorer(batch, old=True)
-    torch.testing.assert_close(scored.old_logprobs, scored.ref_logprobs)
-    torch.testing.assert_close(scored.old_logprobs, logprobs(policy, batch))
+    old = scorer.policy(batch).logprobs
+    torch.testing.assert_close(old, scorer.reference_logprobs(batch))
+    torch.testing.assert_close(old, logprobs(policy, batch))
     assert policy.training
 
 

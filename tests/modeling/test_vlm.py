@@ -215,9 +215,9 @@ def test_the_reference_gets_the_images_of_the_policy(name: str, adapters: str):
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.mul_(0.9)
-    scored = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")(batch, old=True)
-    torch.testing.assert_close(scored.ref_logprobs, before, rtol=0, atol=1e-5)
-    torch.testing.assert_close(scored.old_logprobs, plain_logprobs(model, vlm).detach(), rtol=0, atol=1e-5)
+    scorer = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
+    torch.testing.assert_close(scorer.reference_logprobs(batch), before, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scorer.policy(batch).logprobs, plain_logprobs(model, vlm).detach(), rtol=0, atol=1e-5)
 
 
 def test_a_recurrent_vlm_is_run_dense():

@@ -109,8 +109,8 @@ def evaluation(model: Any, maker: ExperienceCollector) -> dict[str, float | None
     reference = Reference(model, adapter_is_fresh=False, is_synced=False)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
-    frozen = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
-    evaluate = Evaluator(model, maker, frozen, PolicyOptions(beta=0.5), ForwardOptions(), 1, False, 0.0, "cpu")
+    scorer = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
+    evaluate = Evaluator(model, maker, scorer, PolicyOptions(beta=0.5), ForwardOptions(), 1, 0.0, "cpu")
     parts: list[Any] = []
     for number, rows in enumerate([[*ROWS, ROWS[1]], [ROWS[2]]]):
         metrics = evaluate(EvalBatch(number, rows), phase="eval", step=0, trainer_state=None)[1]

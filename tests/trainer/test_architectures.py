@@ -34,7 +34,7 @@ def test_experts_train_with_shared_prompts_and_their_balance(make_trainer: Any, 
     for weight in (0.25, 0.0):
         trainers.append(make_trainer(model=make_any(name, router_aux_loss_coef=weight), max_steps=2))
         assert trainers[-1].execution.engine.name == "native"
-        assert layout_for(trainers[-1].model, trainers[-1].setup.forward_options) == "shared"
+        assert layout_for(trainers[-1].model, trainers[-1].components.forward_options) == "shared"
         trainers[-1].train()
         assert max(logged(trainers[-1], "sampling/logp_mismatch")) < 1e-5
     balance, loss = logged(trainers[0], "aux_loss"), logged(trainers[0], "loss")
