@@ -139,6 +139,22 @@ def test_a_loss_that_is_not_a_number(make_trainer, monkeypatch, filtered):
     assert logged(trainer, "loss")[2] == pytest.approx(expected, nan_ok=True)
 
 
+def test_a_changed_loss_keeps_the_metrics(make_trainer, monkeypatch):
+    """The loss doubles, everything else that the first step measures stays; a replaced `batch_loss` stays replaced."""
+    logs = []
+    for factor in (1.0, 2.0):
+        trainer = make_trainer(max_steps=2, beta=0.1)
+        compute, batch_loss, calls = trainer.compute_loss, trainer.batch_loss, []
+        monkeypatch.setattr(trainer, "compute_loss", lambda *a, c=compute, f=factor, **k: f * c(*a, **k))
+        monkeypatch.setattr(trainer, "batch_loss", lambda *a, b=batch_loss, n=calls, **k: n.append(1) or b(*a, **k))
+        trainer.train()
+        assert len(calls) >= 2
+        logs.append(trainer.state.log_history[0])
+    assert logs[1]["loss"] == pytest.approx(2 * logs[0]["loss"], rel=1e-4, abs=1e-6)
+    for key in ("entropy", "kl", "clip_ratio/region_mean"):
+        assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-5)
+
+
 @pytest.mark.parametrize("given", ["all", "non_padding", True])
 def test_tokens_seen(make_trainer, given):
     trainer = make_trainer(max_steps=2, include_num_input_tokens_seen=given)

@@ -202,7 +202,7 @@ class TrainingRun(Trainer):
         if getattr(self.compute_loss, "__func__", None) is TrainingRun.compute_loss:
             return self.batch_loss(model, batch)
         losses: list[PolicyLoss] = []
-        batch_loss = self.batch_loss
+        batch_loss, replaced = self.batch_loss, vars(self).get("batch_loss")
 
         def recorded(*args: Any, **kwargs: Any) -> PolicyLoss:
             losses.append(batch_loss(*args, **kwargs))
@@ -213,6 +213,8 @@ class TrainingRun(Trainer):
             loss = self.compute_loss(model, batch)
         finally:
             del self.batch_loss
+            if replaced is not None:
+                self.batch_loss = replaced
         return PolicyLoss(loss, merge_all(part.metrics for part in losses))
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
