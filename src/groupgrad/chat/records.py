@@ -13,7 +13,7 @@ class ToolCall:
     name: str
     """The tool's name; empty if the call gives none."""
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
-    """By parameter name; empty if the call is malformed."""
+    """Values by parameter name; empty if the call is malformed."""
     id: str | None = None
     """The id that the model gave the call, in syntaxes that have ids."""
     problem: str | None = None

@@ -19,7 +19,7 @@ FORWARD_AND_BACKWARD = 2
 
 @dataclass(slots=True, frozen=True)
 class OnPolicyInfo:
-    """Tells whether the sampling engine's numbers are those of the policy that trains now."""
+    """Step and exactness that decide if the sampling engine's numbers hold for the present policy."""
 
     step: int
     """Number of the present optimizer step; rows that its weights sampled are fresh."""

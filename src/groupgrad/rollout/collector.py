@@ -25,7 +25,7 @@ from groupgrad.types import RewardTable, Rollout
 
 @dataclass(slots=True, frozen=True)
 class ScoringOptions:
-    """How rewards become advantages, and advantages a batch."""
+    """Options that turn rewards into advantages and rollouts into a batch."""
 
     reward_weights: tuple[float, ...]
     scale_rewards: ScaleRewards = "group"

@@ -38,7 +38,7 @@ class SamplerLogprobs:
         return self._source.is_exact and not is_sharded(self._model)
 
     def on_policy(self, step: int) -> OnPolicyInfo:
-        """Whether the engine's numbers hold for training passes of this step; dropout sets these apart."""
+        """Policy freshness for the training passes of this step. With dropout the engine's numbers are never exact."""
         return OnPolicyInfo(step, self._is_exact and not has_dropout(self._model))
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:

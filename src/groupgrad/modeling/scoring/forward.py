@@ -31,7 +31,7 @@ Layout = Literal["shared", "packed", "dense"]
 
 @dataclass(slots=True, frozen=True)
 class ForwardOptions:
-    """How completion tokens are scored."""
+    """Options for scoring completion tokens."""
 
     temperature: float = 1.0
     """Divides the logits, as in sampling."""

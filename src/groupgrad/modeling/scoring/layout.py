@@ -1,4 +1,4 @@
-"""Lays a batch out as one flat, unpadded forward pass.
+"""Arranges a batch as one flat, unpadded forward pass.
 
 The shared layout has each distinct prompt once, with its rows behind it. The packed layout has a copy of the prompt for
 each row. Neither pads. The last token of a completion predicts nothing, so it is not computed.
