@@ -39,7 +39,7 @@ INTERNALS = (
     "modeling/scoring/attention.py",
     "modeling/scoring/block_attention.py",
     "modeling/scoring/flex_attention.py",
-    "modeling/scoring/head.py",
+    "modeling/scoring/tiled_head.py",
     "modeling/scoring/head_tiles.py",
     "modeling/scoring/layout.py",
     "modeling/scoring/logit_transform.py",

@@ -15,7 +15,7 @@ from groupgrad.config.field_rules import CHOICES, DICTS, RANGES, nearest
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.unused_settings import UNUSED
 from groupgrad.errors import ConfigError
-from groupgrad.trainer import options
+from groupgrad.trainer import room_options
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 
@@ -172,7 +172,7 @@ def test_a_bad_setting_is_named_with_what_to_set(settings, texts):
 @pytest.mark.filterwarnings("ignore:.*is not corrected for")
 def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
     config = GRPOConfig(use_cpu=True, use_vllm=True, **settings)
-    assert (options.policy_options(config).mismatch is not None) is corrects
+    assert (room_options.policy_options(config).mismatch is not None) is corrects
 
 
 def test_all_broken_rules_are_reported_at_once():

@@ -12,7 +12,7 @@ from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import Environments
 from groupgrad.envs.tools import ToolOptions, make_tools
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
-from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
+from groupgrad.rollout.requests import GenerationRequest, row_seed, turn_seed
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{{ eos_token }}\n{% endif %}"

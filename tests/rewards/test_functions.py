@@ -10,8 +10,8 @@ import torch
 
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
+from groupgrad.rewards.call_inputs import CallInputs, copy_containers
 from groupgrad.rewards.functions import distinct_names, inspect_function, read_rewards
-from groupgrad.rewards.inputs import CallInputs, copy_containers
 
 
 class Judge:

@@ -22,10 +22,10 @@ from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.objectives import PolicyOptions
-from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import GenerationRequest
+from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
+from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Rollout, Trace

@@ -15,7 +15,7 @@ from groupgrad.batch import StepTotals, TokenScores
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
-from groupgrad.rollout.base import row_seed, turn_seed
+from groupgrad.rollout.requests import row_seed, turn_seed
 from groupgrad.rollout.statistics import num_tokens
 from groupgrad.types import Rollout
 

@@ -10,9 +10,9 @@ import pytest
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RewardError, RolloutError
-from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import GenerationRequest, check_failures
+from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
+from groupgrad.rollout.requests import GenerationRequest, check_failures
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.telemetry.timings import Timings
 

@@ -11,8 +11,8 @@ import torch
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.errors import RolloutError
-from groupgrad.rollout.base import GenerationRequest
 from groupgrad.rollout.custom import CustomRollouts
+from groupgrad.rollout.requests import GenerationRequest
 
 ROWS = {0: {"prompt": "ab", "n": 1}, 1: {"prompt": "c", "n": 2}}
 TRAINER = SimpleNamespace(name="the trainer")

@@ -16,7 +16,7 @@ from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.objectives import PolicyOptions
-from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout import evaluation
 from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator

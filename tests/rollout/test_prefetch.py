@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from groupgrad.errors import WeightsLost
-from groupgrad.rollout.base import GenerationRequest
 from groupgrad.rollout.prefetch import RolloutPrefetcher
+from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.telemetry.timings import Timings
 
 ROWS: dict[int, dict[str, Any]] = {0: {"prompt": "x"}}

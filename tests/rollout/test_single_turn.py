@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Sample, SamplingOptions
-from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
+from groupgrad.rollout.requests import GenerationRequest, row_seed, turn_seed
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.types import Prompt
 

@@ -22,7 +22,7 @@ from groupgrad.engines.vllm.vllm_engine import VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.objectives import MismatchOptions
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.trainer import base as run
+from groupgrad.trainer import training_run as run
 from groupgrad.trainer import vllm_setup
 
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}

@@ -22,7 +22,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.vllm.vllm_engine import VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.modeling.weights import drained_checkpoint_weights
-from groupgrad.trainer import base as groupgrad_run
+from groupgrad.trainer import training_run as groupgrad_run
 from groupgrad.trainer import vllm_setup
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.

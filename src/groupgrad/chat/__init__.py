@@ -1,6 +1,6 @@
 """Chat templates with tools: prompts, parsing of assistant turns, and tool replies."""
 
-from groupgrad.chat.format import ChatFormat
+from groupgrad.chat.chat_format import ChatFormat
 from groupgrad.chat.plain import PlainFormat
 from groupgrad.chat.records import ToolCall, Turn
 

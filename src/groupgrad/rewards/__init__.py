@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from groupgrad.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
-from groupgrad.rewards.format import think_format_reward
 from groupgrad.rewards.shaping import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
 )
+from groupgrad.rewards.think_format import think_format_reward
 
 if TYPE_CHECKING:
-    from groupgrad.rewards.runner import RewardRunner
+    from groupgrad.rewards.reward_runner import RewardRunner
 
 __all__ = [
     "REWARD_FUNCTIONS",
@@ -43,7 +43,7 @@ REWARD_FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {
 
 def __getattr__(name: str) -> Any:
     if name == "RewardRunner":
-        from groupgrad.rewards.runner import RewardRunner
+        from groupgrad.rewards.reward_runner import RewardRunner
 
         return RewardRunner
     raise AttributeError(f"module 'groupgrad.rewards' has no attribute {name!r}")

@@ -15,7 +15,7 @@ import torch
 
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
-from groupgrad.rewards.inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, short_repr
+from groupgrad.rewards.call_inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, short_repr
 
 
 @dataclass(slots=True)

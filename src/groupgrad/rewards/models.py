@@ -14,8 +14,8 @@ from groupgrad.data.prompts import as_text, drop_empty_fields
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
+from groupgrad.rewards.call_inputs import CallInputs
 from groupgrad.rewards.functions import call_error
-from groupgrad.rewards.inputs import CallInputs
 from groupgrad.rewards.model_loading import (
     RewardModelOptions,
     check_device,

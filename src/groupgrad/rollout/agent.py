@@ -24,8 +24,8 @@ from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
-from groupgrad.rollout.base import GenerationRequest, row_seed, turn_seed
 from groupgrad.rollout.driver import Driver, SampleTurn, TurnResult, WaitFor
+from groupgrad.rollout.requests import GenerationRequest, row_seed, turn_seed
 from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace

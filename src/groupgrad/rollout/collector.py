@@ -14,9 +14,9 @@ from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
-from groupgrad.rewards.runner import RewardRunner
-from groupgrad.rollout.base import GenerationRequest, RolloutSource, check_failures, problems_of
+from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.prefetch import RolloutPrefetcher, Weights
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, check_failures, problems_of
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.telemetry.render import without_images
 from groupgrad.telemetry.timings import Timings

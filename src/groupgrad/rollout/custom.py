@@ -13,8 +13,8 @@ from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.vlm_prompts import VisionError, replace_ids
-from groupgrad.rewards.inputs import copy_containers, short_repr
-from groupgrad.rollout.base import GenerationRequest
+from groupgrad.rewards.call_inputs import copy_containers, short_repr
+from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import ending_metrics
 from groupgrad.types import FinishReason, Prompt, Rollout, Trace

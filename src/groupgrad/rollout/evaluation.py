@@ -17,8 +17,8 @@ from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gra
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, policy_loss
-from groupgrad.rollout.base import GenerationRequest
 from groupgrad.rollout.collector import Experience, ExperienceCollector
+from groupgrad.rollout.requests import GenerationRequest
 
 # Losses whose denominator counts tokens; the others count rows.
 _TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})

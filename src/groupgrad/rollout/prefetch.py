@@ -11,7 +11,7 @@ from typing import Protocol
 
 from groupgrad import dist
 from groupgrad.errors import WeightsLost
-from groupgrad.rollout.base import GenerationRequest, RolloutSource
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import Rollout
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.metrics import Metric
-from groupgrad.rollout.base import GenerationRequest, row_seed
+from groupgrad.rollout.requests import GenerationRequest, row_seed
 from groupgrad.types import FinishReason, Prompt, Rollout
 
 

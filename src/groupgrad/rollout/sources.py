@@ -17,8 +17,8 @@ from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.envs.environments import ENV_COLUMN, Environments
 from groupgrad.envs.tools import Tool, make_tools
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
-from groupgrad.rollout.base import RolloutSource
 from groupgrad.rollout.custom import CustomRollouts
+from groupgrad.rollout.requests import RolloutSource
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 
 

@@ -44,13 +44,13 @@ from groupgrad.multimodal.vlm_prompts import (
     tokenizer_with_processor_template,
 )
 from groupgrad.objectives import PolicyOptions
-from groupgrad.rewards.runner import RewardRunner
+from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.timings import Timings
-from groupgrad.trainer import options
+from groupgrad.trainer import room_options
 from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.types import Prompt
 
@@ -193,7 +193,7 @@ def build_policy(
 
 def plan_for(config: GRPOConfig) -> GenerationPlan:
     """The generation plan. ValueError if groups do not fit; the configuration's rules refuse that too."""
-    plan = options.generation_plan(config)
+    plan = room_options.generation_plan(config)
     if plan.generation_batch_size % plan.num_generations:
         raise ValueError(
             f"a generation batch of {plan.generation_batch_size} completions cannot be cut into groups of "
@@ -246,7 +246,7 @@ def plan_execution(
     the configuration asks for what the model cannot run.
     """
     pad_id, example = int(policy.tokenizer.pad_token_id), _example(policy)
-    scoring = options.forward_options(config, pad_id=pad_id, aux_loss=False)
+    scoring = room_options.forward_options(config, pad_id=pad_id, aux_loss=False)
     asked = config.router_aux_loss_coef
     with gather_per_module(model):
         check_causal(model, precision)
@@ -262,7 +262,7 @@ def plan_execution(
     sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
     further: dict[str, Any] = {"tokenizer": policy.tokenizer, "precision": precision, "example": example}
     with gather_all(model):
-        engine = choose_engine(model, options.engine_options(config), sampling, **further)
+        engine = choose_engine(model, room_options.engine_options(config), sampling, **further)
     return ExecutionPlan(engine, layout, example)
 
 
@@ -326,13 +326,13 @@ def build_rewards(
     rewards = RewardRunner(
         reward_funcs,
         processing_classes,
-        models=options.reward_model_options(config),
+        models=room_options.reward_model_options(config),
         own_names=rollout_components.reward_names,
     )
     by_name = any(model.is_by_name for model in rewards.models)
     if unused := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
         warnings.warn(unused)
-    options.scoring_options(
+    room_options.scoring_options(
         config, len(rewards.names) - len(rollout_components.reward_names), len(rollout_components.reward_names)
     )
     return rewards
@@ -360,8 +360,8 @@ def build_components(
     """Cut the configuration into each floor's options and hand them to the floors. `trainer` is what a user's rollout
     function is called with."""
     pad_id = int(policy.tokenizer.pad_token_id)
-    policy_options = options.policy_options(config)
-    forward_options = options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
+    policy_options = room_options.policy_options(config)
+    forward_options = room_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
     forward_options = execution.layout.options(forward_options)
     scorer = OldAndRefScorer(policy.model, policy.reference, forward_options, config.device)
     sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
@@ -369,12 +369,12 @@ def build_components(
         execution.engine.engine,
         prompt_maker,
         sampling,
-        options.agent_options(config),
+        room_options.agent_options(config),
         seed=config.seed,
         trainer=trainer,
     )
     num_own = len(rollout_components.reward_names)
-    scoring = options.scoring_options(config, len(rewards.names) - num_own, num_own)
+    scoring = room_options.scoring_options(config, len(rewards.names) - num_own, num_own)
     vllm_policy = execution.engine.engine if isinstance(execution.engine.engine, VLLMPolicy) else None
     around = nullcontext if vllm_policy is not None else partial(gather_all, policy.model)
     collector = ExperienceCollector(

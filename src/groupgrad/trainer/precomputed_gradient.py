@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from groupgrad.batch import Batch, TokenScores
-from groupgrad.modeling.scoring.head import PrecomputedGradient
+from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 from groupgrad.objectives import PolicyOptions, policy_loss
 
 

@@ -1,7 +1,7 @@
 """`GRPOTrainer`: one optimizer step, in reading order.
 
 `training_step` → `_begin_step` → `_generate` → `_loss` → `batch_loss`. The rest joins these to the training loop of
-`transformers.Trainer`; `trainer/base.py` logs, saves and resumes the run.
+`transformers.Trainer`; `trainer/training_run.py` logs, saves and resumes the run.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.oom_retry import memory_guard
 from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, OnPolicyInfo, PolicyLoss, policy_loss
-from groupgrad.rollout.base import training_request
 from groupgrad.rollout.collector import Experience
+from groupgrad.rollout.requests import training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
-from groupgrad.trainer import build, dataset_checks, options
-from groupgrad.trainer.base import TrainingRun
+from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
 from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs, known_scores
 from groupgrad.trainer.step_log import StepLog
+from groupgrad.trainer.training_run import TrainingRun
 
 
 @dataclass(slots=True, frozen=True)
@@ -375,7 +375,7 @@ class GRPOTrainer(TrainingRun):
 
     def get_train_dataloader(self) -> DataLoader:
         """Yields micro-batch keys; the first of each generation batch brings the prompts that this rank needs."""
-        return make_train_loader(self.train_dataset, self.plan, dist.rank(), options.loader_options(self.args))
+        return make_train_loader(self.train_dataset, self.plan, dist.rank(), room_options.loader_options(self.args))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
         """Yields batches of whole groups, every prompt once."""

@@ -26,7 +26,7 @@ from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.trainer import options
+from groupgrad.trainer import room_options
 from groupgrad.trainer.build import PolicyBundle
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
     tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
     if config.gradient_checkpointing is False:
         pad_id = int(getattr(getattr(inner, "config", None), "pad_token_id", 0) or 0)
-        forward = options.forward_options(config, pad_id=pad_id, aux_loss=False)
+        forward = room_options.forward_options(config, pad_id=pad_id, aux_loss=False)
         per_token = activation_bytes_per_token(model, forward)
     else:
         text = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config

@@ -22,7 +22,7 @@ from groupgrad.kernels import library, status
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.scoring.head import PrecomputedGradient
+from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 from groupgrad.types import Prompt, Rollout
 
 pytestmark = pytest.mark.skipif(library() is None, reason=status())

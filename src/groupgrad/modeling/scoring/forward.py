@@ -19,10 +19,10 @@ from torch import nn
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.modeling.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
-from groupgrad.modeling.scoring.head import PrecomputedGradient
+from groupgrad.modeling.scoring.forward_inputs import dense_inputs, flat_inputs, with_images
 from groupgrad.modeling.scoring.head_hook import HeadHook
-from groupgrad.modeling.scoring.inputs import dense_inputs, flat_inputs, with_images
 from groupgrad.modeling.scoring.logit_transform import logit_transform
+from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.zero3 import gather_per_module, is_sharded
 

@@ -15,8 +15,13 @@ import torch
 from torch import nn
 
 from groupgrad.batch import TokenScores
-from groupgrad.modeling.scoring.head import LogitTransform, PrecomputedGradient, scores_with_gradient, tiled_scores
 from groupgrad.modeling.scoring.logit_transform import head_layer
+from groupgrad.modeling.scoring.tiled_head import (
+    LogitTransform,
+    PrecomputedGradient,
+    scores_with_gradient,
+    tiled_scores,
+)
 
 ENTROPY_TOKENS = 512
 """Tokens whose logits become entropies at a time, which bounds the scratch memory to tokens x vocabulary."""

@@ -17,7 +17,7 @@ from torch import nn
 from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.families import LogitEffect, logit_effect
 from groupgrad.modeling.load import Float32Linear
-from groupgrad.modeling.scoring.head import LogitTransform, LowRank
+from groupgrad.modeling.scoring.tiled_head import LogitTransform, LowRank
 from groupgrad.modeling.systems.zero3 import is_sharded
 
 _ABOUT_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")

@@ -40,8 +40,8 @@ from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.objectives import PolicyLoss
-from groupgrad.rollout.base import row_seed
 from groupgrad.rollout.custom import sample_completions
+from groupgrad.rollout.requests import row_seed
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.metric_store import MetricStore

@@ -18,8 +18,8 @@ from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
+from groupgrad.rewards.call_inputs import TABLE_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.functions import RewardFunction, call_error, distinct_names, inspect_function, read_rewards
-from groupgrad.rewards.inputs import TABLE_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.types import RewardTable, Rollout

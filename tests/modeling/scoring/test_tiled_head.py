@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupgrad.batch import TokenScores
 from groupgrad.kernels.compile import SWITCH
-from groupgrad.modeling.scoring.head import (
+from groupgrad.modeling.scoring.head_tiles import slices
+from groupgrad.modeling.scoring.tiled_head import (
     LogitTransform,
     PrecomputedGradient,
     Tiles,
     scores_with_gradient,
     tiled_scores,
 )
-from groupgrad.modeling.scoring.head_tiles import slices
 
 
 @dataclass
