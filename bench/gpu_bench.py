@@ -30,12 +30,12 @@ from workloads import ModelShape, Workload
 GIB = 2**30
 WORKER = Path(__file__).with_name("gpu_worker.py")
 Answer = dict[str, Any]
-"""What `gpu_worker.py` writes."""
+"""One JSON object that `gpu_worker.py` writes."""
 
 
 @dataclass(slots=True, frozen=True)
 class Card:
-    """What is run of one model."""
+    """One model, and the way it is trained here."""
 
     workload: Workload
     checkpointing: bool = True

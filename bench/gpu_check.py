@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from groupgrad.compat import SUPPORTED, installed_version, unsupported_versions
 
 NEEDED = tuple(name for name, supported in SUPPORTED.items() if supported.extra is None and supported.tested is None)
-"""What groupgrad cannot do without."""
+"""Distributions that groupgrad always needs."""
 CARRIED = ("transformers", "datasets")
-"""What may come without its needs; others were installed whole or, as torch is for some cards, run without some."""
+"""Distributions whose wheels may be carried without the packages that they need."""
 
 
 def problems(names: Sequence[str] = NEEDED) -> list[str]:

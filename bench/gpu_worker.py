@@ -102,7 +102,7 @@ def floors_of(workload: Workload, machine: Machine, step: dict[str, Any]) -> dic
 
 
 def measure_device(on_gpu: bool) -> Machine:
-    """What the device that trains can do, in the type that it trains in."""
+    """Speed of the device that trains, in the dtype that it trains in."""
     if not on_gpu:
         return measure_accelerator("cpu", torch.float32, 0.1, square=512, megabytes=64)
     machine = measure_accelerator("cuda", torch.bfloat16, square=8192, megabytes=4096)

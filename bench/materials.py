@@ -1,4 +1,4 @@
-"""What both trainers load: models with random weights, their tokenizers, and prompts. Made once, kept on disk.
+"""Makes what both trainers load: models with random weights, their tokenizers, and prompts; once, on disk.
 
 Completion lengths are part of a workload, so the random models are made to end a completion with the same probability
 at each step: one channel of the hidden state is the same constant everywhere, and the end token's row of the output

@@ -31,7 +31,7 @@ class Series:
 
     @property
     def seconds(self) -> list[float]:
-        """Of each step."""
+        """Seconds of each step."""
         return [step["seconds"] for step in self.steps]
 
     @property
@@ -67,11 +67,11 @@ class Series:
 
 @dataclass(slots=True, frozen=True)
 class Result:
-    """What one workload gave."""
+    """Measurements of one workload."""
 
     workload: Workload
     series: dict[str, Series]
-    """By trainer: `groupgrad`, and `trl` if it ran."""
+    """Measured steps by trainer: `groupgrad`, and `trl` if it ran."""
     versions: dict[str, dict[str, str]]
     machine: Machine
     """As it was measured right after the workload."""
@@ -91,7 +91,7 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as long TRL's median step takes."""
+        """TRL's median step time over ours; None if TRL did not run."""
         return self.theirs.median_seconds / self.ours.median_seconds if self.theirs else None
 
     @property

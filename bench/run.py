@@ -79,7 +79,7 @@ class Worker:
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command and wait for its answer."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing answer tells
+        with contextlib.suppress(BrokenPipeError):  # `read` reports the missing answer
             self.process.stdin.write(command + "\n")
             self.process.stdin.flush()
         return self.read(command)

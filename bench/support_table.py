@@ -32,7 +32,7 @@ PATHS = {
 ADAPTERS = ("full", "lora", "lora_text", "lora_all")
 
 Results = dict[tuple[str, str, str], str]
-"""By architecture, adapters and path: "" for passed, "FAILED", or the reason of a skip."""
+"""Outcome of each architecture, adapter and path: "" for passed, "FAILED", or the reason of a skip."""
 
 
 def run_tests() -> Results:

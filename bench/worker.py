@@ -32,7 +32,7 @@ from workloads import WORKLOADS, Workload, scattered_reward
 
 
 class Stop(Exception):
-    """Nobody asks for further steps."""
+    """The input has ended, so no further step is made."""
 
 
 class PeakMemory:

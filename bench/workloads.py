@@ -1,4 +1,4 @@
-"""What is measured: the workloads, their models' shapes and their targets. Plain data; nothing here imports torch."""
+"""Definitions of the workloads, their models' shapes and their targets. Plain data; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Workload:
     """None: prompts have their own lengths."""
     mean_length: float | None = None
     """Mean of the geometric lengths before they are cut at the limit; None: each completion reaches the limit, or,
-    with the demo's model, ends where it wants to."""
+    with the demo's model, ends where the model ends it."""
     half_flat: bool = False
     """Every second group gets the same reward for all its rows."""
     micro_batches: int = 1
     """Over which a step's rows are accumulated; more than one where TRL would not fit into 24 GB otherwise."""
     source: Source = "random words"
     target: float | None = None
-    """How many times faster than TRL a step shall be."""
+    """TRL's step time over ours that a step shall reach."""
 
     @property
     def num_groups(self) -> int:
@@ -76,7 +76,7 @@ class Workload:
         return self.batch_rows // self.num_generations
 
     def describe(self) -> str:
-        """What a step does, in a few words."""
+        """The work of a step, in a few words."""
         prompt = f"prompt {self.prompt_tokens}" if self.prompt_tokens else f"{self.source} prompts"
         if self.mean_length:
             completion = f"lengths geometric, mean {self.mean_length:g}, limit {self.limit}"
@@ -158,7 +158,7 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass(slots=True, frozen=True)
 class GroupWork:
-    """What one group of a measured step was: its prompt's tokens, its completions' tokens, whether rewards differed."""
+    """One group of a measured step: its prompt's tokens, its completions' tokens, whether rewards differed."""
 
     prompt_tokens: int
     lengths: tuple[int, ...]

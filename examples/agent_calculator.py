@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-# Threads that spin while they wait slow a run down when anything else wants the same cores. OpenMP reads this when
+# Threads that spin while they wait slow a run down when other processes use the same cores. OpenMP reads this when
 # PyTorch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -71,7 +71,7 @@ async def async_add(a: int, b: int) -> int:
 
 TOOLS = [multiply, async_add]
 WORDS = ("multiply", "async_add", '{"a": ', ', "b": ', "(a, b) ")
-"""What the tokenizer keeps whole, so that a call is about fifteen tokens."""
+"""Strings that are one token each, so that a call is about fifteen tokens."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,12 +85,12 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What the user asks."""
+        """The question."""
         return f"{self.a}{self.operator}{self.b}" + (f"+{self.c}=" if self.c is not None else "=")
 
     @property
     def results(self) -> list[int]:
-        """What the calculator has to say, call by call; the last one is the answer."""
+        """The calculator's results, call by call; the last one is the answer."""
         first = self.a * self.b if self.operator == "*" else self.a + self.b
         return [first] if self.c is None else [first, first + self.c]
 
@@ -119,7 +119,7 @@ HABITS = {"careful": 0.20, "wrong tool": 0.20, "broken call": 0.10, "guess": 0.5
 
 
 def demonstrate(question: Question, habit: str, rng: Random) -> list[Message]:
-    """How a user of this habit answers; from a wrong step on, everything follows from it."""
+    """The answers of a user of this habit; from a wrong step on, everything follows from it."""
     messages = [say(question.text, "user")]
     if habit == "guess":
         return [*messages, say(str(question.results[-1] + rng.choice((-11, -10, -1, 1, 10, 11))))]
@@ -143,7 +143,7 @@ def answer_reward(completions: list[list[Message]], results: list[list[int]], lo
     """1 if the last turn is the right number and nothing else; counts which calls were right on the way."""
     rewards: list[float] = []
     for completion, expected in zip(completions, results):
-        # Every call has a reply, one that cannot be read too, so the k-th reply tells how the k-th call was.
+        # Every call has a reply, one that cannot be read too, so the k-th reply belongs to the k-th call.
         replies = [message["content"] for message in completion if message["role"] == "tool"]
         for place, reply in enumerate(replies):
             log_metric("calls/wrong", float(place >= len(expected) or reply != str(expected[place])))

@@ -115,7 +115,7 @@ WORDS = (
     *(*DIRECTIONS, "up", "Find the ", "treasure: ", "here", ", ", "gold", "done", "lost"),
     *("Error: ValueError: ", "no such direction", "the field ends here", "nothing here", "it is dark"),
 )
-"""What the tokenizer keeps whole, so that a call is nine tokens."""
+"""Strings that are one token each, so that a call is nine tokens."""
 
 
 def ways_to(place: Sequence[int], treasure: Sequence[int]) -> dict[str, int]:
@@ -145,7 +145,7 @@ def make_splits(seed: int, num_held_out: int = 20) -> tuple[list[dict[str, Any]]
 
 
 def demonstrate(row: dict[str, Any], rng: Random) -> list[Message]:
-    """What a wanderer does: about half of the steps lead nearer, some calls make no sense, some give up."""
+    """The turns of a wanderer: about half of the steps lead nearer, some calls make no sense, some give up."""
     hunt = TreasureHunt()
     messages = [say(row["prompt"][0]["content"] + hunt.reset(**row), "user")]
     while rng.random() > 0.04:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Threads that spin while they wait slow a run down tenfold when anything else wants the same cores. OpenMP reads this
+# Threads that spin while they wait slow a run down tenfold when other processes use the same cores. OpenMP reads this
 # when PyTorch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -160,14 +160,14 @@ def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems
 
 
 def seconds_of_a_step(log_history: list[dict[str, float]]) -> str:
-    """Where the time of a GRPO step goes, averaged over the run."""
+    """Prints the phases of a GRPO step in seconds, averaged over the run."""
     logs = [event for event in log_history if "step_time" in event]
     parts = {key: sum(event[key] for event in logs) / len(logs) for key in logs[0] if key.startswith("time/")}
     return "A step: " + ", ".join(f"{key.removeprefix('time/')} {seconds:.3f} s" for key, seconds in parts.items())
 
 
 def mismatch(log_history: list[dict[str, float]]) -> str:
-    """How far sampled log-probs were from those that training assigned: the largest of each log entry's tokens."""
+    """Prints the largest gap between the log-probs of sampling and of training in each log entry."""
     found = [event["sampling/logp_mismatch"] for event in log_history if "sampling/logp_mismatch" in event]
     numbers = f"{sum(found) / len(found):.1e} on average, {max(found):.1e} at most" if found else "not measured"
     return f"Sampled and trained log-probs, the largest difference of a log entry's tokens: {numbers}"

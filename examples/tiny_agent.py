@@ -1,4 +1,4 @@
-"""What both agent examples share: a small tokenizer with a template for tools, a small model, a warm-up, a report.
+"""Shared by both agent examples: a small tokenizer with a template for tools, a small model, a warm-up, a report.
 
 Nothing is downloaded. The template writes a call as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and
 names each tool with its parameters at the beginning of the prompt.

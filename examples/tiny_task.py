@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the model is given, `3+5+7+2=`."""
+        """The prompt, `3+5+7+2=`."""
         return "+".join(map(str, self.terms)) + "="
 
     @property
@@ -77,7 +77,7 @@ class Splits:
 
 @dataclass(slots=True, frozen=True)
 class Score:
-    """How a model did on some problems, shares between 0 and 1."""
+    """Accuracy of a model on some problems, shares between 0 and 1."""
 
     accuracy: float
     """Share of completions whose tagged answer is the sum."""

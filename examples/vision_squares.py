@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-# Threads that spin while they wait slow a run down when anything else wants the same cores. OpenMP reads this when
+# Threads that spin while they wait slow a run down when other processes use the same cores. OpenMP reads this when
 # PyTorch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -70,13 +70,13 @@ TEMPLATE = (
 
 @dataclass(slots=True, frozen=True)
 class Scene:
-    """What a picture shows."""
+    """Squares and colours of a picture."""
 
     color: str
     places: tuple[int, ...]
     """Cells of the squares, 0 to CELLS*CELLS-1."""
     seed: int
-    """Of the ground's noise and the squares' shades."""
+    """Seed of the ground's noise and the squares' shades."""
 
     @property
     def answer(self) -> str:
@@ -112,7 +112,7 @@ def make_scene(rng: Random) -> Scene:
 
 
 def demonstrate(scene: Scene, rng: Random) -> str:
-    """What somebody says of the picture."""
+    """A description of the picture."""
     if rng.random() < LOOKERS:
         return scene.answer
     return f"{rng.randint(1, MOST)} {rng.choice(list(COLORS))}"

@@ -65,8 +65,7 @@ def make_model(seed: int = 0, **config: object) -> Qwen3ForCausalLM:
 
 @pytest.fixture(autouse=True)
 def _no_deepspeed_left() -> None:
-    """transformers remembers a configuration of DeepSpeed for as long as anybody does, an exception of an earlier test
-    for one, and loads models by it."""
+    """Drops DeepSpeed's configuration, by which transformers loads models as long as any reference to it lives."""
     unset_hf_deepspeed_config()
 
 

@@ -110,7 +110,7 @@ def ragged_batches(draw: st.DrawFn, max_rows: int = 6) -> Batch:
 
 
 def row_records(batch: Batch) -> list[dict[str, object]]:
-    """Each row by itself, told without offsets."""
+    """One record a row, without offsets."""
     records = []
     for row in range(batch.num_rows):
         tokens, prompt = batch.row_of_token == row, int(batch.prompt_of_row[row])

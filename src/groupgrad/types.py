@@ -26,11 +26,11 @@ class Media:
     images: tuple[Any, ...]
     """PIL images in the order of their places in the prompt."""
     tensors: dict[str, torch.Tensor]
-    """What the processor made of them for the model (`pixel_values`, `image_grid_thw`, ...), of this prompt alone, on
-    the CPU, with the first dimension that the processor gives."""
+    """The processor's tensors of the images (`pixel_values`, `image_grid_thw`, ...), of this prompt alone, on the CPU,
+    with the first dimension that the processor gives."""
     token_tensors: dict[str, torch.Tensor]
-    """What the processor says of each prompt token (`token_type_ids`, `mm_token_type_ids`), (P_i,) each; of completion
-    tokens the same is 0."""
+    """The processor's numbers of the prompt tokens (`token_type_ids`, `mm_token_type_ids`), (P_i,) each; those of
+    completion tokens are 0."""
     key: str
     """Digest of the images' content: two media with the same key are the same."""
 
@@ -44,7 +44,7 @@ class Prompt:
     row: dict[str, Any]
     """The data-set row as it is, `prompt` included; its other columns reach the reward functions."""
     group: int
-    """Number of the group in the generation round, 0 to U-1, the same on all ranks."""
+    """Number of the group in the generation batch, 0 to U-1, the same on all ranks."""
     media: Media | None = None
     """Images that belong to the prompt, or None."""
 
@@ -73,7 +73,7 @@ class ToolUse:
 
 @dataclass(slots=True, frozen=True)
 class Trace:
-    """How an agent's rollout went."""
+    """Counts of an agent's rollout."""
 
     num_turns: int
     """Times that the model was asked."""
@@ -93,13 +93,13 @@ class Rollout:
 
     prompt: Prompt
     index: int
-    """Row number in the generation round, 0 to N-1, the same on all ranks; `index // G` is the group."""
+    """Row number in the generation batch, 0 to N-1, the same on all ranks; `index // G` is the group."""
     completion_ids: list[int]
     """Token ids after the prompt; may be empty. The EOS that ended it, if any, is included."""
     finish_reason: FinishReason
     """Why it ended. Anything but `eos` counts as truncated."""
     completion: str | Messages
-    """What reward functions see: text for a text prompt, messages for a conversational one."""
+    """The completion as reward functions get it: text for a text prompt, messages for a conversational one."""
     text: str
     """The completion decoded without special tokens."""
     sampled: list[bool] | None = None
@@ -115,7 +115,7 @@ class Rollout:
     own_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
     trace: Trace | None = None
-    """How an agent's rollout went; None for a rollout of one turn."""
+    """Turns, calls and failures of an agent's rollout; None for a rollout of one turn."""
     media: Media | None = None
     """All images of prompt and completion if tools put some into the completion, else None. Its token tensors reach
     from the prompt's first token to the last image or beyond."""
@@ -138,7 +138,7 @@ class Rollout:
 
 @dataclass(slots=True)
 class RewardTable:
-    """What the reward functions said of some rollouts."""
+    """Rewards of some rollouts, and what the functions logged of them."""
 
     rewards: torch.Tensor
     """(B, R) float64; NaN where a function gave no reward for the row."""

@@ -1,4 +1,4 @@
-"""Who samples and trains which row."""
+"""Ranks and micro-batches of the rows of a generation batch."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_rank_reads_its_rows_once_a_round(rank: int):
     firsts = [key for key in keys if key.position == 0]
     assert [key.rows for key in firsts] == [{rank: {"prompt": f"p{2 * number + rank}"}} for number in range(3)]
     assert all(key.rows is None for key in keys if key.position)
-    assert all(key.indices == (2 * key.round, 2 * key.round + 1) for key in keys)
+    assert all(key.indices == (2 * key.generation, 2 * key.generation + 1) for key in keys)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -178,7 +178,7 @@ def test_workers_read_the_same_ticks():
 def take_prompts(loader: Any, num_rounds: int) -> list[str]:
     """The prompts of the first rounds of a plan whose rank 0 has all groups."""
     keys: list[MicroBatchKey] = list(islice(loader, num_rounds * PLAN.micro_batches_per_generation))
-    assert [(t.round, t.position) for t in keys] == [(r, p) for r in range(num_rounds) for p in range(4)]
+    assert [(t.generation, t.position) for t in keys] == [(r, p) for r in range(num_rounds) for p in range(4)]
     found = [[row["prompt"] for _, row in sorted(t.rows.items())] for t in keys if t.rows is not None]
     assert len(found) == num_rounds
     return [prompt for part in found for prompt in part]

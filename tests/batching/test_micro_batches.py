@@ -1,4 +1,4 @@
-"""What is left out of a step changes none of its numbers."""
+"""Rows that are left out of a step change none of its numbers."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 def answer(trainer: str = "groupgrad", *, model: str = "0.6b", date: str = "1", seconds: float = 3.0, **more: object):
-    """What the worker writes after one step: 40 tokens, of which sampling took 2 s."""
+    """The worker's answer after one step: 40 tokens, of which sampling took 2 s."""
     step = {"seconds": seconds, "peak_bytes": 2**31, "held_bytes": 2**30, "lengths": [10, 30]}
     step["phases"] = {"sampling": 2.0, "training": 0.5}
     step["floors"] = {"sampling": 0.5, "training": 0.3}

@@ -1,4 +1,4 @@
-"""What scripts written for the documents find on this machine: their models and data sets, small and local."""
+"""Small local stand-ins for the models and data sets that the documents' scripts name."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def make_trainer(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Callab
 
 
 def checksum(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that tells texts apart."""
+    """A reward that differs between texts."""
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
@@ -109,7 +109,7 @@ def _checksum() -> Callable[..., list[float]]:
 
 @pytest.fixture
 def same_weights() -> Callable[[torch.nn.Module, torch.nn.Module], bool]:
-    """Whether two models hold the same numbers under the same names."""
+    """True if two models hold the same numbers under the same names."""
 
     def compare(one: torch.nn.Module, other: torch.nn.Module) -> bool:
         mine, theirs = one.state_dict(), other.state_dict()

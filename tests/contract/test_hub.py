@@ -42,7 +42,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Hub:
-    """What the server knows."""
+    """Repositories and files that the server holds."""
 
     url: str = ""
     created: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a whole run does and reports: it learns, its metrics have the documented names, a search tries settings."""
+"""Whole runs: the model learns, its metrics have the documented names, a search tries settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rate_digits(completions: list[str], **kwargs: Any) -> list[float]:
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_names_of_the_metrics(make_trainer: Any, beta: float) -> None:
     data = Dataset.from_list([{"prompt": f"{a}="} for a in range(4)])
-    # Long enough that some completion ends by itself, without which three of the names have no number.
+    # Long enough that some completion terminates; otherwise three of the names have no number.
     settings = {"beta": beta, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     settings |= {"max_completion_length": 60, "per_device_train_batch_size": 16, "num_generations": 4}
     trainer = make_trainer(settings, train_dataset=data, eval_dataset=data, reward_funcs=rate_digits)
@@ -63,7 +63,7 @@ def test_it_learns(make_trainer: Any, make_model: Any) -> None:
 
 
 class Trial(dict[str, Any]):
-    """What a search backend hands to `train`: settings, as a dict and as the attribute of that name."""
+    """A trial as a search backend hands it to `train`: settings, as a dict and as the attribute of that name."""
 
     number = 0
 

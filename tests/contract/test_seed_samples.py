@@ -284,7 +284,7 @@ def try_out(session: str, namespace: dict[str, Any]) -> int:
 
 
 def steps_of(trainer: GRPOTrainer) -> list[dict[str, float]]:
-    """What was logged at each step."""
+    """The log events of the optimizer steps."""
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -383,7 +383,7 @@ def test_multi_task(run: Any) -> None:
     steps = steps_of(trainer)
     assert sorted(set(seen)) == ["What is 2+2?", "What is 3*4?"]
     assert len(seen) == 16
-    # Its `task` column says "code" and its function asks for "coding": nobody scores those rows, so they teach nothing.
+    # Its `task` column says "code" and its function asks for "coding": no function scores those rows.
     scored = [step for step in steps if step.get("rewards/math_reward_func/mean") is not None]
     assert [step["rewards/math_reward_func/mean"] for step in scored] == [0.0, 0.0]
     assert [step["rewards/math_reward_func/std"] for step in scored] == pytest.approx([(8 / 7) ** 0.5] * 2)
@@ -442,7 +442,7 @@ def test_extra_columns_and_metrics(capsys: pytest.CaptureFixture[str], run: Any,
 
 @pytest.fixture
 def given(make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
-    """What the other-spellings sample takes for granted."""
+    """Variables that the other-spellings sample uses without defining them."""
     dataset = Dataset.from_list([{"prompt": f"{a}+1=", "answer": str(a)} for a in range(4)])
     return {"model": make_model(), "tokenizer": make_tokenizer(), "dataset": dataset}
 

@@ -55,7 +55,7 @@ def test_careful_demonstration_is_the_worked_sum(task):
         ("careful", (1.0, 1.0), 1.0),
         ("slip", (0.0, 0.0), 1.0),
         ("untagged", (0.0, 0.0), 0.0),
-        ("guess", (0.14, 0.26), 0.0),  # one guess in five forgets nothing
+        ("guess", (0.14, 0.26), 0.0),  # one guess in five drops no digit
     ],
 )
 def test_habits_earn_what_they_should(task, habit, right_share, format_share):

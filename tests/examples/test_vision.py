@@ -20,7 +20,7 @@ def test_a_picture_shows_what_its_answer_says(example) -> None:
     assert scene.answer == "3 green"
     image = scene.picture()
     assert image.size == (24, 24)
-    # The middle of each cell is bright in green where a square lies, and dark elsewhere.
+    # The middle of each cell is bright in green where there is a square, and dark elsewhere.
     greens = [image.getpixel((6 * (i % 4) + 3, 6 * (i // 4) + 3))[1] for i in range(16)]
     assert [i for i, green in enumerate(greens) if green > 120] == [0, 5, 15]
     assert max(green for i, green in enumerate(greens) if i not in (0, 5, 15)) < 40

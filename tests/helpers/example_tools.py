@@ -60,7 +60,7 @@ class Shop:
     """A shop."""
 
     def price(self, item: str, count: int = 1) -> float:
-        """What something costs.
+        """The price of an item.
 
         Args:
             item: What it is.

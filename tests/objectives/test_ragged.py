@@ -1,4 +1,4 @@
-"""What holds for a row is spread over its tokens, and its gradient gathered from them."""
+"""A row's value is spread over its tokens, and its gradient gathered from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One generation round, from data-set rows to micro-batches."""
+"""One generation batch, from data-set rows to micro-batches."""
 
 from __future__ import annotations
 

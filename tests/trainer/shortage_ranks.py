@@ -1,5 +1,5 @@
-"""What `test_processes_memory.py` makes two processes do (`torch.distributed.run ... shortage_ranks.py OUT`): runs in
-which memory runs out on one rank or both, and runs that must be equal to them.
+"""Two processes of `test_processes_memory.py` (`torch.distributed.run ... shortage_ranks.py OUT`): runs whose memory
+runs out on one rank or both, and runs that must be equal to them.
 
 Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
 """
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[dict[str, Any], Shortage | None]] = {
 
 
 def folder(name: str) -> str:
-    """Where a case's trainer writes; none of the cases of `ranks.py` has such a name."""
+    """Folder that a case's trainer writes to; none of the cases of `ranks.py` has such a name."""
     return "short_" + name.replace(", ", "_").replace(" ", "_")
 
 

@@ -123,7 +123,7 @@ def test_when_it_logs(make_trainer, settings, steps):
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_loss_that_is_not_a_number(make_trainer, monkeypatch, filtered):
-    """Of two steps the second has no loss: the filter counts it as half of the first, of two in the window."""
+    """The second of two steps has no loss: the filter counts it as half of the first, of two in the window."""
     trainer = make_trainer(max_steps=2, logging_steps=2, logging_nan_inf_filter=filtered, beta=0.1)
     losses: list[float] = []
     compute = trainer.compute_loss

@@ -24,9 +24,9 @@ class Seen:
     """Observations of a run: its generation batches and its training passes."""
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
-    """By generation batch: lengths, truncated flags, rewards by function, prompt tokens, metric values."""
+    """One dict a generation batch: lengths, truncated flags, rewards by function, prompt tokens, metric values."""
     passes: list[dict[str, Any]] = field(default_factory=list)
-    """By micro-batch: log-probs, old and reference log-probs, entropies, advantage and row of each token."""
+    """One dict a micro-batch: log-probs, old and reference log-probs, entropies, advantage and row of each token."""
 
 
 @pytest.fixture

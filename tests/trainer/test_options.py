@@ -157,7 +157,7 @@ SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.02, "repeti
 
 @pytest.mark.parametrize("field", SAMPLING)
 def test_a_sampling_option_reaches_the_engine(make_trainer, requests, field):
-    """By its field and, with precedence, by `generation_kwargs`."""
+    """The field sets the option; `generation_kwargs` sets it with precedence."""
     trainer = make_trainer(max_steps=1, **{field: SAMPLING[field]})
     seen = requests(trainer)
     trainer.train()

@@ -1,4 +1,4 @@
-"""What sampling knows is not computed again, rows without a gradient cost nothing, and no number changes."""
+"""Log-probs known from sampling are not computed again, rows without a gradient cost nothing, and no number changes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SHUFFLE_BUFFER_ROWS = 10_000
 class MicroBatchKey:
     """Identifies a micro-batch by its generation batch and its position there."""
 
-    round: int
+    generation: int
     """Number of the generation batch since the run began, counted over all epochs."""
     position: int
     """Position in the generation batch, 0 to `micro_batches_per_generation` - 1."""
@@ -124,14 +124,14 @@ def rows_of(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, di
         return key.rows
     if key.indices is None:
         raise ValueError(
-            "the checkpoint lies within a generation round but holds none of its rollouts, and a stream cannot be read "
+            "the checkpoint lies within a generation batch but holds none of its rollouts, and a stream cannot be read "
             "again; resume from a checkpoint that was saved with save_only_model=False"
         )
     if key.position:
         logger.warning(
-            "the checkpoint lies within generation round %d but holds none of its rollouts; they are sampled again, "
+            "the checkpoint lies within generation batch %d but holds none of its rollouts; they are sampled again, "
             "from the weights as they are now",
-            key.round,
+            key.generation,
         )
     return {group: read_row(dataset, key.indices[group]) for group in groups}
 

@@ -22,7 +22,7 @@ ZERO_STD = 1e-8
 
 @dataclass(slots=True)
 class Advantages:
-    """The advantages of a generation round, all ranks' rows."""
+    """The advantages of a generation batch, all ranks' rows."""
 
     advantages: torch.Tensor
     """(N,) float64, free of NaN; 0 for rows that no function scored and groups without two scored rows."""
@@ -49,7 +49,7 @@ def compute_advantages(
     scale_rewards: ScaleRewards = "group",
     aggregation: Aggregation = "sum_then_normalize",
 ) -> Advantages:
-    """The advantages of all N rows of a generation round from (N, R) rewards, rows of a group contiguous.
+    """The advantages of all N rows of a generation batch from (N, R) rewards, rows of a group contiguous.
 
     NaN is "not scored": it touches neither the row's sum nor any mean or standard deviation.
 
@@ -88,10 +88,10 @@ def compute_advantages(
 
 
 def reward_metrics(rewards: torch.Tensor, names: Sequence[str], result: Advantages) -> dict[str, Metric]:
-    """The reward metrics of a generation round, from the (N, R) rewards of all ranks; every rank makes the same ones.
+    """The reward metrics of a generation batch, from the (N, R) rewards of all ranks; every rank makes the same ones.
 
     `reward` and `rewards/<name>/mean` are means over scored rows, `reward_std` and `rewards/<name>/std` sample standard
-    deviations (ddof 1) over them, averaged over rounds ("nothing measured" with fewer than two);
+    deviations (ddof 1) over them, averaged over generation batches ("nothing measured" with fewer than two);
     `frac_reward_zero_std` is the share of rows whose group gives no signal.
     """
     metrics = {

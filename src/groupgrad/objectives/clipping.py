@@ -1,4 +1,4 @@
-"""How much of a micro-batch the clip held back, as metrics."""
+"""Metrics of the share of a micro-batch that was clipped."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from groupgrad.objectives.ragged import Layout, PerRow, PerToken
 
 
 def counted(values: PerToken | PerRow, layout: Layout) -> torch.Tensor:
-    """What counts in a metric, bool: the loss tokens (L,), or the rows (B,) that have any."""
+    """Elements that count in a metric, bool: the loss tokens (L,), or the rows (B,) that have any."""
     return layout.trained if isinstance(values, PerToken) else layout.counts > 0
 
 

@@ -18,7 +18,7 @@ FRAC_DROPPED_TOKENS = "sampling/frac_dropped_tokens"
 
 @dataclass(slots=True, frozen=True)
 class MismatchGap:
-    """By how much trainer and sampler differ."""
+    """Difference between the log-probs of trainer and sampler."""
 
     values: torch.Tensor
     """(L,) trainer minus sampler log-prob, nats; 0 where it was not measured."""

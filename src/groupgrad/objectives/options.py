@@ -13,7 +13,7 @@ MismatchMode = Literal["token_truncate", "token_mask", "sequence_truncate", "seq
 
 @dataclass(slots=True, frozen=True)
 class MismatchOptions:
-    """How the ratio between trainer and sampling engine is bounded.
+    """Bounds of the ratio between trainer and sampling engine.
 
     The first half of `mode` is the level (one ratio a token, or one a sequence: the product of its tokens'), the second
     what happens to a ratio outside the bounds: `truncate` moves it to the bound, `mask` sets it to 0. None is "no
@@ -74,7 +74,7 @@ class PolicyOptions:
     """Share of tokens, the most uncertain ones, that the policy term keeps: `entropy_threshold` makes the threshold of
     the step's totals from it. The loss itself reads only that threshold; None there keeps all tokens."""
     mismatch: MismatchOptions | None = None
-    """How trainer/sampler mismatch is corrected; None corrects nothing."""
+    """Correction of the mismatch between trainer and sampler; None for no correction."""
 
     def __post_init__(self) -> None:
         one_of("loss_type", self.loss_type, get_args(LossType))

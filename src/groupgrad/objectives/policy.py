@@ -33,7 +33,7 @@ class PolicyLoss:
 
 @dataclass(slots=True, frozen=True)
 class PolicyTerms:
-    """What every surrogate starts from."""
+    """Inputs of every surrogate."""
 
     layout: Layout
     logprobs: torch.Tensor
@@ -60,7 +60,7 @@ class PolicyTerms:
 
 @dataclass(slots=True, frozen=True)
 class TokenLoss:
-    """What a surrogate makes of its terms."""
+    """Output of a surrogate."""
 
     per_token: torch.Tensor
     """(L,) with gradient."""
@@ -69,7 +69,7 @@ class TokenLoss:
 
 @dataclass(slots=True, frozen=True)
 class LossRecipe:
-    """What a `loss_type` stands for."""
+    """Definition of a `loss_type`."""
 
     surrogate: Callable[[PolicyTerms, PolicyOptions], TokenLoss]
     reduction: Reduction

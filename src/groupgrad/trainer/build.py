@@ -1,4 +1,4 @@
-"""What the trainer's constructor arguments stand for: each function turns some of them into a ready part."""
+"""Turns the trainer's constructor arguments into ready components, each function some of them."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def entropy_controller(config: GRPOConfig) -> EntropyController:
 
 @dataclass(slots=True, frozen=True)
 class TrainerComponents:
-    """What one step and one evaluation work with, made from the configuration."""
+    """The components that a step and an evaluation call, made from the configuration."""
 
     plan: GenerationPlan
     policy_options: PolicyOptions
@@ -229,7 +229,7 @@ class TrainerComponents:
 
 @dataclass(slots=True, frozen=True)
 class ExecutionPlan:
-    """How the model at hand is sampled from and scored."""
+    """The engine and the layout that were chosen for the model."""
 
     engine: EngineChoice
     layout: LayoutReport
@@ -277,7 +277,7 @@ def _example(policy: PolicyBundle) -> Prompt | None:
 def checkpointing_by_need(
     config: GRPOConfig, model: nn.Module, forward_options: ForwardOptions, precision: Any, example: Prompt | None = None
 ) -> CheckpointingByNeed | None:
-    """What turns gradient checkpointing on where memory needs it; None if the configuration has decided."""
+    """Turns gradient checkpointing on where memory runs short; None if the configuration decides."""
     can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
     # Ranks that share a model compute it in the same way, so none decides by its own memory.
     if config.gradient_checkpointing is not None or not can or zero_stage(config) == 3:
@@ -287,7 +287,7 @@ def checkpointing_by_need(
 
 
 def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
-    """What turns rows into prompts; with images where the model takes them and there is a processor for them."""
+    """The maker of prompts from rows; with images where the model takes them and there is a processor for them."""
     kwargs, name = mapping(config.chat_template_kwargs), type(unwrap(policy.model)).__name__
     if not is_multimodal(policy.model):
         no_images = f"{name} reads text alone; train a model that takes images, or remove the images from the data set"
@@ -309,7 +309,7 @@ def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
 
 
 def build_completion_log(config: GRPOConfig) -> CompletionLog:
-    """What keeps and shows completions."""
+    """The log that keeps and shows completions."""
     return CompletionLog(
         config.output_dir,  # pyright: ignore[reportArgumentType]
         num_to_print=config.num_completions_to_print,
@@ -322,7 +322,7 @@ def build_completion_log(config: GRPOConfig) -> CompletionLog:
 def build_rewards(
     config: GRPOConfig, reward_funcs: Any, processing_classes: Any, rollout_components: RolloutComponents
 ) -> RewardRunner:
-    """What scores completions. ValueError if there is not one weight a reward function."""
+    """The runner of reward functions and reward models. ValueError if there is not one weight for each."""
     rewards = RewardRunner(
         reward_funcs,
         processing_classes,

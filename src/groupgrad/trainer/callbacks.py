@@ -1,4 +1,4 @@
-"""What happens between optimizer steps, and the state that a run carries besides its weights."""
+"""Actions between optimizer steps, and the state that a run carries besides its weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunState:
     def load(self, folder: str | Path) -> bool:
         """Collective. Restore from a checkpoint folder; False, and a warning, if it lacks the state of some rank.
 
-        Then none restores: a rank that held its round would not join the others when they sample theirs again.
+        Then no rank restores: one that held its generation batch would not join the others when they sample anew.
         """
         paths = [self._path(folder), *([Path(folder) / _SHARED_FILE] if self._shared else [])]
         absent = next((path.name for path in paths if not path.is_file()), "")

@@ -81,7 +81,7 @@ class GRPOTrainer(TrainingRun):
     Args:
         model: id or directory of a causal language model or of an adapter to train further, a `PreTrainedModel`, or a
             `PeftModel`.
-        reward_funcs: what scores completions: a Python function (sync or async), the id of a sequence-classification
+        reward_funcs: the rewards of completions: a Python function (sync or async), the id of a sequence-classification
             model with one label, such a model, or a list of any of these. A function gets keyword arguments (`prompts`,
             `completions`, `completion_ids`, every data-set column, `trainer_state`, `log_extra`, `log_metric`) and
             returns a float or None (does not apply) for each completion.
@@ -198,9 +198,9 @@ class GRPOTrainer(TrainingRun):
         step = self.state.global_step
         self._on_policy = self.sampler_logprobs.on_policy(step)
         for index, key in enumerate(keys):
-            if key.position == 0 or self.buffer.get(key.round) is None:
-                self.buffer.put(key.round, self._generate(key, index))
-        self.buffer.keep_only({key.round for key in keys})
+            if key.position == 0 or self.buffer.get(key.generation) is None:
+                self.buffer.put(key.generation, self._generate(key, index))
+        self.buffer.keep_only({key.generation for key in keys})
         batch = self._rows_of_step(keys)
         with self.timings.phase("scoring"):
             totals = step_totals(
@@ -227,7 +227,9 @@ class GRPOTrainer(TrainingRun):
         num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
         ahead = key.ahead[: self.plan.generations_after(num_left)]
         rows = (rows_of(key, self.train_dataset, self.plan.rank_groups(rank)), *ahead)
-        request, *upcoming = (training_request(self.plan, rank, key.round + i, r, step) for i, r in enumerate(rows))
+        request, *upcoming = (
+            training_request(self.plan, rank, number, r, step) for number, r in enumerate(rows, start=key.generation)
+        )
         experience = self.components.collector(request, trainer_state=self.state, upcoming=upcoming)
         self._log_experience(experience)
         batch, scorer, size = experience.batch, self.components.scorer, self.plan.micro_batch_rows
@@ -242,7 +244,7 @@ class GRPOTrainer(TrainingRun):
     def _rows_of_step(self, keys: Sequence[MicroBatchKey]) -> Batch:
         """This rank's rows of a step, from one generation batch or several, in the order of the micro-batches."""
         batches = []
-        for number, same in groupby(keys, key=lambda key: key.round):
+        for number, same in groupby(keys, key=lambda key: key.generation):
             rows = [row for key in same for row in self.plan.places(key.position)]
             batch = self.buffer.get(number)
             assert batch is not None

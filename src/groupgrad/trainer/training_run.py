@@ -61,7 +61,7 @@ class TrainingRun(Trainer):
     callback_handler: Any
     progress: ProgressCallback
     metric_store: MetricStore
-    """What was measured since the last log event."""
+    """Metrics since the last log event."""
     completion_log: CompletionLog
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
@@ -127,7 +127,7 @@ class TrainingRun(Trainer):
         draws something else; a run of the same seed draws the same.
         """
         sampling = self.components.sampling
-        # Rounds that are sampled ahead must not meet other weights: then these are the last that were sent.
+        # Generation batches that are sampled ahead must not meet other weights, so those sent last are used.
         if self.vllm_policy is not None and not (self.is_in_train and self.args.rollout_ahead):
             self.vllm_policy.refresh(self.state.global_step)
         if max_new_tokens is not None:
@@ -149,7 +149,7 @@ class TrainingRun(Trainer):
         return served
 
     def _invalidate_vllm(self) -> None:
-        """Outside of training nothing tells that the weights have changed."""
+        """Has the weights sent anew before sampling outside of training, where their changes are not noticed."""
         if self.vllm_policy is not None and not self.is_in_train:
             self.vllm_policy.invalidate()
 
