@@ -37,6 +37,7 @@ INTERNALS = (
     "modeling/families.py",
     "modeling/vlm.py",
     "modeling/scoring/attention.py",
+    "modeling/scoring/blocks.py",
     "modeling/scoring/block_attention.py",
     "modeling/scoring/flex_attention.py",
     "modeling/scoring/tiled_head.py",

@@ -110,29 +110,28 @@ class GenerationRows(torch.utils.data.Dataset):
         key = MicroBatchKey(number, position, None, indices)
         if position:
             return key
-        ahead = tuple({group: read_row(self.dataset, chosen[group]) for group in self.groups} for chosen in later)
-        return replace(key, rows=rows_of(key, self.dataset, self.groups), ahead=ahead)
+        rows, *ahead = (
+            {group: read_row(self.dataset, chosen[group]) for group in self.groups} for chosen in (indices, *later)
+        )
+        return replace(key, rows=rows, ahead=tuple(ahead))
 
 
-def rows_of(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
-    """Data-set rows of these groups of a generation batch, by group: those that the key brings, or read anew.
+def reread_rows(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
+    """Data-set rows of these groups of a generation batch, by group, for a key that does not bring them.
 
-    Rows are read anew when a run resumes inside a generation batch from a checkpoint that holds weights alone. A stream
+    A run needs them when it resumes inside a generation batch from a checkpoint that holds weights alone. A stream
     cannot be read again (ValueError).
     """
-    if key.rows is not None:
-        return key.rows
     if key.indices is None:
         raise ValueError(
             "the checkpoint lies within a generation batch but holds none of its rollouts, and a stream cannot be read "
             "again; resume from a checkpoint that was saved with save_only_model=False"
         )
-    if key.position:
-        logger.warning(
-            "the checkpoint lies within generation batch %d but holds none of its rollouts; they are sampled again, "
-            "from the weights as they are now",
-            key.generation,
-        )
+    logger.warning(
+        "the checkpoint lies within generation batch %d but holds none of its rollouts; they are sampled again, "
+        "from the weights as they are now",
+        key.generation,
+    )
     return {group: read_row(dataset, key.indices[group]) for group in groups}
 
 

@@ -58,6 +58,11 @@ class ImageSource:
         return " ".join(parts)
 
 
+def is_plain_text(row: Mapping[str, Any]) -> bool:
+    """True if the row's prompt is a text, and no column brings an image."""
+    return isinstance(row["prompt"], str) and all(row.get(column) is None for column in COLUMNS)
+
+
 def column_images(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """The name of a row's image column and its images, not opened; `images` has precedence over `image`.
 

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from groupgrad.data.columns import first_row, prompt_rows
-from groupgrad.data.images import ImageSource, column_images, image_blocks
+from groupgrad.data.images import ImageSource, column_images, image_blocks, is_plain_text
 from groupgrad.types import Media, Messages, Prompt
 
 # Tokens that a chat template may add before the length of a prompt is measured exactly.
@@ -66,8 +66,8 @@ class PromptMaker:
         return Prompt(encoded.ids, row, group, encoded.media)
 
     def _encode_row(self, row: dict[str, Any], *, check: bool) -> tuple[str | Messages, Encoded]:
-        """A row's prompt with its images opened, and its model inputs. `check` runs `check_images` on text rows."""
-        if check:
+        """A row's prompt with its images opened, and its model inputs; `check` rejects rows with images."""
+        if check and not is_plain_text(row):
             self.check_images(row)
         return row["prompt"], Encoded(self.token_ids(row["prompt"]), None)
 

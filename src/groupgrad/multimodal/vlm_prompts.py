@@ -72,13 +72,15 @@ class VisionPromptMaker(PromptMaker):
         self._tokens_of_size: dict[tuple[int, int], int] = {}
 
     def _encode_row(self, row: dict[str, Any], *, check: bool) -> tuple[str | Messages, Encoded]:
-        """A row's prompt with its images opened, and its model inputs.
+        """A row's prompt with its images opened, and its model inputs; `check` runs `check_images` on rows without.
 
         ImageError or VisionError for images that are unreadable or do not fit the prompt.
         """
         messages = messages_with_images(row)
         if messages is None:
-            return super()._encode_row(row, check=check)
+            if check:
+                self.check_images(row)
+            return super()._encode_row(row, check=False)
         return messages, self.encode(self.render(messages), conversation_images(messages))
 
     def check_images(

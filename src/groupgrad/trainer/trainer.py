@@ -25,7 +25,7 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader
-from groupgrad.batching.loader import MicroBatchKey, make_train_loader, rows_of
+from groupgrad.batching.loader import MicroBatchKey, make_train_loader, reread_rows
 from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
@@ -226,9 +226,12 @@ class GRPOTrainer(TrainingRun):
         rank, step = dist.rank(), self.state.global_step
         num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
         ahead = key.ahead[: self.plan.generations_after(num_left)]
-        rows = (rows_of(key, self.train_dataset, self.plan.rank_groups(rank)), *ahead)
+        rows = key.rows
+        if rows is None:
+            rows = reread_rows(key, self.train_dataset, self.plan.rank_groups(rank))
         request, *upcoming = (
-            training_request(self.plan, rank, number, r, step) for number, r in enumerate(rows, start=key.generation)
+            training_request(self.plan, rank, number, by_group, step)
+            for number, by_group in enumerate((rows, *ahead), start=key.generation)
         )
         experience = self.components.collector(request, trainer_state=self.state, upcoming=upcoming)
         self._log_experience(experience)
@@ -265,7 +268,7 @@ class GRPOTrainer(TrainingRun):
             if part.passes == FORWARD_AND_BACKWARD:
                 if self.checkpointing is not None:
                     self.checkpointing.prepare(batch)
-                return self._hooked_loss(model, batch)
+                return self.batch_loss(model, batch) if self._keeps_compute_loss else self._hooked_loss(model, batch)
             with torch.no_grad():
                 # The model without DeepSpeed's wrapper: ranks may differ in the number of such passes.
                 return self.batch_loss(unwrap(model), batch, known=part.passes == NO_PASS)

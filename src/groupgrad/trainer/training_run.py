@@ -197,10 +197,13 @@ class TrainingRun(Trainer):
         """The share of a batch in the loss of its optimizer step, with gradient, and its metrics."""
         raise NotImplementedError
 
+    @property
+    def _keeps_compute_loss(self) -> bool:
+        """True if neither a subclass nor a script has replaced `compute_loss`."""
+        return getattr(self.compute_loss, "__func__", None) is TrainingRun.compute_loss
+
     def _hooked_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
-        """`batch_loss`, or the `compute_loss` of a subclass with the metrics of each `batch_loss` that it calls."""
-        if getattr(self.compute_loss, "__func__", None) is TrainingRun.compute_loss:
-            return self.batch_loss(model, batch)
+        """The replaced `compute_loss`, with the metrics of each `batch_loss` that it calls."""
         losses: list[PolicyLoss] = []
         batch_loss, replaced = self.batch_loss, vars(self).get("batch_loss")
 
