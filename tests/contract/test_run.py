@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, ClassVar
+from typing import Any
 
+import optuna
 import pytest
 import torch
 from datasets import Dataset
-from transformers import trainer as hf_trainer
-from transformers.integrations import integration_utils
-from transformers.trainer_utils import BestRun, HPSearchBackend
+from transformers import TrainerCallback
 
 from groupgrad.errors import ConfigError
 
@@ -62,44 +61,35 @@ def test_it_learns(make_trainer: Any, make_model: Any) -> None:
     assert min(rewards[-3:]) > 0.8
 
 
-class Trial(dict[str, Any]):
-    """A trial as a search backend hands it to `train`: settings, as a dict and as the attribute of that name."""
+def test_a_search_with_optuna_starts_each_trial_from_the_same_weights(make_trainer: Any) -> None:
+    data = Dataset.from_list([{"prompt": f"{a}="} for a in range(2)])
+    settings = {"lr_scheduler_type": "constant", "max_completion_length": 6, "max_steps": 1}
+    rates = [1e-2, 2e-2]
+    weights: list[tuple[float, torch.Tensor]] = []
 
-    number = 0
+    class KeepWeights(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            weights.append((args.learning_rate, kwargs["model"].lm_head.weight.detach().clone()))
 
-    @property
-    def params(self) -> dict[str, Any]:
-        return dict(self)
-
-
-class TwoTrials:
-    """A search backend that tries two settings in order."""
-
-    seen: ClassVar[list[tuple[float, int, torch.Tensor]]] = []
-
-    def ensure_available(self) -> None:
-        pass
-
-    def run(self, trainer: Any, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
-        for rate, steps in ((1e-2, 1), (2e-2, 2)):
-            trainer.train(trial=Trial({"learning_rate": rate, "max_steps": steps}))
-            self.seen.append(
-                (trainer.args.learning_rate, trainer.state.global_step, trainer.model.lm_head.weight.clone())
-            )
-        return BestRun("1", 1.0, {"learning_rate": 2e-2})
-
-
-def test_a_search_tries_settings_from_the_same_start(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hf_trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, TwoTrials)
-    monkeypatch.setattr(integration_utils, "is_ray_tune_available", lambda: True)  # whose trials are dicts, like ours
-    settings = {"lr_scheduler_type": "constant", "learning_rate": 1e-2, "max_completion_length": 6}
-    trainer = make_trainer(settings, reward_funcs=rate_digits)
-    best = trainer.hyperparameter_search(lambda trial: trial.params, n_trials=2, direction="maximize", backend="optuna")
-    assert best.hyperparameters == {"learning_rate": 2e-2}
-    assert [(rate, steps) for rate, steps, _ in TwoTrials.seen] == [(1e-2, 1), (2e-2, 2)]
-    plain = make_trainer({**settings, "learning_rate": 2e-2, "max_steps": 2}, reward_funcs=rate_digits)
-    plain.train()
-    assert torch.equal(TwoTrials.seen[1][2], plain.model.lm_head.weight)
+    trainer = make_trainer(settings, reward_funcs=rate_digits, eval_dataset=data, callbacks=[KeepWeights()])
+    start = trainer.model.lm_head.weight.detach().clone()
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
+        compute_objective=lambda metrics: metrics["eval_reward"],
+        n_trials=3,
+        direction="maximize",
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    assert best.hyperparameters["learning_rate"] in rates
+    assert 0 <= best.objective <= 1
+    assert [rate for rate, _ in weights] == [rates[1], rates[0], rates[1]]
+    for rate, trained in weights:
+        plain = make_trainer({**settings, "learning_rate": rate}, reward_funcs=rate_digits)
+        assert torch.equal(plain.model.lm_head.weight, start)
+        plain.train()
+        assert torch.equal(plain.model.lm_head.weight, trained)
+    assert trainer.evaluate()["eval_reward"] >= 0, "the trainer has its model after the search"
 
 
 def test_kernels_on_a_cpu_are_refused(make_trainer: Any, unsampled: None) -> None:

@@ -270,18 +270,22 @@ class TrainingRun(Trainer):
             self.run_state.load(checkpoint)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now."""
-        start = copy.deepcopy(self.model.state_dict())
+        """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now.
+
+        The model keeps the weights of the last trial afterwards.
+        """
+        model, start = self.model, copy.deepcopy(self.model.state_dict())
 
         def restart() -> nn.Module:
-            self.model.load_state_dict(start)
-            return self.model
+            model.load_state_dict(start)
+            return model
 
         self.model_init = restart
         try:
             return super().hyperparameter_search(*args, **kwargs)
         finally:
-            self.model_init = None
+            # Some search backends drop the trainer's model after each trial.
+            self.model_init, self.model, self.model_wrapped = None, model, model
 
     def get_test_dataloader(self, test_dataset: Any) -> EvalLoader:  # pyright: ignore
         """The same for `predict`."""
