@@ -54,6 +54,7 @@ class RewardModel:
         self._host_weights = self._place()
         if processing_class is None:
             processing_class = load_tokenizer(model_source(model), self.name, options)
+        self.processing_class = processing_class
         self._tokenizer = getattr(processing_class, "tokenizer", processing_class)
         has_template = getattr(processing_class, "chat_template", None)
         self._formatter = processing_class if has_template else self._tokenizer

@@ -85,6 +85,16 @@ class RewardRunner:
         self._warned_unscored = False
 
     @property
+    def functions(self) -> list[Any]:
+        """The reward functions and models as they are called."""
+        return [scorer.model if isinstance(scorer, RewardModel) else scorer.call for scorer in self._scorers]
+
+    @property
+    def processing_classes(self) -> list[Any]:
+        """The tokenizers of the reward models; None for functions."""
+        return [getattr(scorer, "processing_class", None) for scorer in self._scorers]
+
+    @property
     def models(self) -> list[RewardModel]:
         """The reward models, in the order of `reward_funcs`."""
         return [scorer for scorer in self._scorers if isinstance(scorer, RewardModel)]

@@ -47,6 +47,7 @@ from groupgrad.trainer.precomputed_gradient import precompute_gradient
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs, known_scores
 from groupgrad.trainer.step_log import StepLog
 from groupgrad.trainer.training_run import TrainingRun
+from groupgrad.trainer.trl_names import check_overrides
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,6 +131,7 @@ class GRPOTrainer(TrainingRun):
         reward_model: Any = None,
         num_generations: int | None = None,
     ):
+        check_overrides(self, GRPOTrainer)
         config = build.resolve_config(args, model, num_generations)
         reward_funcs = build.resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = build.resolve_processing_class(processing_class, tokenizer)
@@ -344,7 +346,8 @@ class GRPOTrainer(TrainingRun):
             self,
         )
         self.plan = self.components.plan
-        self.buffer, self.metric_store, self._step_log = GenerationBuffer(self.plan), MetricStore(), StepLog()
+        self.buffer, self._step_log = GenerationBuffer(self.plan), StepLog()
+        self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
         self.checkpointing = build.checkpointing_by_need(
             self.args,
@@ -419,7 +422,7 @@ class GRPOTrainer(TrainingRun):
 
         The same rows get the same random streams in every evaluation, so that changes are the policy's.
         """
-        store, num_samples = MetricStore(), 0
+        store, num_samples = self.eval_metric_store, 0
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
         with self.timings.inclusive("evaluating"):

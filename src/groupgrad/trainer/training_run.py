@@ -50,10 +50,11 @@ from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
 
 
-class TrainingRun(Trainer):
+class TrainingRun(TRLNames, Trainer):
     """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
 
     args: GRPOConfig
@@ -62,6 +63,8 @@ class TrainingRun(Trainer):
     progress: ProgressCallback
     metric_store: MetricStore
     """Metrics since the last log event."""
+    eval_metric_store: MetricStore
+    """Metrics of the present or the next evaluation."""
     completion_log: CompletionLog
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
@@ -109,16 +112,6 @@ class TrainingRun(Trainer):
             return super().predict(*args, **kwargs)
         finally:
             self._close_unless_training()
-
-    @property
-    def num_generations(self) -> int:
-        """Completions of a prompt in training."""
-        return int(self.args.num_generations or 0)
-
-    @property
-    def num_generations_eval(self) -> int:
-        """Completions of a prompt in evaluation."""
-        return self.args.num_generations_eval_resolved
 
     def sample_completions(self, prompts: Sequence[Any], *, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Completions of the policy as it is now, one for each prompt (text or messages): for rollout functions.

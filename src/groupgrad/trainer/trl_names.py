@@ -1,0 +1,214 @@
+"""TRL's names on the trainer: attributes that scripts and callbacks read, and methods that subclasses define there.
+
+The names and meanings are those of `GRPOTrainer` in trl 1.16. Attributes can be read, not assigned: the options of a
+run are fixed when the trainer is made. A method that this trainer never calls is refused instead of being ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from groupgrad.metrics import average
+from groupgrad.telemetry.metric_store import MetricStore
+
+NEVER_CALLED: Mapping[str, str] = {
+    "_compute_loss": "define batch_loss(model, batch), which returns the loss of a batch and its metrics",
+    "_get_per_token_logps_and_entropies": "define batch_loss(model, batch), which scores the tokens of a batch",
+    "get_high_entropy_mask": "set top_entropy_quantile, or define batch_loss(model, batch)",
+    "get_off_policy_mask": "set off_policy_mask_threshold, or define batch_loss(model, batch)",
+    "get_gamma_weights": "set the vespo_... fields, or define batch_loss(model, batch)",
+    "_calculate_rewards": "pass reward_funcs; each may score all rows of a call together",
+    "_generate_and_score_completions": "pass rollout_func, which makes whole rollouts, and reward_funcs",
+    "_generate": "pass rollout_func, which makes whole rollouts",
+    "_generate_single_turn": "pass rollout_func, which makes whole rollouts",
+    "_tool_call_loop": "pass tools or environment_factory, or rollout_func for a loop of your own",
+    "_get_tool_suffix_ids": "pass response_parser, or change the tokenizer's chat template",
+    "_tokenize_prompts": "write the prompts into the data set as you want them, or set chat_template_kwargs",
+    "_prepare_inputs": "define batch_loss(model, batch), or pass rollout_func",
+    "_get_train_sampler": "order the data set's rows and set shuffle_dataset=False",
+    "_get_eval_sampler": "order the rows of eval_dataset; evaluation reads each row once, in that order",
+    "_set_signature_columns_if_needed": "set remove_unused_columns",
+    "prediction_step": "define evaluation_loop, or log metrics with log_metric in a reward function",
+    "_log_completion_extra": "call log_extra, which every reward function gets",
+    "_log_metric": "call log_metric, which every reward function gets",
+}
+"""Methods of TRL's trainer, and of `transformers.Trainer`, that no step or evaluation calls here, with the way to do
+the same."""
+
+REPLACED: Mapping[str, str] = {
+    "_step": "trainer.state.global_step counts optimizer steps",
+    "_logs": "the run folder's completions/ holds every completion that was logged (log_completions=True)",
+    "_textual_logs": "the run folder's completions/ holds every completion that was logged (log_completions=True)",
+    "_total_train_tokens": "trainer.state.num_input_tokens_seen counts tokens",
+    "_buffered_inputs": "trainer.buffer holds the generation batches that are trained on",
+    "_signature_columns": "all columns reach the reward functions; set remove_unused_columns=True to drop them",
+    "_pending_metrics": "call log_metric, which every reward function gets",
+    "_pending_extra_logs": "call log_extra, which every reward function gets",
+    "_tokenizer": "trainer.processing_class is the tokenizer or processor",
+    "_is_vlm": "groupgrad.modeling.vlm.is_multimodal(trainer.model) says so",
+    "vllm_generation": "trainer.vllm_policy is the policy as vLLM serves it",
+    "llm": "trainer.vllm_policy.engine is vLLM in this process",
+    "generation_config": "trainer.components.sampling holds the sampling options",
+    "async_loop": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
+    "environments": "trainer.rollout_components.environments holds the environments",
+    "environment_factories": "trainer.rollout_components.environments holds the environments",
+}
+"""Attributes of TRL's trainer that have no meaning here, with the place of what they stood for."""
+
+
+def check_overrides(trainer: Any, base: type) -> None:
+    """TypeError if a subclass of `base` defines a method that is never called."""
+    for owner in type(trainer).__mro__[: type(trainer).__mro__.index(base)]:
+        for name, remedy in NEVER_CALLED.items():
+            if name in vars(owner):
+                raise TypeError(
+                    f"{owner.__name__} defines {name}, which groupgrad never calls, so it would change nothing; "
+                    f"{remedy} (docs/from-trl.md)"
+                )
+
+
+class ReadOnly:
+    """An attribute that is computed when it is read, and refuses to be assigned."""
+
+    def __init__(self, read: Callable[[Any], Any], remedy: str):
+        self._read, self._remedy, self._name = read, remedy, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        return self if trainer is None else self._read(trainer)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise AttributeError(f"trainer.{self._name} cannot be assigned, it would change nothing; {self._remedy}")
+
+
+def setting(field: str) -> ReadOnly:
+    """The configuration's field of this name."""
+    return ReadOnly(lambda trainer: getattr(trainer.args, field), f"set GRPOConfig({field}=...) before the trainer")
+
+
+def given(argument: str, read: Callable[[Any], Any]) -> ReadOnly:
+    """What `GRPOTrainer(argument=...)` was given, as `read` finds it."""
+    return ReadOnly(read, f"pass GRPOTrainer({argument}=...)")
+
+
+class MetricList:
+    """One metric of a mode (`train` or `eval`); what is appended is averaged over the log window and over ranks."""
+
+    def __init__(self, store: MetricStore, name: str):
+        self._store, self._name = store, name
+
+    def append(self, value: Any) -> None:
+        """Add a number. Every rank that appends to a name counts."""
+        self._store.add({self._name: average(float(value))})
+
+    def extend(self, values: Any) -> None:
+        """Add numbers."""
+        for value in values:
+            self.append(value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"metrics can be appended to, not read ({name}); trainer.state.log_history has the logs")
+
+
+class MetricLists:
+    """The metrics of a mode by name."""
+
+    def __init__(self, store: MetricStore):
+        self._store = store
+
+    def __getitem__(self, name: str) -> MetricList:
+        return MetricList(self._store, name)
+
+
+class TRLNames:
+    """Attributes of TRL's trainer, with their meaning there."""
+
+    beta = setting("beta")
+    temperature = setting("temperature_resolved")
+    top_p = setting("top_p")
+    top_k = setting("top_k")
+    min_p = setting("min_p")
+    repetition_penalty = setting("repetition_penalty")
+    generation_kwargs = setting("generation_kwargs")
+    chat_template_kwargs = ReadOnly(
+        lambda trainer: dict(trainer.args.chat_template_kwargs or {}), "set GRPOConfig(chat_template_kwargs=...)"
+    )
+    max_completion_length = setting("max_completion_length")
+    num_generations = setting("num_generations")
+    num_generations_eval = setting("num_generations_eval_resolved")
+    num_iterations = setting("num_iterations")
+    epsilon_low = setting("epsilon")
+    epsilon_high = setting("epsilon_high_resolved")
+    loss_type = setting("loss_type")
+    importance_sampling_level = setting("importance_sampling_level")
+    scale_rewards = setting("scale_rewards")
+    multi_objective_aggregation = setting("multi_objective_aggregation")
+    mask_truncated_completions = setting("mask_truncated_completions")
+    top_entropy_quantile = setting("top_entropy_quantile")
+    off_policy_mask_threshold = setting("off_policy_mask_threshold")
+    use_adaptive_entropy = setting("use_adaptive_entropy")
+    entropy_coef = ReadOnly(lambda trainer: trainer.entropy_controller.coef, "set GRPOConfig(entropy_coef=...)")
+    router_aux_loss_coef = setting("router_aux_loss_coef")
+    aux_loss_enabled = ReadOnly(
+        lambda trainer: trainer.components.forward_options.aux_loss, "set GRPOConfig(router_aux_loss_coef=...)"
+    )
+    shuffle_dataset = setting("shuffle_dataset")
+    pad_to_multiple_of = setting("pad_to_multiple_of")
+    use_vllm = setting("use_vllm")
+    vllm_mode = setting("vllm_mode")
+    vllm_gpu_memory_utilization = setting("vllm_gpu_memory_utilization")
+    vllm_tensor_parallel_size = setting("vllm_tensor_parallel_size")
+    vllm_importance_sampling_correction = setting("vllm_importance_sampling_correction")
+    vllm_importance_sampling_mode = setting("vllm_importance_sampling_mode")
+    vllm_importance_sampling_clip_max = setting("vllm_importance_sampling_clip_max")
+    vllm_importance_sampling_clip_min = setting("vllm_importance_sampling_clip_min")
+    log_completions = setting("log_completions")
+    log_multimodal = setting("log_multimodal")
+    log_unique_prompts = setting("log_unique_prompts")
+    num_completions_to_print = setting("num_completions_to_print")
+    max_tool_calling_iterations = setting("max_tool_calling_iterations")
+    rollout_func = given("rollout_func", lambda trainer: trainer.rollout_components.function)
+    tools = given("tools", lambda trainer: [tool.function for tool in trainer.rollout_components.tools])
+    reward_funcs = given("reward_funcs", lambda trainer: trainer.rewards.functions)
+    reward_func_names = given("reward_funcs", lambda trainer: list(trainer.rewards.names))
+    reward_processing_classes = given("reward_processing_classes", lambda trainer: trainer.rewards.processing_classes)
+    reward_weights = ReadOnly(
+        lambda trainer: torch.tensor(trainer.components.collector.options.reward_weights),
+        "set GRPOConfig(reward_weights=...)",
+    )
+    """(R,) float32, environments' own rewards last."""
+    ref_model = ReadOnly(
+        lambda trainer: None if trainer.reference is None else trainer.reference.module,
+        "the reference is the policy from before training; set GRPOConfig(sync_ref_model=True) to have it follow",
+    )
+    """The frozen copy of the policy; None without a KL term, and for adapters, which are switched off instead."""
+    pad_token_id = given("processing_class", lambda trainer: int(trainer._policy.tokenizer.pad_token_id))
+    eos_token_id = given("processing_class", lambda trainer: int(trainer._policy.tokenizer.eos_token_id))
+    eos_token_ids = given("processing_class", lambda trainer: list(trainer._policy.eos_ids))
+    """All tokens that end a completion."""
+    vllm_client = ReadOnly(
+        lambda trainer: None if trainer.vllm_policy is None else trainer.vllm_policy.engine,
+        "set GRPOConfig(use_vllm=True, vllm_mode='server', vllm_server_base_url=...)",
+    )
+    """The engine that speaks with vLLM; None without vLLM."""
+
+    metric_store: MetricStore
+    eval_metric_store: MetricStore
+
+    @property
+    def _metrics(self) -> dict[str, MetricLists]:
+        return {"train": MetricLists(self.metric_store), "eval": MetricLists(self.eval_metric_store)}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a number to a training metric; the log shows the mean over the log window and over ranks."""
+        self.metric_store.add({name: average(float(value))})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REPLACED:
+            raise AttributeError(f"groupgrad's trainer has no {name}: {REPLACED[name]} (docs/from-trl.md)")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

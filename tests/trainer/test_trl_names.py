@@ -1,0 +1,129 @@
+"""TRL's names on the trainer: attributes have their meaning there, and methods that are never called are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.trainer.trl_names import NEVER_CALLED, REPLACED
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
+PEER_ATTRIBUTES = (
+    "aux_loss_enabled", "beta", "chat_template_kwargs", "entropy_coef", "environment_factories", "environments",
+    "eos_token_ids", "epsilon_high", "epsilon_low", "generation_config", "generation_kwargs",
+    "importance_sampling_level", "log_completions", "log_multimodal", "log_unique_prompts", "loss_type",
+    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations", "min_p",
+    "multi_objective_aggregation", "num_completions_to_print", "num_generations", "num_generations_eval",
+    "num_iterations", "off_policy_mask_threshold", "pad_to_multiple_of", "ref_model", "repetition_penalty",
+    "reward_func_names", "reward_funcs", "reward_processing_classes", "reward_weights", "rollout_func",
+    "router_aux_loss_coef", "scale_rewards", "shuffle_dataset", "temperature", "tools", "top_entropy_quantile", "top_k",
+    "top_p", "use_adaptive_entropy", "use_vllm", "vllm_generation", "vllm_gpu_memory_utilization",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_mode", "vllm_tensor_parallel_size",
+)  # fmt: skip
+"""Public attributes that trl 1.16's trainer assigns in its constructor."""
+
+
+def twice(completions, **kwargs):
+    return [2.0 for _ in completions]
+
+
+def test_attributes_have_the_values_of_the_run(make_trainer, tokenizer):
+    trainer = make_trainer(
+        reward_funcs=[twice, len_reward],
+        beta=0.1,
+        temperature=0.7,
+        epsilon=0.1,
+        epsilon_high=0.3,
+        reward_weights=[1, 2],
+    )
+    assert (trainer.beta, trainer.temperature, trainer.epsilon_low, trainer.epsilon_high) == (0.1, 0.7, 0.1, 0.3)
+    assert (trainer.num_generations, trainer.num_generations_eval, trainer.max_completion_length) == (4, 4, 6)
+    assert trainer.reward_funcs == [twice, len_reward]
+    assert trainer.reward_func_names == ["twice", "len_reward"]
+    assert trainer.reward_processing_classes == [None, None]
+    assert torch.equal(trainer.reward_weights, torch.tensor([1.0, 2.0]))
+    assert (trainer.pad_token_id, trainer.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert trainer.eos_token_id in trainer.eos_token_ids
+    assert trainer.tools == []
+    assert (trainer.vllm_client, trainer.rollout_func, trainer.aux_loss_enabled) == (None, None, False)
+    reference = dict(trainer.ref_model.named_parameters())
+    assert all(torch.equal(value, reference[name]) for name, value in trainer.model.named_parameters())
+    assert make_trainer().ref_model is None
+
+
+def len_reward(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def test_each_attribute_of_the_peer_is_there_or_names_its_replacement(make_trainer):
+    trainer = make_trainer()
+    for name in PEER_ATTRIBUTES:
+        if name in REPLACED:
+            with pytest.raises(AttributeError, match=f"no {name}: {re.escape(REPLACED[name])}"):
+                getattr(trainer, name)
+        else:
+            getattr(trainer, name)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_thing'"):
+        trainer.no_such_thing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "name", ["beta", "temperature", "entropy_coef", "num_generations", "reward_weights", "ref_model"]
+)
+def test_attributes_cannot_be_assigned(make_trainer, name):
+    with pytest.raises(AttributeError, match=rf"trainer\.{name} cannot be assigned, it would change nothing"):
+        setattr(make_trainer(), name, 1)
+
+
+def test_appended_metrics_are_logged(make_trainer):
+    class Append(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer._metrics["train"]["mine"].append(state.global_step)
+            trainer._metrics["train"]["mine"].extend([3.0, 5.0])
+            trainer.log_metric("other", 7)
+
+    trainer = make_trainer(max_steps=2, trainer={"callbacks": [Append()]})
+    trainer.train()
+    first, second = (event for event in trainer.state.log_history if "loss" in event)
+    assert (first["mine"], second["mine"]) == (pytest.approx(8 / 3), 3.0)
+    assert first["other"] == 7
+    trainer._metrics["eval"]["seen"].append(4)
+    assert trainer.evaluate(trainer.train_dataset)["eval_seen"] == 4
+    assert "eval_seen" not in trainer.evaluate(trainer.train_dataset)
+    with pytest.raises(AttributeError, match=r"state\.log_history"):
+        trainer._metrics["train"]["mine"].pop()
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_a_method_that_is_never_called_is_refused(name):
+    subclass = type("Mine", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(TypeError, match=f"Mine defines {name}, which groupgrad never calls"):
+        subclass(model="no model is loaded", reward_funcs=twice, args=GRPOConfig(use_cpu=True, bf16=False))
+
+
+def test_methods_that_are_called_may_be_defined(make_trainer, make_policy, tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def batch_loss(self, model, batch, **known):
+            calls.append(batch.num_rows)
+            return super().batch_loss(model, batch, **known)
+
+    calls = []
+    config = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4, num_generations=4
+    )
+    data = make_trainer().train_dataset
+    Mine(make_policy(), len_reward, config, data, processing_class=tokenizer).train()
+    assert sum(calls) == 4
+
+
+def test_the_page_lists_the_same_names():
+    text = PAGE.read_text()
+    for table in (NEVER_CALLED, REPLACED):
+        for name, remedy in table.items():
+            assert f"| `{name}` | {remedy} |" in text
