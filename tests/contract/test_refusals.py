@@ -20,7 +20,7 @@ from transformers import (
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError, UnavailableError
-from groupgrad.trainer.build import check_devices
+from groupgrad.trainer.constructor_arguments import check_devices
 
 MakeTrainer = Callable[..., GRPOTrainer]
 SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, Trainer, set_seed
+from transformers import PreTrainedModel, set_seed
 
-from groupgrad import compat
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
@@ -28,13 +27,12 @@ from groupgrad.errors import UnavailableError
 from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
-from groupgrad.modeling.liger import apply_kernels, check_liger
+from groupgrad.modeling.liger import apply_kernels
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
 from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
-from groupgrad.modeling.systems.stochastic_adamw import check_parameters
 from groupgrad.modeling.systems.zero3 import gather_all, gather_per_module
 from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.multimodal.vlm_prompts import (
@@ -69,78 +67,6 @@ class PolicyBundle:
     reference: Reference | None
     aux_loss_coef: float
     """Weight of the load-balancing loss of a mixture of experts; 0 for other models."""
-
-
-def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, environment_factory: Any = None) -> Any:
-    """One of the spellings of "what scores the completions"; ValueError if none or several are given.
-
-    With environments, which may bring rewards of their own, there may be none: an empty list.
-    """
-    given = {"reward_funcs": reward_funcs, "reward_fn": reward_fn, "reward_model": reward_model}
-    used = {name: value for name, value in given.items() if value is not None and value != []}
-    if not used and environment_factory is not None:
-        return []
-    if not used:
-        raise ValueError(
-            "no reward source: reward_funcs is empty; give a reward function, a reward model or a list of them"
-        )
-    if len(used) > 1 and "reward_funcs" in used:
-        raise ValueError(f"{' and '.join(used)} are given; put all of them into reward_funcs")
-    values = list(used.values())
-    return values[0] if len(values) == 1 else values
-
-
-def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOConfig:
-    """The configuration, a default one if none is given. TypeError for another kind of arguments object."""
-    if args is None:
-        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-        name = str(name).rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
-        args = GRPOConfig(output_dir=f"{name}-GRPO")
-    if not isinstance(args, GRPOConfig):
-        raise TypeError(f"args is a {type(args).__name__}; it must be a groupgrad.GRPOConfig")
-    if num_generations is not None and num_generations != args.num_generations:
-        args = replace(args, num_generations=num_generations)
-    if args.use_liger_kernel:
-        check_liger(args.device)
-    return args
-
-
-def check_devices(config: GRPOConfig, model: Any) -> None:
-    """ValueError if one process sees several GPUs and the model is not spread over them by a device map."""
-    if config.n_gpu > 1 and len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
-        raise ValueError(
-            f"this single process sees {config.n_gpu} GPUs, which would need DataParallel; start it with `accelerate "
-            "launch` (one process a GPU), show it one GPU with CUDA_VISIBLE_DEVICES=0, or spread the model with "
-            "model_init_kwargs={'device_map': 'auto'}"
-        )
-
-
-def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:
-    """The one of the two spellings that is given, or None; ValueError if both are."""
-    if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
-        raise ValueError("processing_class and tokenizer are given, two names of one argument; give only one of them")
-    return tokenizer if processing_class is None else processing_class
-
-
-def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:
-    """ImportError if the optimizer that `config` names needs a package that is not installed, ValueError if it lacks
-    another setting, or is to round stochastically what is not bfloat16."""
-    if config.stochastic_rounding:
-        if optimizers[0] is not None:
-            raise ValueError(
-                "optimizers has an optimizer, and stochastic_rounding=True asks for another; take one of them out"
-            )
-        check_parameters(model)
-        return
-    if optimizers[0] is not None or uses_deepspeed(config):
-        return
-    try:
-        Trainer.get_optimizer_cls_and_kwargs(config, model)
-    except (ImportError, ValueError) as error:
-        name = f"optim={getattr(config.optim, 'value', config.optim)!r}"
-        if "bitsandbytes" in str(error):
-            compat.require("bitsandbytes", name)
-        raise type(error)(f"{name} cannot be used: {error}; or set optim='adamw_torch'") from error
 
 
 def build_policy(

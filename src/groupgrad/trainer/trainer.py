@@ -42,6 +42,13 @@ from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
+from groupgrad.trainer.constructor_arguments import (
+    check_devices,
+    check_optimizer,
+    resolve_config,
+    resolve_processing_class,
+    resolve_reward_funcs,
+)
 from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs, known_scores
@@ -132,12 +139,12 @@ class GRPOTrainer(TrainingRun):
         num_generations: int | None = None,
     ):
         check_overrides(self, GRPOTrainer)
-        config = build.resolve_config(args, model, num_generations)
-        reward_funcs = build.resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
-        processing_class = build.resolve_processing_class(processing_class, tokenizer)
+        config = resolve_config(args, model, num_generations)
+        reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
+        processing_class = resolve_processing_class(processing_class, tokenizer)
         policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
-        build.check_devices(config, policy.model)
-        build.check_optimizer(config, optimizers, policy.model)
+        check_devices(config, policy.model)
+        check_optimizer(config, optimizers, policy.model)
         train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
         self.plan = build.plan_for(config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
