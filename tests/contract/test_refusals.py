@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
+from refusals import assert_refused, rows
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -24,10 +24,6 @@ from groupgrad.trainer.constructor_arguments import check_devices
 
 MakeTrainer = Callable[..., GRPOTrainer]
 SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}
-
-
-def rows(number: int = 4, **columns: Any) -> Dataset:
-    return Dataset.from_list([{"prompt": f"{a}+1=", **columns} for a in range(number)])
 
 
 class Grader:
@@ -50,7 +46,7 @@ def test_empty_lists_of_tools_are_none(make_trainer: MakeTrainer) -> None:
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 BERT = BertConfig(
-    vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5
+    vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5
 )
 T5 = T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4)
 
@@ -269,12 +265,6 @@ BAD_WITH_CONFIG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception]
         "set optim='adamw_torch'",
     ),
 }
-
-
-def assert_refused(error: pytest.ExceptionInfo[Any], seen: str, remedy: str) -> None:
-    text = " ".join(str(error.value).split())
-    assert re.search(seen, text), text
-    assert re.search(remedy, text), text
 
 
 @pytest.mark.parametrize("case", BAD)

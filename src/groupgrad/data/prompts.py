@@ -16,6 +16,9 @@ from groupgrad.types import Media, Messages, Prompt
 # Tokens that a chat template may add before the length of a prompt is measured exactly.
 TEMPLATE_ALLOWANCE = 1024
 
+RENDERED_FIRST = 1024
+"""Conversations of a data set that are rendered before training, to test the chat template on them."""
+
 DECODED_FIRST = 256
 """Images of a data set that are decoded before training; of the others only the file header is read."""
 
@@ -196,6 +199,8 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
             row, ImageSource("image", number, argument), decode=num_decoded < DECODED_FIRST
         )
         num_decoded += len(sizes)
+        if number < RENDERED_FIRST and not isinstance(prompt, str) and not sizes:
+            _check_rendering(prompt, number, argument, prompt_maker)
         limit = prompt_maker.max_context
         if limit is not None and _may_exceed(prompt, limit - prompt_maker.num_image_tokens(sizes)):
             with _named(number, argument):
@@ -214,6 +219,17 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
             f"{len(too_long)} prompts of {argument} are too long; the longest: "
             f"{prompt_maker.too_long_message(prompt, num_tokens)}"
         )
+
+
+def _check_rendering(prompt: Messages, number: int, argument: str, prompt_maker: PromptMaker) -> None:
+    """ValueError if the chat template raises on a conversation."""
+    try:
+        prompt_maker.render(prompt)
+    except Exception as error:  # templates raise anything
+        raise ValueError(
+            f"row {number} of {argument}: the chat template cannot render {_excerpt(prompt)}: {type(error).__name__}: "
+            f"{error}; change the row's messages, chat_template_kwargs or processing_class.chat_template"
+        ) from error
 
 
 @contextmanager

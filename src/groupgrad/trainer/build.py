@@ -28,6 +28,7 @@ from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.liger import apply_kernels
+from groupgrad.modeling.policy_checks import check_language_model, check_vocabulary
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
@@ -76,6 +77,7 @@ def build_policy(
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
     model = _load_model(model, config, quantization_config)
+    check_language_model(model)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, keep_dtype=config.stochastic_rounding)
@@ -84,6 +86,7 @@ def build_policy(
         apply_kernels(model, config.liger_kernel_config)
     load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
+    check_vocabulary(model, tokenizer)
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
     if not eos_ids:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from groupgrad import compat
 from groupgrad.config import GRPOConfig
@@ -65,6 +65,22 @@ def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:
     return tokenizer if processing_class is None else processing_class
 
 
+def check_kinds(callbacks: Any, optimizers: Any) -> None:
+    """TypeError for a callback or an optimizer in place of the list or the pair that the argument takes."""
+    if callbacks is not None and not isinstance(callbacks, (list, tuple)):
+        raise TypeError(f"callbacks is a {type(callbacks).__name__}; give a list, callbacks=[...]")
+    for item in callbacks or ():
+        if not isinstance(item, TrainerCallback) and not (isinstance(item, type) and issubclass(item, TrainerCallback)):
+            raise TypeError(
+                f"callbacks contains {item!r}, which is no transformers.TrainerCallback; derive it from that"
+            )
+    if not isinstance(optimizers, (list, tuple)) or len(optimizers) != 2:
+        raise TypeError(
+            f"optimizers is {optimizers!r}; give a pair of an optimizer and a scheduler, either of which may be None: "
+            "optimizers=(optimizer, None)"
+        )
+
+
 def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:
     """ImportError if the optimizer that `config` names needs a package that is not installed, ValueError if it lacks
     another setting, or is to round stochastically what is not bfloat16."""
@@ -75,7 +91,10 @@ def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any)
             )
         check_parameters(model)
         return
-    if optimizers[0] is not None or uses_deepspeed(config):
+    if optimizers[0] is not None:
+        _check_parameters_of(optimizers[0], model)
+        return
+    if uses_deepspeed(config):
         return
     try:
         Trainer.get_optimizer_cls_and_kwargs(config, model)
@@ -84,3 +103,19 @@ def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any)
         if "bitsandbytes" in str(error):
             compat.require("bitsandbytes", name)
         raise type(error)(f"{name} cannot be used: {error}; or set optim='adamw_torch'") from error
+
+
+def _check_parameters_of(optimizer: Any, model: Any) -> None:
+    """ValueError if the optimizer holds parameters that are not the model's, or none that is trained."""
+    own = {id(parameter): parameter for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if num_foreign := sum(id(parameter) not in own for parameter in held):
+        raise ValueError(
+            f"{num_foreign} of the optimizer's {len(held)} parameters are not the model's, so they would never get a "
+            "gradient; make the optimizer from the parameters of the very model that is passed as `model`"
+        )
+    if not any(parameter.requires_grad for parameter in held):
+        raise ValueError(
+            f"none of the optimizer's {len(held)} parameters is trained; make it from the trainable parameters of the "
+            "model, after the adapter has been added"
+        )

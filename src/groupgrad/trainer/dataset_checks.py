@@ -11,6 +11,7 @@ from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.envs.environments import ENV_COLUMN
+from groupgrad.rewards.call_inputs import STANDARD_ARGUMENTS
 from groupgrad.rollout.sources import RolloutComponents
 
 _COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
@@ -53,8 +54,20 @@ def check_datasets(
 
 def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:
     """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
+    if taken := [column for column in column_names(dataset) if column in STANDARD_ARGUMENTS]:
+        raise ValueError(
+            f"{name} has the column {taken[0]!r}, a name under which reward functions get something else from the "
+            f"trainer; rename it: dataset.rename_column({taken[0]!r}, '...')"
+        )
     check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_components.environments is not None)
     rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
+
+
+def column_names(dataset: Any) -> list[str]:
+    """The columns of a data set or stream; empty for anything else."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return []
+    return dataset.column_names or list(next(iter(dataset), {}))
 
 
 def named_datasets(evaluation: Any) -> dict[str, Any]:
@@ -79,5 +92,4 @@ def keep_prompt_columns(dataset: Any) -> Any:
         return {name: keep_prompt_columns(part) for name, part in dataset.items()}
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset
-    names = dataset.column_names or list(next(iter(dataset)))
-    return dataset.remove_columns([name for name in names if name not in _COLUMNS_KEPT])
+    return dataset.remove_columns([name for name in column_names(dataset) if name not in _COLUMNS_KEPT])

@@ -44,6 +44,7 @@ from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
 from groupgrad.trainer.constructor_arguments import (
     check_devices,
+    check_kinds,
     check_optimizer,
     resolve_config,
     resolve_processing_class,
@@ -139,6 +140,7 @@ class GRPOTrainer(TrainingRun):
         num_generations: int | None = None,
     ):
         check_overrides(self, GRPOTrainer)
+        check_kinds(callbacks, optimizers)
         config = resolve_config(args, model, num_generations)
         reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = resolve_processing_class(processing_class, tokenizer)

@@ -1,0 +1,52 @@
+"""Checks that a model is a language model with usable weights, and that its tokenizer belongs to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from groupgrad.modeling.scoring.forward import unwrap
+
+
+def check_language_model(model: nn.Module) -> None:
+    """TypeError for a model that gives no scores of next tokens, ValueError for weights that are not finite."""
+    inner: Any = unwrap(model)
+    name = type(inner).__name__
+    if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
+        raise TypeError(
+            f"model is a {name}, which is no language model of transformers; load one with "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+        raise TypeError(
+            f"model is a {name}, which gives labels of texts; load the policy with "
+            "AutoModelForCausalLM.from_pretrained(...), and pass a classifier in reward_funcs"
+        )
+    if inner.get_output_embeddings() is None:
+        raise TypeError(
+            f"model is a {name}, which has no output head, so it gives no scores of tokens; load it with "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    for parameter_name, parameter in inner.named_parameters():
+        if parameter.is_floating_point() and not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            num_bad = int((~torch.isfinite(parameter)).sum())
+            raise ValueError(
+                f"{num_bad} of {parameter.numel()} numbers of the model's {parameter_name} are NaN or infinite, so "
+                "every score would be NaN; load a checkpoint whose weights are finite"
+            )
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """ValueError if the tokenizer has tokens without a row in the model's embeddings."""
+    inner: Any = unwrap(model)
+    num_rows = int(getattr(inner.get_input_embeddings(), "num_embeddings", 0))
+    num_tokens = len(tokenizer)
+    if num_rows and num_tokens > num_rows:
+        raise ValueError(
+            f"the tokenizer has {num_tokens} tokens, but the model's embeddings have {num_rows} rows, so tokens from "
+            f"{num_rows} on cannot be read; give the model's own tokenizer, or call "
+            f"model.resize_token_embeddings({num_tokens}) first"
+        )

@@ -1,0 +1,142 @@
+"""Models, tokenizers, optimizers and data that the trainer refuses before it samples, with value, reason and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from refusals import assert_refused, rows
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model, TrainerCallback
+
+from groupgrad import GRPOTrainer
+
+MakeTrainer = Callable[..., GRPOTrainer]
+Arguments = Callable[[Any, Any], dict[str, Any]]
+QWEN = Qwen3Config(
+    vocab_size=200,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+)
+
+
+def with_nan(tokenizer: Any, model: Any) -> dict[str, Any]:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.nan
+    return {"model": model, "processing_class": tokenizer}
+
+
+def with_more_tokens(tokenizer: Any, model: Any) -> dict[str, Any]:
+    rows_of_model = model.get_input_embeddings().num_embeddings
+    tokenizer.add_tokens([f"<new{i}>" for i in range(rows_of_model + 1 - len(tokenizer))])
+    return {"model": model, "processing_class": tokenizer}
+
+
+def with_raising_template(tokenizer: Any, model: Any) -> dict[str, Any]:
+    tokenizer.chat_template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}x"
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in "aab"])
+    return {"model": model, "processing_class": tokenizer, "train_dataset": data}
+
+
+def with_optimizer(parameters: Callable[[Any], list[Any]]) -> Arguments:
+    def make(tokenizer: Any, model: Any) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(parameters(model), lr=0.1)
+        return {"model": model, "processing_class": tokenizer, "optimizers": (optimizer, None)}
+
+    return make
+
+
+def frozen(model: Any) -> list[Any]:
+    return [model.lm_head.weight.requires_grad_(False)]
+
+
+def model_of(make: Callable[[], Any]) -> Arguments:
+    return lambda tokenizer, model: {"model": make(), "processing_class": tokenizer}
+
+
+BAD: dict[str, tuple[Arguments | dict[str, Any], type[Exception], str, str]] = {
+    # arguments · error · the value seen · what to set
+    "classifier": (
+        model_of(lambda: Qwen3ForSequenceClassification(QWEN)),
+        TypeError,
+        "model is a Qwen3ForSequenceClassification",
+        "AutoModelForCausalLM",
+    ),
+    "model without a head": (
+        model_of(lambda: Qwen3Model(QWEN)),
+        TypeError,
+        "Qwen3Model, which has no output head",
+        "AutoModelForCausalLM",
+    ),
+    "plain module": (
+        model_of(lambda: nn.Linear(2, 2)),
+        TypeError,
+        "model is a Linear, which is no language model",
+        "AutoModelForCausalLM",
+    ),
+    "weights that are NaN": (
+        with_nan,
+        ValueError,
+        r"2 of \d+ numbers of the model's model\.layers\.0\.mlp\.up_proj\.weight are NaN",
+        "load a checkpoint",
+    ),
+    "tokenizer with more tokens than embeddings": (
+        with_more_tokens,
+        ValueError,
+        r"tokenizer has \d+ tokens, but the model's embeddings have \d+ rows",
+        "resize_token_embeddings",
+    ),
+    "template that raises": (
+        with_raising_template,
+        ValueError,
+        "row 2 of train_dataset: the chat template cannot render .*no b",
+        "chat_template",
+    ),
+    "one callback": ({"callbacks": TrainerCallback()}, TypeError, "callbacks is a TrainerCallback", "give a list"),
+    "callback of another kind": ({"callbacks": [print]}, TypeError, "contains <built-in function print>", "derive it"),
+    "one optimizer": (
+        lambda t, m: {"model": m, "processing_class": t, "optimizers": torch.optim.SGD(m.parameters(), lr=0.1)},
+        TypeError,
+        "optimizers is SGD",
+        "give a pair",
+    ),
+    "optimizer of another model": (
+        with_optimizer(lambda model: list(Qwen3ForCausalLM(QWEN).parameters())),
+        ValueError,
+        "of the optimizer's .* parameters are not the model's",
+        "from the parameters of the very model",
+    ),
+    "optimizer of frozen parameters": (
+        with_optimizer(frozen),
+        ValueError,
+        "none of the optimizer's 1 parameters is trained",
+        "trainable parameters",
+    ),
+    "column named like an argument": (
+        {"train_dataset": rows(completions="x")},
+        ValueError,
+        "train_dataset has the column 'completions'",
+        "rename_column",
+    ),
+    "column named like the state": (
+        {"eval_dataset": rows(trainer_state="x")},
+        ValueError,
+        "eval_dataset has the column 'trainer_state'",
+        "rename_column",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_inputs(case: str, make_trainer: MakeTrainer, tokenizer: Any, model: Any, unsampled: None) -> None:
+    arguments, error_type, seen, remedy = BAD[case]
+    with pytest.raises(error_type) as error:
+        make_trainer(**(arguments(tokenizer, model) if callable(arguments) else arguments))
+    assert_refused(error, seen, remedy)
