@@ -46,7 +46,12 @@ def test_empty_lists_of_tools_are_none(make_trainer: MakeTrainer) -> None:
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 BERT = BertConfig(
-    vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5
+    vocab_size=200,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    initializer_range=0.5,
 )
 T5 = T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4)
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, set_seed
 
+from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
@@ -51,6 +52,7 @@ from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import room_options
 from groupgrad.trainer.callbacks import EntropyController
+from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -141,6 +143,13 @@ def entropy_controller(config: GRPOConfig) -> EntropyController:
         minimum=config.entropy_coef_min,
         maximum=config.entropy_coef_max,
     )
+
+
+def signal_watch(config: GRPOConfig) -> SignalWatch | None:
+    """The watch of generation batches without a gradient; None where a KL term or a bonus gives one everywhere."""
+    if config.beta != 0.0 or config.entropy_coef != 0.0 or config.use_adaptive_entropy or not dist.is_main():
+        return None
+    return SignalWatch(mask_truncated=config.mask_truncated_completions)
 
 
 @dataclass(slots=True, frozen=True)

@@ -371,6 +371,7 @@ class GRPOTrainer(TrainingRun):
         self._on_policy = OnPolicyInfo(step=0, exact=False)
         types = computing_types(self.model, self.accelerator.mixed_precision)
         self.mismatch_watch = MismatchWatch(tolerance(types, self.accelerator.device))
+        self.signal_watch = build.signal_watch(self.args)
         self.memory = memory_guard(self.model, self.args, aux_loss=self.components.forward_options.aux_loss)
         self.run_state = RunState(
             {
@@ -408,6 +409,8 @@ class GRPOTrainer(TrainingRun):
     def _log_experience(self, experience: Experience) -> None:
         """Count, log and show a generation batch."""
         self.state.num_input_tokens_seen += experience.num_tokens
+        if self.signal_watch is not None:
+            self.signal_watch.read(experience.metrics)
         self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
         self.completion_log.add(experience.records, reward_names=self.rewards.names)
         self._step_log.lengths += [rollout.num_sampled for rollout in experience.rollouts]
