@@ -242,3 +242,16 @@ def test_what_is_saved_holds_the_policys_adapter_alone(build, tmp_path):
     for folder in (tmp_path / "run" / "checkpoint-1", tmp_path / "final"):
         assert list(folder.rglob("adapter_model.safetensors")) == [folder / "adapter_model.safetensors"]
     assert set(trainer.model.peft_config) == {"default"}
+
+
+def test_a_finished_run_takes_no_further_step(make_trainer, caplog):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(**settings).train()
+    again = make_trainer(**settings)
+    with caplog.at_level("WARNING"):
+        result = again.train(resume_from_checkpoint=True)
+    assert (result.global_step, result.training_loss) == (2, 0.0)
+    (message,) = [r.getMessage() for r in caplog.records if "no step is taken" in r.getMessage()]
+    assert "at step 2 and the run has 2" in message
+    longer = make_trainer(**{**settings, "max_steps": 3})
+    assert longer.train(resume_from_checkpoint=True).global_step == 3

@@ -7,6 +7,7 @@ What a step computes is in `trainer/trainer.py`; this file joins groupgrad's met
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -53,6 +54,8 @@ from groupgrad.trainer.callbacks import RunState
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
 
+logger = logging.getLogger(__name__)
+
 
 class TrainingRun(TRLNames, Trainer):
     """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
@@ -96,6 +99,19 @@ class TrainingRun(TRLNames, Trainer):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
             self.components.collector.close()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """`Trainer._run_epoch`, which would take a step after the last one of a finished run."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+            return
+        logger.warning(
+            "the checkpoint is at step %d and the run has %d, so it is finished and no step is taken; raise max_steps "
+            "or num_train_epochs to train further",
+            self.state.global_step,
+            self.state.max_steps,
+        )
+        self.control.should_training_stop = True
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`: the metrics, by `eval_` names."""
