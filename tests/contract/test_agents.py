@@ -580,3 +580,17 @@ def test_a_rollout_func_that_returns_too_few_rows(tokenizer: Any, make_model: An
     trainer = make(tokenizer, make_model, rollout_func=lambda prompts, trainer: answer, reward_funcs=longer)
     with pytest.raises(RolloutError, match="returned 1 rows for 8 prompts"):
         trainer.train()
+
+
+class Asking(Counter):
+    def reset(self, **row: Any) -> str:
+        super().reset(**row)
+        return "count to nine"
+
+
+def test_an_environment_may_bring_the_prompts(tokenizer: Any, make_model: Any, calling: Any) -> None:
+    engine = calling(lambda n: call("add", step=n))
+    trainer = make(tokenizer, make_model, {"max_steps": 2}, environment_factory=Asking, train_dataset=None)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert all("<user>count to nine" in tokenizer.decode(request.prompt_ids) for request in engine.asked)

@@ -255,6 +255,20 @@ BAD_WITH_CONFIG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception]
         "router_aux_loss_coef=0.1",
         "set it to 0",
     ),
+    "environment without rows and length": (
+        {"max_steps": -1},
+        {"train_dataset": None, "environment_factory": Grader},
+        ValueError,
+        "train_dataset is None.*max_steps is -1",
+        "set max_steps",
+    ),
+    "environments without rows": (
+        {},
+        {"train_dataset": None, "environment_factory": {"a": Grader, "b": Grader}},
+        ValueError,
+        "train_dataset is None and environment_factory names 2",
+        "column 'environment'",
+    ),
     "large generation batch": (
         {"generation_batch_size": 16},
         {},

@@ -26,8 +26,6 @@ def check_datasets(
     config: GRPOConfig,
 ) -> None:
     """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
-    if train is None:
-        raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
     check_rows(train, "train_dataset", prompt_maker, rollout_components)
     if isinstance(train, IterableDataset):
         if config.max_steps <= 0:
@@ -50,6 +48,26 @@ def check_datasets(
         )
     if evaluation is None and config.eval_on_start:
         raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
+
+
+def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config: GRPOConfig) -> Dataset:
+    """Rows with an empty prompt, for one environment that brings its own data: a generation batch's worth of them.
+
+    ValueError without an environment, with several of them, and without `max_steps`.
+    """
+    if environment_factory is None:
+        raise ValueError("train_dataset is None; give a data set with a 'prompt' column")
+    if isinstance(environment_factory, Mapping):
+        raise ValueError(
+            f"train_dataset is None and environment_factory names {len(environment_factory)} environments; give a data "
+            f"set whose column '{ENV_COLUMN}' chooses one for each row"
+        )
+    if config.max_steps <= 0:
+        raise ValueError(
+            f"train_dataset is None, so the run has no length, and max_steps is {config.max_steps}; set max_steps to "
+            "the number of optimizer steps to train"
+        )
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * plan.prompts_per_generation})
 
 
 def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:

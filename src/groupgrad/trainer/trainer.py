@@ -96,6 +96,7 @@ class GRPOTrainer(TrainingRun):
             returns a float or None (does not apply) for each completion.
         args: the configuration; None gives a default one.
         train_dataset: rows with a `prompt` (text or messages), perhaps `image` or `images`; rewards see all columns.
+            None if an environment brings the prompts; then `args.max_steps` is the length of the run.
         eval_dataset: the same for evaluation, or a dict of named sets, each with metric keys of its own.
         processing_class: the tokenizer, or the processor of a model that takes images; None loads the model's.
         reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
@@ -149,6 +150,8 @@ class GRPOTrainer(TrainingRun):
         check_optimizer(config, optimizers, policy.model)
         train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
         self.plan = build.plan_for(config)
+        if train_dataset is None:
+            train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
         self.rollout_components = build_rollout_components(
             self.prompt_maker,
