@@ -15,8 +15,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from groupgrad.errors import ConfigError
 
 
 def own_attention(
@@ -125,3 +128,28 @@ def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy
     assert model.calls["generate"] - before["generate"] == 2
     assert model.calls["training"] - before["training"] == 2
     assert modes and all(modes)
+
+
+def test_a_generate_that_is_replaced_later_samples_the_next_generation_batch(make_trainer: Any) -> None:
+    class Replace(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model = kwargs["model"]
+            if state.global_step == 1:
+                plain = model.generate
+                model.generate = lambda *a, **k: calls.append(state.global_step) or plain(*a, **k)
+
+    calls: list[int] = []
+    trainer = make_trainer(max_steps=3, trainer={"callbacks": [Replace()]})
+    assert trainer.execution.engine.name == "native"
+    trainer.train()
+    assert trainer.execution.engine.name == "transformers"
+    assert set(calls) == {1, 2}
+    assert trainer.evaluate(trainer.train_dataset)["eval_reward"] is not None
+    assert len(calls) > len({1, 2})
+
+
+def test_a_generate_that_is_replaced_is_refused_where_the_native_engine_was_asked_for(make_trainer: Any) -> None:
+    trainer = make_trainer(max_steps=1, rollout_engine="native")
+    trainer.model.generate = lambda *args, **kwargs: None
+    with pytest.raises(ConfigError, match=r"rollout_engine='native' cannot be used .* brings its own generate"):
+        trainer.train()

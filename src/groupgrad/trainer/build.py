@@ -197,11 +197,17 @@ def plan_execution(
         return ExecutionPlan(
             EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example
         )
-    sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
+    return ExecutionPlan(engine_of_model(config, model, policy, precision, example), layout, example)
+
+
+def engine_of_model(
+    config: GRPOConfig, model: nn.Module, policy: PolicyBundle, precision: Any, example: Prompt | None
+) -> EngineChoice:
+    """The engine that samples from the model itself. ConfigError if it cannot run what the configuration asks for."""
+    sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=int(policy.tokenizer.pad_token_id))
     further: dict[str, Any] = {"tokenizer": policy.tokenizer, "precision": precision, "example": example}
     with gather_all(model):
-        engine = choose_engine(model, room_options.engine_options(config), sampling, **further)
-    return ExecutionPlan(engine, layout, example)
+        return choose_engine(model, room_options.engine_options(config), sampling, **further)
 
 
 def _example(policy: PolicyBundle) -> Prompt | None:

@@ -29,6 +29,7 @@ from groupgrad.batching.loader import MicroBatchKey, make_train_loader, reread_r
 from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
+from groupgrad.engines.selection import brings_own_generate
 from groupgrad.metrics import latest
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.oom_retry import memory_guard
@@ -209,6 +210,7 @@ class GRPOTrainer(TrainingRun):
         model.train()
         self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
         self.memory.begin_step()
+        self._follow_generate()
         step = self.state.global_step
         self._on_policy = self.sampler_logprobs.on_policy(step)
         for index, key in enumerate(keys):
@@ -345,8 +347,19 @@ class GRPOTrainer(TrainingRun):
         self._micro_batches: list[MicroBatch] = []
         self._start_anew()
 
-    def _start_anew(self) -> None:
-        """Cut the configuration into the options of each room, and drop the state of an earlier training."""
+    def _follow_generate(self) -> None:
+        """Sample by the model's `generate` from now on if a script has replaced it since the trainer was made."""
+        if self.execution.engine.name != "native" or not brings_own_generate(self.model):
+            return
+        self.components.collector.close()
+        choice = build.engine_of_model(
+            self.args, self.model, self._policy, self.accelerator.autocast, self.execution.example
+        )
+        self.execution, self.engine = replace(self.execution, engine=choice), choice.engine
+        self._build_components()
+
+    def _build_components(self) -> None:
+        """Cut the configuration into the options of each room, and make the rooms' components."""
         self.components = build.build_components(
             self.args,
             self._policy,
@@ -358,6 +371,13 @@ class GRPOTrainer(TrainingRun):
             self,
         )
         self.plan = self.components.plan
+        self.sampler_logprobs = SamplerLogprobs(
+            self.components.collector.rollouts, self.model, self.components.policy_options.mismatch
+        )
+
+    def _start_anew(self) -> None:
+        """Make the components, and drop the state of an earlier training."""
+        self._build_components()
         self.buffer, self._step_log = GenerationBuffer(self.plan), StepLog()
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
@@ -367,9 +387,6 @@ class GRPOTrainer(TrainingRun):
             self.components.forward_options,
             self.accelerator.autocast,
             self.execution.example,
-        )
-        self.sampler_logprobs = SamplerLogprobs(
-            self.components.collector.rollouts, self.model, self.components.policy_options.mismatch
         )
         self._on_policy = OnPolicyInfo(step=0, exact=False)
         types = computing_types(self.model, self.accelerator.mixed_precision)
@@ -440,6 +457,7 @@ class GRPOTrainer(TrainingRun):
         store, num_samples = self.eval_metric_store, 0
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
+        self._follow_generate()
         with self.timings.inclusive("evaluating"):
             for batch in dataloader:
                 experience, metrics = self.components.evaluator(
