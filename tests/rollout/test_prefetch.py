@@ -176,7 +176,7 @@ def test_a_round_whose_weights_were_lost_is_sampled_anew(caplog):
     made(request(0, 0), [request(1, 0)])
     settle(made)
     assert made(request(1, 1), [request(2, 1)]) == [(1, 1, 1)]
-    assert "round 1 is sampled anew: the server was started again" in caplog.text
+    assert "generation batch 1 is sampled anew: the server was started again" in caplog.text
     settle(made)
     assert made(request(2, 2)) == [(2, 1, 1)]
 
@@ -187,7 +187,7 @@ def test_a_round_that_is_trained_next_is_sampled_anew_too_but_not_for_ever(caplo
     assert prefetcher(story)(request(0, 4)) == [(0, 4, 4)]
     once = ["refresh 4", "sample train 0 with 4"]
     assert story.lines == [*once, "invalidate", *once, "sleep"]
-    assert "round 0 is sampled anew: the server was started again" in caplog.text
+    assert "generation batch 0 is sampled anew: the server was started again" in caplog.text
     always = Story()
     always.fails = Always(lost)
     with pytest.raises(WeightsLost, match="started again"):

@@ -118,7 +118,7 @@ def test_a_round_ahead_whose_server_died_is_sampled_anew(
         trainer.train()
     assert len(seen) == 1 and "rollouts-ahead" in seen[0]
     anew = [record.message for record in caplog.records if "is sampled anew" in record.message]
-    assert len(anew) == 1 and anew[0].startswith("round 2 ") and "has lost the weights" in anew[0]
+    assert len(anew) == 1 and anew[0].startswith("generation batch 2 ") and "has lost the weights" in anew[0]
     # Batches 1 and 3 are from the weights one step before, batch 2 from its own.
     assert logged(trainer, "sampling/policy_lag") == [0, 1, 0, 1]
     differences = logged(trainer, "sampling/sampling_logp_difference/mean")

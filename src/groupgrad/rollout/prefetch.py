@@ -179,4 +179,4 @@ class RolloutPrefetcher:
 
 
 def _warn_of(request: GenerationRequest, error: WeightsLost) -> None:
-    logger.warning("round %d is sampled anew: %s", request.number, error)
+    logger.warning("generation batch %d is sampled anew: %s", request.number, error)
