@@ -1,8 +1,10 @@
-"""One generation batch, from data-set rows to micro-batches."""
+"""One generation batch, from data-set rows to a collated batch with advantages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RewardError, RolloutError
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
-from groupgrad.rollout.requests import GenerationRequest, check_failures
+from groupgrad.rollout.requests import GenerationRequest, report_failures
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.telemetry.timings import Timings
 
@@ -26,16 +28,16 @@ def request(rows: Any = range(4), **changes: Any) -> GenerationRequest:
 
 
 def make_generation(
-    functions: Any, play: Any, tokenizer: Any, asked: GenerationRequest | None = None, **options: Any
+    functions: Any, play: Any, tokenizer: Any, batch_request: GenerationRequest | None = None, **options: Any
 ) -> Experience:
-    """A round whose four completions are `TEXTS`; the third is cut off."""
+    """A generation batch whose four completions are `TEXTS`; the third is truncated."""
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
     engine = play([Sample([*text, 1], "eos") if i != 2 else Sample(text, "length") for i, text in enumerate(ids)])
     rewards = RewardRunner(functions)
     scoring = ScoringOptions(reward_weights=options.pop("reward_weights", (1.0,) * len(rewards.names)), **options)
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
     maker = ExperienceCollector(rollouts, rewards, scoring, Timings())
-    return maker(asked or request(), trainer_state=None)
+    return maker(batch_request or request(), trainer_state=None)
 
 
 def length(completions: list[str], **kwargs: Any) -> list[float]:
@@ -52,7 +54,7 @@ def test_advantages_are_those_of_the_groups(play, tokenizer):
     assert make_generation(length, play, tokenizer, scale_rewards="none").advantages.tolist() == [0.5, -0.5, 1.5, -1.5]
 
 
-def test_metrics_of_a_round(play, tokenizer):
+def test_metrics_of_a_generation_batch(play, tokenizer):
     metrics = {key: metric.read() for key, metric in make_generation(length, play, tokenizer).metrics.items()}
     assert metrics["reward"] == metrics["rewards/length/mean"] == 1.5
     assert metrics["reward_std"] == pytest.approx((5 / 3) ** 0.5)
@@ -145,14 +147,31 @@ def test_timings_tell_sampling_from_scoring(play, tokenizer):
     assert list(timings.take()) == ["sampling", "rewards"]
 
 
-def test_half_of_a_round_may_fail(caplog):
-    asked, evaluation = GenerationRequest({}, [], 4, 2, "train", 0, 5), GenerationRequest({}, [], 1, 1, "eval", 0, 5)
-    check_failures({}, asked)
-    check_failures({3: "late", 1: "no such level"}, asked, quiet=True)
-    assert caplog.text == ""
-    check_failures({3: "late", 1: "no such level"}, asked)
+def test_half_of_a_generation_batch_may_fail(caplog):
+    training, evaluation = GenerationRequest({}, [], 4, 2, "train", 0, 5), GenerationRequest({}, [], 1, 1, "eval", 0, 5)
+    report_failures({3: "late", 1: "no such level"}, training)
     assert "step 5: 2 of 4 rollouts failed and are not scored; the first (row 1): no such level" in caplog.text
     with pytest.raises(RolloutError, match=r"3 of 4 rollouts of step 5 failed, more than half; the first \(row 0\): x"):
-        check_failures({0: "x", 1: "y", 2: "z"}, asked)
-    check_failures({0: "the only row"}, evaluation)
+        report_failures({0: "x", 1: "y", 2: "z"}, training)
+    report_failures({0: "the only row"}, evaluation)
     assert "1 of 1 rollouts failed" in caplog.text
+
+
+def test_a_generation_batch_is_sampled_in_the_context_given(play, tokenizer):
+    events: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        events.append("in")
+        yield
+        events.append("out")
+
+    class NotingEngine(play):
+        def sample(self, *args: Any) -> Any:
+            events.append("sample")
+            return super().sample(*args)
+
+    rollouts = SingleTurnRollouts(PromptMaker(tokenizer), NotingEngine([]), SamplingOptions(8), seed=0)
+    maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings(), around=around)
+    maker(request(rows=[]), trainer_state=None)
+    assert events == ["in", "sample", "out"]

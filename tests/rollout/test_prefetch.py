@@ -1,4 +1,4 @@
-"""Rounds sampled when they are asked for, and rounds sampled while others are trained."""
+"""Generation batches sampled on request, and generation batches sampled while others are trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def request(number: int, step: int, phase: str = "train") -> GenerationRequest:
 
 
 class Story:
-    """A source and weights that write down what is asked of them; a round's rollouts name it and the weights."""
+    """A source and weights that record their calls; a rollout is (generation batch, version of its weights, step)."""
 
     is_exact = False
 
@@ -78,7 +78,7 @@ class Story:
 
 
 class Always(dict[int, Exception]):
-    """Every round fails alike, however often it is tried."""
+    """The failure of generation batch 0 at every attempt."""
 
     def __init__(self, error: Exception):
         super().__init__({0: error})
@@ -96,33 +96,25 @@ def prefetcher(story: Story, ahead: int = 0) -> RolloutPrefetcher:
 
 
 def settle(made: RolloutPrefetcher) -> None:
-    """Until the rounds begun are there."""
+    """Waits until the generation batches begun are sampled."""
     for job in made._jobs.values():
         job.exception(timeout=10)
 
 
-def test_weights_are_refreshed_before_a_round_and_rest_after_it():
+def test_weights_are_refreshed_before_a_generation_batch_and_sleep_after_it():
     story = Story()
     assert prefetcher(story)(request(0, 3)) == [(0, 3, 3)]
     assert story.lines == ["refresh 3", "sample train 0 with 3", "sleep"]
 
 
-def test_without_weights_of_its_own_a_source_is_only_asked():
-    story = Story()
-    assert RolloutPrefetcher(story, Timings())(request(0, 3)) == [(0, -1, 3)]
-    assert story.lines == ["sample train 0 with -1"]
-    with pytest.raises(ValueError, match="ahead=1 needs an engine with weights of its own"):
-        RolloutPrefetcher(story, Timings(), ahead=1)
-
-
-def test_a_round_ahead_comes_from_weights_one_round_old():
+def test_a_generation_batch_ahead_comes_from_weights_one_batch_old():
     story = Story()
     made = prefetcher(story, ahead=1)
     found = []
     for step in range(4):
         found += made(request(step, step), [request(step + 1, step)] if step < 3 else [])
         settle(made)
-    # The first round is sampled at once, each other one at the step before its own.
+    # The first batch is sampled at once, each other one at the step before its own.
     assert found == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2)]
     assert [line for line in story.lines if line.startswith("sample")] == [
         "sample train 0 with 0",
@@ -132,7 +124,7 @@ def test_a_round_ahead_comes_from_weights_one_round_old():
     ]
 
 
-def test_rounds_ahead_are_never_older_than_agreed():
+def test_generation_batches_ahead_are_never_older_than_allowed():
     story = Story()
     made = prefetcher(story, ahead=2)
     ages = []
@@ -150,7 +142,7 @@ def test_weights_are_not_sent_while_rows_are_sampled():
     made(request(0, 0), [request(1, 0), request(2, 0)])
     made._jobs[1].exception(timeout=10)
     assert made(request(1, 1), [request(2, 1), request(3, 1)]) == [(1, 0, 0)]
-    assert "refresh 1" not in story.lines, "round 2 is being sampled"
+    assert "refresh 1" not in story.lines, "generation batch 2 is being sampled"
     gate.set()
     settle(made)
     assert made(request(2, 2), [request(3, 2)]) == [(2, 0, 0)]
@@ -159,7 +151,7 @@ def test_weights_are_not_sent_while_rows_are_sampled():
     assert made(request(3, 3)) == [(3, 2, 2)]
 
 
-def test_evaluation_waits_for_rounds_ahead_and_sees_the_present_weights():
+def test_evaluation_waits_for_batches_ahead_and_uses_the_present_weights():
     gate = threading.Event()
     story = Story(waits_for={1: gate})
     made = prefetcher(story, ahead=1)
@@ -170,7 +162,7 @@ def test_evaluation_waits_for_rounds_ahead_and_sees_the_present_weights():
     assert made(request(1, 1)) == [(1, 0, 0)], "what was sampled before is not lost"
 
 
-def test_a_round_whose_weights_were_lost_is_sampled_anew(caplog):
+def test_a_batch_ahead_whose_weights_were_lost_is_sampled_anew(caplog):
     story = Story(fails={1: WeightsLost("the server was started again")})
     made = prefetcher(story, ahead=1)
     made(request(0, 0), [request(1, 0)])
@@ -181,7 +173,7 @@ def test_a_round_whose_weights_were_lost_is_sampled_anew(caplog):
     assert made(request(2, 2)) == [(2, 1, 1)]
 
 
-def test_a_round_that_is_trained_next_is_sampled_anew_too_but_not_for_ever(caplog):
+def test_a_batch_sampled_on_request_is_sampled_anew_a_limited_number_of_times(caplog):
     lost = WeightsLost("the server was started again")
     story = Story(fails={0: lost})
     assert prefetcher(story)(request(0, 4)) == [(0, 4, 4)]
@@ -195,7 +187,7 @@ def test_a_round_that_is_trained_next_is_sampled_anew_too_but_not_for_ever(caplo
     assert always.lines == [*once, "invalidate", *once, "invalidate", *once]
 
 
-def test_any_other_failure_ahead_is_raised_when_its_round_is_asked_for():
+def test_any_other_failure_ahead_is_raised_when_its_batch_is_requested():
     story = Story(fails={1: ValueError("a row does not fit")})
     made = prefetcher(story, ahead=1)
     made(request(0, 0), [request(1, 0)])
@@ -210,7 +202,7 @@ def test_closing_gives_up_what_is_sampled_ahead():
     started = time.monotonic()
     made.close()
     assert time.monotonic() - started < 5
-    assert story.lines[-1] == "close"
+    assert story.is_stopped
     made.close()
 
 
@@ -221,16 +213,3 @@ def test_waiting_counts_as_sampling_and_sending_as_weights():
     made(request(0, 0), [request(1, 0)])
     assert set(timings.take()) == {"weights", "sampling"}
     made.close()
-
-
-def test_a_round_is_sampled_in_the_context_given():
-    story = Story()
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        story.lines.append("in")
-        yield
-        story.lines.append("out")
-
-    RolloutPrefetcher(story, Timings(), around=around)(request(0, 3))
-    assert story.lines == ["in", "sample train 0 with -1", "out"]

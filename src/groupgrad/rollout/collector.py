@@ -13,10 +13,10 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.metrics import Metric, maximum
-from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
+from groupgrad.objectives import Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.prefetch import RolloutPrefetcher, Weights
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, check_failures, problems_of
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.telemetry.render import without_images
 from groupgrad.telemetry.timings import Timings
@@ -57,7 +57,11 @@ class Experience:
 
 
 class ExperienceCollector:
-    """Makes scored generation batches. Collective: every rank takes part, also without rows of its own."""
+    """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
+
+    An engine with weights of its own gets them from `weights`, and may sample `ahead` generation batches in advance.
+    Any other engine samples inside the context that `around` makes, which all ranks enter and leave together.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,8 @@ class ExperienceCollector:
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self.options, self.timings = options, timings
-        self._prefetcher = RolloutPrefetcher(rollouts, timings, weights, ahead=ahead, around=around)
+        self._around = around
+        self._prefetcher = None if weights is None else RolloutPrefetcher(rollouts, timings, weights, ahead=ahead)
 
     def __call__(
         self, request: GenerationRequest, *, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
@@ -82,13 +87,14 @@ class ExperienceCollector:
         A failure on any rank is raised on all of them, and a RolloutError if more than half of the generation batch's
         rollouts failed, over all ranks.
         """
-        rollouts = self._prefetcher(request, upcoming)
+        rollouts = self._sample(request, upcoming)
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
         with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
             if rollouts:
                 table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
-        check_failures(problems, request, quiet=not dist.is_main())
+        if problems:
+            report_failures(problems, request)
         result = compute_advantages(
             rewards,
             torch.tensor(self.options.reward_weights, dtype=torch.float64),
@@ -103,16 +109,26 @@ class ExperienceCollector:
             **self.rollouts.metrics(rollouts),
             **table.metrics,
         }
-        if self._prefetcher.ahead and rollouts:
+        if self._prefetcher is not None and self._prefetcher.ahead and rollouts:
             lag = request.step - min(rollout.policy_version for rollout in rollouts)
             metrics["sampling/policy_lag"] = maximum(float(lag))
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
         records = self._records(rollouts, table, advantages, request.step)
-        return Experience(rollouts, advantages, batch, metrics, tokens, _mean_reward(result), records)
+        mean_reward = float(result.combined.nanmean())
+        return Experience(rollouts, advantages, batch, metrics, tokens, mean_reward, records)
 
     def close(self) -> None:
-        """Release the engine, tools and environments that make rollouts. May be called any number of times."""
-        self._prefetcher.close()
+        """Releases the engine, tools and environments that make rollouts. May be called any number of times."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        self.rollouts.close()
+
+    def _sample(self, request: GenerationRequest, upcoming: Sequence[GenerationRequest]) -> list[Rollout]:
+        """Collective. This rank's rollouts, in the order of its row numbers."""
+        if self._prefetcher is not None:
+            return self._prefetcher(request, upcoming)
+        with self.timings.phase("sampling"), self._around(), dist.errors_on_all_ranks():
+            return self.rollouts(request)
 
     def _records(
         self, rollouts: list[Rollout], table: RewardTable, advantages: torch.Tensor, step: int
@@ -133,14 +149,12 @@ def _gather_rewards(
     rollouts: list[Rollout], table: RewardTable, num_rows: int
 ) -> tuple[torch.Tensor, int, dict[int, str]]:
     """Collective. The generation batch's (N, R) rewards in row order, its tokens, and the reasons of failed rows."""
-    mine = ([rollout.index for rollout in rollouts], table.rewards, num_tokens(rollouts), problems_of(rollouts))
-    parts = dist.all_gather_objects(mine)
+    failed = [rollout for rollout in rollouts if not rollout.is_scorable]
+    own_problems = {rollout.index: rollout.trace.problem if rollout.trace else "" for rollout in failed}
+    rows = [rollout.index for rollout in rollouts]
+    parts = dist.all_gather_objects((rows, table.rewards, num_tokens(rollouts), own_problems))
     rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
     for indices, values, _, _ in parts:
         rewards[indices] = values.double()
     problems = {row: problem for *_, part in parts for row, problem in part.items()}
     return rewards, sum(tokens for _, _, tokens, _ in parts), problems
-
-
-def _mean_reward(result: Advantages) -> float:
-    return float(result.combined.nanmean())

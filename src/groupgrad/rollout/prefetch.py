@@ -1,11 +1,11 @@
-"""Samples the rollouts of generation batches on request, or ahead of time while earlier ones are trained."""
+"""Samples generation batches from an engine with weights of its own, on request or ahead of time."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,63 +17,49 @@ from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-
 ATTEMPTS = 3
 """Times that a generation batch is sampled when its engine loses its weights meanwhile."""
 
 
 class Weights(Protocol):
-    """The weights that an engine samples from, where they are a copy of the policy's."""
+    """The weights that an engine samples from, a copy of the policy's."""
 
     def refresh(self, policy_step: int) -> None:
-        """Collective. What is sampled from now on comes from the policy as it is, at this optimizer step. Nothing may
-        be sampled meanwhile."""
+        """Collective. Sends the policy's present weights, those of this optimizer step. No rank may be sampling."""
         ...
 
     def invalidate(self) -> None:
-        """The engine may no longer have what it was sent: the next `refresh` sends it whatever the step is."""
+        """Makes the next `refresh` send the weights whatever the step is, as the engine may have lost them."""
         ...
 
     def sleep(self) -> None:
-        """Nothing is sampled until the next `refresh`, so that what sampling alone needs may be given back."""
+        """Frees memory that only sampling needs, until the next `refresh`."""
         ...
 
     def stop(self) -> None:
-        """Have what is sampled now fail soon."""
+        """Makes the sampling under way fail soon."""
         ...
 
     def freeze_weights(self) -> AbstractContextManager[None]:
-        """Inside, the policy may change while rows are sampled, so it is never sent: an engine that has lost its
-        weights raises WeightsLost."""
+        """Context for sampling while the policy changes: nothing is sent, and an engine that has lost its weights
+        raises WeightsLost."""
         ...
 
 
 class RolloutPrefetcher:
-    """Rollouts of one generation batch after the other.
+    """Rollouts of one generation batch after the other, from an engine with a copy of the policy's weights.
 
     With `ahead=k` a thread samples up to k following generation batches while one is trained, from weights that are at
     most k generation batches old. New weights are sent when no rank samples. If an engine loses its weights on any
     rank, all ranks sample the generation batch again from the present weights, `ATTEMPTS` times at most. Other
     exceptions of the thread are raised when its generation batch is requested.
-
-    `around` makes a context for sampling that all ranks enter and leave together; it is not used for sampling ahead.
     """
 
-    def __init__(
-        self,
-        source: RolloutSource,
-        timings: Timings,
-        weights: Weights | None = None,
-        *,
-        ahead: int = 0,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ):
-        if ahead and weights is None:
-            raise ValueError(f"ahead={ahead} needs an engine with weights of its own; set it to 0")
-        self.source, self._timings, self._weights, self.ahead = source, timings, weights, ahead
-        self._around = around
+    def __init__(self, source: RolloutSource, timings: Timings, weights: Weights, *, ahead: int = 0):
+        self._source, self._timings, self._weights, self.ahead = source, timings, weights, ahead
         self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[list[Rollout]]] = {}
+        """Generation batches begun ahead, by number."""
 
     def __call__(self, request: GenerationRequest, upcoming: Sequence[GenerationRequest] = ()) -> list[Rollout]:
         """Collective. This rank's rollouts of a generation batch, in the order of its row numbers.
@@ -81,14 +67,15 @@ class RolloutPrefetcher:
         Begins to sample `upcoming` generation batches as far as `ahead` allows. A failure on any rank is raised on all.
         """
         if not self.ahead:
-            return self._now(request)
+            return self._sample(request)
         if request.phase != "train":
             self._wait()
-            return self._now(request)
-        rollouts, is_missing = self._begun(request)
-        if is_missing:
+            return self._sample(request)
+        job = self._jobs.pop(request.number, None)
+        rollouts = self._on_all_ranks(request, lambda: None if job is None else job.result())
+        if rollouts is None:
             self._wait()
-            rollouts = self._now(request)
+            rollouts = self._sample(request)
         elif self._is_idle():
             self._refresh(request.step)
         else:
@@ -97,61 +84,44 @@ class RolloutPrefetcher:
         return rollouts
 
     def close(self) -> None:
-        """Give up what is sampled ahead, and let go of what the source holds. May be called any number of times."""
+        """Cancels what is sampled ahead. May be called any number of times."""
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             job.cancel()
         if self._threads is not None:
-            if self._weights is not None:
-                self._weights.stop()
+            self._weights.stop()
             self._threads.shutdown(wait=True)
             self._threads = None
-        self.source.close()
 
-    def _now(self, request: GenerationRequest) -> list[Rollout]:
-        attempt, is_missing, rollouts = 0, True, []
-        while is_missing:
-            attempt += 1
-            rollouts, is_missing = self._tried(request, is_last=attempt == ATTEMPTS)
-        if self._weights is not None:
-            self._weights.sleep()
-        return rollouts
-
-    def _tried(self, request: GenerationRequest, *, is_last: bool) -> tuple[list[Rollout], bool]:
-        """Collective. The rollouts, and True if any rank has none because its engine lost the weights."""
-        rollouts: list[Rollout] | None = None
-        self._refresh(request.step)
-        with self._timings.phase("sampling"), self._around(), dist.errors_on_all_ranks():
-            try:
-                rollouts = self.source(request)
-            except WeightsLost as error:
-                if is_last or self._weights is None:
-                    raise
-                _warn_of(request, error)
-        if self._weights is None:
-            return rollouts or [], False
-        is_missing = any(dist.all_gather_objects(rollouts is None))
-        if is_missing:
+    def _sample(self, request: GenerationRequest) -> list[Rollout]:
+        """Collective. Samples a generation batch from the present weights."""
+        for attempts_left in reversed(range(ATTEMPTS)):
+            self._refresh(request.step)
+            rollouts = self._on_all_ranks(request, lambda: self._source(request), may_lose_weights=attempts_left > 0)
+            if rollouts is not None:
+                self._weights.sleep()
+                return rollouts
             self._weights.invalidate()
-        return rollouts or [], is_missing
+        raise AssertionError("the last attempt returns or raises")
+
+    def _on_all_ranks(
+        self, request: GenerationRequest, get: Callable[[], list[Rollout] | None], *, may_lose_weights: bool = True
+    ) -> list[Rollout] | None:
+        """Collective. The rollouts that `get` returns, or None if it returns none or loses the weights on any rank."""
+        rollouts: list[Rollout] | None = None
+        with self._timings.phase("sampling"), dist.errors_on_all_ranks():
+            try:
+                rollouts = get()
+            except WeightsLost as error:
+                if not may_lose_weights:
+                    raise
+                logger.warning("generation batch %d is sampled anew: %s", request.number, error)
+        is_missing = any(dist.all_gather_objects(rollouts is None))
+        return None if is_missing else rollouts
 
     def _refresh(self, policy_step: int) -> None:
-        if self._weights is not None:
-            with self._timings.phase("weights"):
-                self._weights.refresh(policy_step)
-
-    def _begun(self, request: GenerationRequest) -> tuple[list[Rollout], bool]:
-        """Collective. Waits for a generation batch begun ahead. Its rollouts, and True if any rank has none."""
-        rollouts: list[Rollout] | None = None
-        job = self._jobs.pop(request.number, None)
-        with dist.errors_on_all_ranks(), self._timings.phase("sampling"):
-            if job is not None:
-                try:
-                    rollouts = job.result()
-                except WeightsLost as error:
-                    _warn_of(request, error)
-        is_missing = any(dist.all_gather_objects(rollouts is None))
-        return rollouts or [], is_missing
+        with self._timings.phase("weights"):
+            self._weights.refresh(policy_step)
 
     def _is_idle(self) -> bool:
         """Collective. True if no rank samples anything."""
@@ -173,10 +143,5 @@ class RolloutPrefetcher:
                 self._jobs[request.number] = self._threads.submit(self._sample_frozen, request)
 
     def _sample_frozen(self, request: GenerationRequest) -> list[Rollout]:
-        assert self._weights is not None
         with self._weights.freeze_weights():
-            return self.source(request)
-
-
-def _warn_of(request: GenerationRequest, error: WeightsLost) -> None:
-    logger.warning("generation batch %d is sampled anew: %s", request.number, error)
+            return self._source(request)

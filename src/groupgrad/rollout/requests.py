@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
@@ -58,47 +59,30 @@ class RolloutSource(Protocol):
     def __call__(self, request: GenerationRequest) -> list[Rollout]: ...
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-        """What it has to say of these rollouts beyond lengths and rewards."""
+        """Metrics of this source's rollouts beyond lengths and rewards."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds. May be called any number of times."""
+        """Releases its resources. May be called any number of times."""
         ...
 
 
-def problems_of(rollouts: Sequence[Rollout]) -> dict[int, str]:
-    """Why rollouts failed, by row number; of those that did."""
-    failed = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
-    return {rollout.index: rollout.trace.problem if rollout.trace else "" for rollout in failed}
-
-
-def check_failures(problems: Mapping[int, str], request: GenerationRequest, *, quiet: bool = False) -> None:
-    """Warns of failed rollouts of all ranks, unless `quiet`.
+def report_failures(problems: Mapping[int, str], request: GenerationRequest) -> None:
+    """Warns, on the main process, of the failed rollouts of all ranks. `problems` are the reasons by row number.
 
     RolloutError if more than half of a training generation batch failed. An evaluation batch may be a single row, which
     must not end the run.
     """
-    if not problems:
-        return
-    first, num_rows, step = min(problems), request.num_rows, request.step
-    if 2 * len(problems) > num_rows and request.phase == "train":
-        raise RolloutError(
-            f"{len(problems)} of {num_rows} rollouts of step {step} failed, more than half; the first (row {first}): "
-            f"{problems[first]}"
-        )
-    if not quiet:
-        logger.warning(
-            "step %d: %d of %d rollouts failed and are not scored; the first (row %d): %s",
-            step,
-            len(problems),
-            num_rows,
-            first,
-            problems[first],
-        )
+    first = min(problems)
+    share, reason = f"{len(problems)} of {request.num_rows} rollouts", f"the first (row {first}): {problems[first]}"
+    if 2 * len(problems) > request.num_rows and request.phase == "train":
+        raise RolloutError(f"{share} of step {request.step} failed, more than half; {reason}")
+    if dist.is_main():
+        logger.warning("step %d: %s failed and are not scored; %s", request.step, share, reason)
 
 
 def row_seed(run_seed: int, phase: str, generation: int, row: int) -> int:
-    """The seed of a row's random stream. It depends on what the row is, never on who samples it or beside whom."""
+    """The seed of a row's random stream. It does not depend on the rank or on the other rows of the batch."""
     return _number(f"{run_seed}/{phase}/{generation}/{row}")
 
 
