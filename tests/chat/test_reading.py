@@ -58,6 +58,7 @@ BROKEN = [
     ("python", "<|tool_call_start|>[f(n=", "<|tool_call_end|> is missing"),
     ("python", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "given by name"),
     ("python", "<|tool_call_start|>[f(n=g())]<|tool_call_end|>", "plain values"),
+    ("python", "<|tool_call_start|>[f(n={[1]: 2})]<|tool_call_end|>", "plain values"),
     ("python", "<|tool_call_start|>[1]<|tool_call_end|>", "no call of the form"),
     ("python", "<|tool_call_start|>f of one<|tool_call_end|>", "no list of the form"),
     ("fenced", '<|calls|><|call|>function<|sep|>f\n```json\n{"n": 1}', "is not closed"),

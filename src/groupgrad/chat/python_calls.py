@@ -48,7 +48,7 @@ def _parse_call(node: ast.expr) -> ToolCall:
         return ToolCall(name, problem=f"the arguments of {name} must all be given by name: key=value")
     try:
         return ToolCall(name, {keyword.arg or "": _constant(keyword.value) for keyword in node.keywords})
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):  # TypeError: a list is a key of a dict
         return ToolCall(name, problem=f"the arguments of {name} must be plain values")
 
 
