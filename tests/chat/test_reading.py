@@ -268,6 +268,9 @@ def test_the_tokenizers_own_parser_is_used_if_it_reads_its_templates_calls(
     assert parse(chat, " plain ").message == {"role": "assistant", "content": " plain "}
     broken = parse(chat, "<tool_call>\n{x}\n</tool_call>")
     assert "no valid JSON" in (broken.calls[0].problem or "")
+    unclosed = parse(chat, 'So:\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}')
+    assert "</tool_call> is missing" in (unclosed.calls[0].problem or "")
+    assert "tool_calls" not in unclosed.message
 
     fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "close": "]"}}
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}

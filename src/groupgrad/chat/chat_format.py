@@ -130,8 +130,10 @@ class ChatFormat:
         calls = [call for span in spans for call in span.calls]
         if self._uses_response_template:
             turn = self._parse_by_response_template(text, schemas)
-            # A response template drops malformed calls silently or fails on them; the syntax reports their problem.
-            if syntax is None or (turn.problem is None and len(turn.calls) == len(calls)):
+            # A response template fails on malformed calls, drops them or takes them for well-formed ones; the syntax
+            # reports their problem.
+            is_well_formed = turn.problem is None and all(call.problem is None for call in calls)
+            if syntax is None or (is_well_formed and len(turn.calls) == len(calls)):
                 is_text = not turn.calls and "reasoning_content" not in turn.message
                 return text_turn(plain, turn.problem) if is_text else turn
         if not spans and split.reasoning is None and not isinstance(syntax, ChannelSyntax):
