@@ -212,7 +212,8 @@ def test_an_async_function_that_blocks_the_loop_is_answered_and_the_loop_replace
         started = workers.call(asyncio.sleep, {"delay": 0.3, "result": "slept"}, timeout_s=10)
         blocked = workers.call(block, {}, timeout_s=DEADLINE_S)
         time.sleep(0.1)
-        waiting = [workers.call(double_later, {"x": x}, timeout_s=2) for x in range(3)]
+        functions = (double_later, double_later, start_double)
+        waiting = [workers.call(function, {"x": x}, timeout_s=2) for x, function in enumerate(functions)]
         assert blocked.result(5).timed_out
         assert [future.result(5).value for future in waiting] == [0, 2, 4]
     release.set()
@@ -333,11 +334,6 @@ def test_an_answered_call_keeps_no_arguments_alive(workers: Workers):
 
     workers.call(lambda item: None, {"item": Big()}, timeout_s=60).result(5)
     assert eventually(lambda: count() == 0)
-
-
-def test_no_threads_is_refused():
-    with pytest.raises(ValueError, match="num_threads=0"):
-        Workers(0)
 
 
 EXIT = """

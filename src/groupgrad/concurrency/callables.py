@@ -16,8 +16,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """True for a coroutine function, an object with an async `__call__`, and a partial of either."""
-    function = innermost(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(innermost(function)).__call__)
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:

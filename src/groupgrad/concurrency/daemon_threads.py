@@ -28,7 +28,7 @@ class DaemonThreads(ThreadPoolExecutor):
         """Counts the threads that wait for work which has not been submitted yet."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start `fn`. RuntimeError if the system has no more threads."""
+        """Starts `fn`. RuntimeError if the system has no more threads."""
         future: Future[Any] = Future()
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
@@ -44,20 +44,15 @@ class DaemonThreads(ThreadPoolExecutor):
                 if self._idle.acquire(blocking=False):
                     return
                 continue
-            if future.set_running_or_notify_cancel():
-                _run_into(future, function, self._idle.release)
-            else:
-                self._idle.release()
-            del future, function  # an idle thread keeps no arguments alive
-
-
-def _run_into(future: Future[Any], function: Callable[[], Any], before_result: Callable[[], Any]) -> None:
-    """Set the future to what the function returns or raises; first call `before_result`."""
-    try:
-        result = function()
-    except BaseException as error:  # SystemExit in a tool ends the tool, not the thread
-        before_result()
-        future.set_exception(error)
-    else:
-        before_result()
-        future.set_result(result)
+            result = error = None
+            is_wanted = future.set_running_or_notify_cancel()
+            try:
+                result = function() if is_wanted else None
+            except BaseException as raised:  # SystemExit in a tool ends the tool, not the thread
+                error = raised
+            self._idle.release()  # before the result, whose reader may submit again at once
+            if error is not None:
+                future.set_exception(error)
+            elif is_wanted:
+                future.set_result(result)
+            del future, function, result, error  # an idle thread keeps no arguments alive

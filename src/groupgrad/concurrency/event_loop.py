@@ -27,7 +27,7 @@ class LoopThread:
         weakref.finalize(self, _stop, self._running)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop. Wait for the future on another thread only."""
+        """Starts a coroutine on the loop. Wait for the future on another thread only."""
         with self._lock:
             if not self._running or not self._running[0][1].is_alive():
                 loop = asyncio.new_event_loop()
@@ -37,15 +37,15 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._running[0][0])
 
     def close(self) -> None:
-        """Cancel the coroutines that still run and end the thread. May be called any number of times."""
+        """Cancels the coroutines that still run and ends the thread. May be called any number of times."""
         # Outside the lock: a callback of a cancelled future may submit again, on the thread that this waits for.
         _stop(self._take())
 
-    def abandon(self, tasks: Collection[asyncio.Task[Any]] = ()) -> None:
-        """End a loop that seems blocked without waiting for it. It first finishes those of `tasks` that are its own."""
+    def abandon(self, futures: Collection[Future[Any]] = ()) -> None:
+        """Ends a loop that seems blocked, without waiting for it; the loop first waits for `futures`."""
         for loop, thread in self._take():
             if thread.is_alive():
-                asyncio.run_coroutine_threadsafe(_stop_after(tasks), loop)
+                asyncio.run_coroutine_threadsafe(_stop_after(futures), loop)
 
     def _take(self) -> list[tuple[asyncio.AbstractEventLoop, threading.Thread]]:
         with self._lock:
@@ -65,11 +65,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _stop_after(tasks: Collection[asyncio.Task[Any]]) -> None:
-    loop = asyncio.get_running_loop()
-    if own := [task for task in tasks if task.get_loop() is loop]:
-        await asyncio.wait(own)
-    loop.stop()
+async def _stop_after(futures: Collection[Future[Any]]) -> None:
+    if futures:
+        await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+    asyncio.get_running_loop().stop()
 
 
 def _stop(running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import inspect
@@ -22,14 +21,18 @@ from groupgrad.concurrency.event_loop import LoopThread
 logger = logging.getLogger(__name__)
 
 
+class NoAnswer(TimeoutError):
+    """A call had not ended by its deadline."""
+
+
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """The end of one call."""
+    """The result or failure of one call."""
 
     value: Any = None
     """The function's return value; None if it failed."""
     error: BaseException | None = None
-    """The exception that it raised. A `TimeoutError` of this module if `timed_out`."""
+    """The exception that it raised. `NoAnswer` if `timed_out`."""
     timed_out: bool = False
     """True if it had not ended by its deadline. It may still be running."""
     seconds: float = 0.0
@@ -50,22 +53,22 @@ class _Call:
     """`time.monotonic()` when it started running."""
     awaitable: Any = None
     """The awaitable that a plain function returned."""
-    task: asyncio.Task[Any] | None = None
-    """The task on the event loop that runs it."""
-    _is_claimed: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    on_loop: Future[Outcome] = field(default_factory=Future[Outcome])
+    """Its run on the event loop that it was submitted to last."""
+    _claimed: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def seconds(self) -> float:
         return 0.0 if self.started is None else time.monotonic() - self.started
 
-    def claim(self, task: asyncio.Task[Any] | None = None) -> bool:
+    @property
+    def is_claimed(self) -> bool:
+        """True if an event loop has started the call."""
+        return self._claimed.locked()
+
+    def claim(self) -> bool:
         """True once: for the first event loop that starts the call, or for the supervisor that gives it up before."""
-        with self._lock:
-            if self._is_claimed:
-                return False
-            self._is_claimed, self.task = True, task
-            return True
+        return self._claimed.acquire(blocking=False)
 
     def run(self) -> Outcome:
         """The outcome of a plain function. An awaitable that it returns is the value, for an event loop to await."""
@@ -79,6 +82,9 @@ class _Call:
 
     async def run_async(self) -> Outcome:
         """The outcome of an async function, or of the awaitable that a plain one returned."""
+        if not self.claim():
+            return Outcome(error=RuntimeError("it was interrupted on another event loop"))
+        self.started = self.started or time.monotonic()
         try:
             value = await (self.function() if self.awaitable is None else self.awaitable)
             return Outcome(value if self.then is None else self.then(value), seconds=self.seconds)
@@ -103,8 +109,6 @@ class Workers:
     """
 
     def __init__(self, num_threads: int = 16, *, blocked_s: float = 2.0):
-        if num_threads < 1:
-            raise ValueError(f"num_threads={num_threads}: no tool could ever run; set it to 1 or more")
         self._num_threads = num_threads
         self._blocked_s = blocked_s
         self._threads = DaemonThreads("tool-worker")
@@ -112,7 +116,7 @@ class Workers:
         # The fields below are used on the supervisors' loop only.
         self._free_threads = asyncio.Semaphore(num_threads)
         self._loop: LoopThread | None = None
-        self._on_loop: dict[_Call, asyncio.Future[Outcome]] = {}
+        self._on_loop: set[_Call] = set()
         self._warned: set[str] = set()
 
     def call(
@@ -124,7 +128,7 @@ class Workers:
         then: Callable[[Any], Any] | None = None,
         name: str | None = None,
     ) -> Future[Outcome]:
-        """Start `function(**kwargs)`; the future is done by about `timeout_s` seconds after it started running.
+        """Starts `function(**kwargs)`; the future is done by about `timeout_s` seconds after it started running.
 
         `then` is applied to the return value, on the same thread and within the same deadline. An awaitable that a
         plain function returns is awaited on the event loop. The future never raises and cannot be cancelled: any
@@ -138,36 +142,31 @@ class Workers:
         future.set_running_or_notify_cancel()
 
         def answer(ended: Future[Outcome]) -> None:
-            if ended.cancelled():
-                future.set_result(Outcome(error=RuntimeError("the tools were closed")))
-            elif (error := ended.exception()) is not None:
-                future.set_result(Outcome(error=error))
-            else:
-                future.set_result(ended.result())
+            error = RuntimeError("the tools were closed") if ended.cancelled() else ended.exception()
+            future.set_result(ended.result() if error is None else Outcome(error=error))
 
         self._supervisors.submit(self._supervise(call)).add_done_callback(answer)
         return future
 
     def close(self) -> None:
-        """Answer every open call with an error and end the threads. May be called any number of times."""
+        """Answers every open call with an error and ends the threads. May be called any number of times."""
         self._supervisors.close()
         self._free_threads = asyncio.Semaphore(self._num_threads)  # a semaphore belongs to one loop
         loop, self._loop = self._loop, None
         if loop is not None:
-            is_blocked = wait([loop.submit(_nothing())], timeout=self._blocked_s).not_done
+            is_blocked = wait([loop.submit(asyncio.sleep(0))], timeout=self._blocked_s).not_done
             loop.abandon() if is_blocked else loop.close()
 
     # ---------------------------------------------------------------------- supervisors, on a loop of their own
 
     async def _supervise(self, call: _Call) -> Outcome:
-        if call.is_async:
-            return await self._supervise_on_loop(call)
-        async with self._free_threads:
-            outcome = await self._supervise_in_thread(call)
-        if inspect.isawaitable(outcome.value):
+        if not call.is_async:
+            async with self._free_threads:
+                outcome = await self._supervise_in_thread(call)
+            if not inspect.isawaitable(outcome.value):
+                return outcome
             call.awaitable = outcome.value
-            return await self._supervise_on_loop(call)
-        return outcome
+        return await self._supervise_on_loop(call)
 
     async def _supervise_in_thread(self, call: _Call) -> Outcome:
         call.started = time.monotonic()
@@ -180,54 +179,53 @@ class Workers:
                 running.add_done_callback(lambda late: _discard(late.result().value))
 
     async def _supervise_on_loop(self, call: _Call) -> Outcome:
-        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._on_loop[call] = ended
+        self._on_loop.add(call)
         submitted = time.monotonic()
         try:
             self._start_on_loop(call)
-            while not ended.done():
+            while True:
                 # A blocked loop never starts a call, so before the start the deadline counts from the submission.
                 deadline = (submitted if call.started is None else call.started) + call.timeout_s
                 if (left_s := deadline - time.monotonic()) > 0:
-                    await asyncio.wait({ended}, timeout=left_s)
+                    await asyncio.wait({asyncio.wrap_future(call.on_loop)}, timeout=left_s)
+                    if call.on_loop.done():
+                        return call.on_loop.result()
                     continue
                 self._check_loop()
                 if call.started is not None:
                     return self._time_out(call)
                 submitted = time.monotonic()
-            return ended.result()
         finally:
-            del self._on_loop[call]
+            self._on_loop.remove(call)
+            call.on_loop.cancel()
             if call.claim():  # no loop has started it
                 _discard(call.awaitable)
-            elif not ended.done() and call.task is not None:
-                with contextlib.suppress(RuntimeError):  # the loop has been closed
-                    call.task.get_loop().call_soon_threadsafe(call.task.cancel)
 
     def _start_on_loop(self, call: _Call) -> None:
         if self._loop is None:
             self._loop = LoopThread("tool-loop")
             self._loop.submit(_use_daemon_threads())
-        call.context.run(self._loop.submit, _run_on_loop(call, self._on_loop[call]))
+        call.on_loop = call.context.run(self._loop.submit, call.run_async())
 
     def _check_loop(self) -> None:
-        """Replace the event loop unless it moves within `blocked_s` seconds."""
+        """Replaces the event loop unless it runs a coroutine within `blocked_s` seconds."""
         if self._loop is not None:
-            heartbeat = self._loop.submit(_nothing())
+            heartbeat = self._loop.submit(asyncio.sleep(0))
             asyncio.get_running_loop().call_later(self._blocked_s, self._replace_blocked_loop, self._loop, heartbeat)
 
     def _replace_blocked_loop(self, loop: LoopThread, heartbeat: Future[None]) -> None:
         if heartbeat.done() or self._loop is not loop:
             return
         self._loop = None
-        # Calls that had started stay on the old loop, each with its deadline.
-        loop.abandon([call.task for call in self._on_loop if call.task is not None])
+        # Calls that have started stay on the old loop, each with its deadline.
+        loop.abandon([call.on_loop for call in self._on_loop if call.is_claimed])
         logger.warning(
             "an async tool or environment method blocks its event loop; the loop was given up and replaced. Await what "
             "takes time, or make the function a plain one: plain functions run on threads of their own"
         )
         for call in self._on_loop:
-            if call.task is None:
+            if not call.is_claimed:
+                call.on_loop.cancel()
                 self._start_on_loop(call)
 
     def _time_out(self, call: _Call) -> Outcome:
@@ -239,35 +237,16 @@ class Workers:
                 call.name,
                 call.timeout_s,
             )
-        error = TimeoutError(f"it did not end within {call.timeout_s:g} seconds")
+        error = NoAnswer(f"no answer within {call.timeout_s:g} seconds")
         return Outcome(error=error, timed_out=True, seconds=call.seconds)
 
 
-async def _run_on_loop(call: _Call, ended: asyncio.Future[Outcome]) -> None:
-    """Run a call on the event loop of tools, unless another loop has; `ended` belongs to the supervisors' loop."""
-    if not call.claim(asyncio.current_task()):
-        return
-    call.started = call.started or time.monotonic()
-    outcome = await call.run_async()
-    with contextlib.suppress(RuntimeError):  # the supervisors' loop has been closed
-        ended.get_loop().call_soon_threadsafe(_set_result, ended, outcome)
-
-
-def _set_result(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
-    if not future.done():
-        future.set_result(outcome)
-
-
 async def _use_daemon_threads() -> None:
-    """Let `asyncio.to_thread` run on daemon threads; asyncio's own executor waits for them at the interpreter's end."""
+    """Makes `asyncio.to_thread` use daemon threads; asyncio's own executor delays the interpreter's end."""
     asyncio.get_running_loop().set_default_executor(DaemonThreads("tool-loop-thread"))
 
 
-async def _nothing() -> None:
-    return None
-
-
 def _discard(value: Any) -> None:
-    """Close a coroutine that will not be awaited, so that Python does not warn of it."""
+    """Closes a coroutine that will not be awaited, so that Python does not warn of it."""
     if inspect.iscoroutine(value):
         value.close()
