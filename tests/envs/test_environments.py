@@ -132,7 +132,7 @@ def test_a_factory_that_returns_one_instance_twice_is_refused(workers: Workers):
 
 def test_a_rows_column_chooses_and_is_not_given_to_reset(workers: Workers):
     environments = Environments({"easy": Counter, "hard": Child, "silent": Silent})
-    assert environments.names == ["easy", "hard", "silent"]
+    assert list(environments.schemas) == ["easy", "hard", "silent"]
     handle = start(environments, workers, {"prompt": [], "environment": "hard", "goal": 3})
     assert (handle.spec.name, handle.spec.reward_name, type(handle.instance)) == ("hard", "Child", Child)
     assert handle.instance.log == [{"prompt": [], "goal": 3}]

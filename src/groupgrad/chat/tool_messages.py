@@ -10,7 +10,6 @@ import json
 import pathlib
 import sys
 import uuid
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,26 +28,17 @@ class NotJson(TypeError):
         self.type_name, self.reason = type_name, reason
 
 
-@dataclass(slots=True, frozen=True)
-class Rendered:
-    """A tool's result as the content of a message."""
-
-    content: Content
-    images: list[Any] = field(default_factory=list[Any])
-    """Images of the blocks of `content`, in order: PIL images, paths, URLs or base64 texts."""
-
-
-def render(value: Any, max_chars: int) -> Rendered:
-    """Renders a tool's result: a text as it is, anything else as JSON; text is truncated to `max_chars`.
+def render(value: Any, max_chars: int) -> Content:
+    """Converts a tool's result to message content: a text as it is, else JSON; text is truncated to `max_chars`.
 
     A list of content blocks stays a list if it has images. Blocks of text alone are joined, since templates of text
     models render nothing for a list. NotJson for values that JSON has no form for.
     """
     if is_image(value):
-        return Rendered([{"type": "image", "image": value}], [value])
+        return [{"type": "image", "image": value}]
     if isinstance(value, list) and value and all(map(_is_block, value)):
         return _render_blocks(value, max_chars)
-    return Rendered(cut(_text(value), max_chars))
+    return cut(_text(value), max_chars)
 
 
 def cut(text: str, max_chars: int) -> str:
@@ -104,11 +94,10 @@ def _is_block(item: Any) -> bool:
     return item.get("type") in ("image", "image_url") and any(key in item for key in _IMAGE_KEYS)
 
 
-def _render_blocks(blocks: list[dict[str, Any]], max_chars: int) -> Rendered:
-    images = [next(block[key] for key in _IMAGE_KEYS if key in block) for block in blocks if block["type"] != "text"]
+def _render_blocks(blocks: list[dict[str, Any]], max_chars: int) -> Content:
     texts = [block["text"] for block in blocks if block["type"] == "text"]
-    if not images:
-        return Rendered(cut("".join(texts), max_chars))
+    if len(texts) == len(blocks):
+        return cut("".join(texts), max_chars)
     total, left = sum(map(len, texts)), max_chars
     content: list[dict[str, Any]] = []
     for block in blocks:
@@ -118,7 +107,7 @@ def _render_blocks(blocks: list[dict[str, Any]], max_chars: int) -> Rendered:
             text, left = cut(block["text"][:left], max_chars), left - len(block["text"])
             notice = f"\n[cut: {max_chars} characters of {total} shown]" if left < 0 else ""
             content.append({"type": "text", "text": text + notice})
-    return Rendered(content, images)
+    return content
 
 
 def is_image(value: Any) -> bool:

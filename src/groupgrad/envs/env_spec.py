@@ -1,19 +1,16 @@
-"""Specifications of environments: what a factory makes, found by inspecting its first instance."""
+"""Specifications of environments: the properties of a factory, found by inspecting its first instance."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from groupgrad.concurrency.workers import Outcome
 from groupgrad.envs.tools import Tool, error_text, make_tool
+from groupgrad.rewards.call_inputs import copy_containers
 
 ENV_COLUMN = "environment"
 """Column of the data set that names a row's environment, where there are several."""
@@ -41,29 +38,15 @@ class EnvSpec:
     has_reward: bool
     is_chosen_by_column: bool
     """True if rows choose it by their column `environment`, which is then not passed to `reset`."""
+    pool: list[Any]
+    """Instances that no rollout uses."""
     reward_name: str = ""
     """Name of the column of its own reward: the class's name, numbered if several classes share it."""
-    pool: list[Any] = field(default_factory=list[Any])
-    """Instances that no rollout uses."""
-
-    def create(self) -> Any:
-        """A new instance; EnvironmentFault if the factory fails or makes an instance of another class than at first."""
-        try:
-            instance = self.factory()
-        except Exception as error:
-            text = error_text(Outcome(error=error), 0.0)
-            raise EnvironmentFault(f"the environment '{self.name}' could not be created: {text}") from error
-        if type(instance) is not self.env_class:
-            raise EnvironmentFault(
-                f"the factory of the environment '{self.name}' made a {type(instance).__name__}, but a "
-                f"{self.env_class.__name__} at first; give a dict of factories by name for several classes"
-            )
-        return instance
 
     def reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments for `reset`: copies of the row's columns that it takes."""
         return {
-            name: copied(value)
+            name: copy_containers(value)
             for name, value in row.items()
             if (self.reset_columns is None or name in self.reset_columns)
             and not (self.is_chosen_by_column and name == ENV_COLUMN)
@@ -83,7 +66,7 @@ def factories_by_name(factories: Any) -> dict[str | None, Any]:
 
 
 def first_instance(factory: Any, name: str | None) -> Any:
-    """Call a factory for the first time. TypeError if it is not callable, ValueError if it fails."""
+    """Calls a factory for the first time. TypeError if it is not callable, ValueError if it fails."""
     argument = _argument(name)
     if not callable(factory):
         raise TypeError(
@@ -92,7 +75,7 @@ def first_instance(factory: Any, name: str | None) -> Any:
     try:
         instance = factory()
     except Exception as error:
-        text = error_text(Outcome(error=error), 0.0)
+        text = error_text(error)
         raise ValueError(f"{argument} failed when it was called, without arguments, at the start: {text}") from error
     if instance is None or isinstance(instance, type) or inspect.isawaitable(instance):
         if inspect.iscoroutine(instance):
@@ -122,6 +105,7 @@ def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None)
         reset_columns=_columns(reset),
         has_reward=callable(getattr(instance, "get_reward", None)),
         is_chosen_by_column=name is not None,
+        pool=[instance],
     )
 
 
@@ -135,15 +119,6 @@ def public_methods(env_class: type) -> list[str]:
                 value, (types.FunctionType, staticmethod, classmethod, functools._lru_cache_wrapper)
             )
     return [name for name, is_tool in is_function.items() if is_tool and name[0] != "_" and name not in NOT_TOOLS]
-
-
-def copied(value: Any) -> Any:
-    """A deep copy of containers; other objects in them (images) are shared."""
-    if type(value) is dict:
-        return {key: copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
-    return copy.copy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
 def _argument(name: str | None) -> str:

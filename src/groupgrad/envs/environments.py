@@ -23,12 +23,12 @@ from groupgrad.envs.env_spec import (
     ENV_COLUMN,
     EnvironmentFault,
     EnvSpec,
-    copied,
     factories_by_name,
     first_instance,
     inspect_factory,
 )
 from groupgrad.envs.tools import Tool, ToolBox, check_names, error_text
+from groupgrad.rewards.call_inputs import copy_containers
 from groupgrad.rewards.functions import distinct_names
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,7 @@ class EnvOutcome:
     value: Any = None
     """The observation (text, content blocks or None) or the reward (finite float or None); None after a failure."""
     problem: str = ""
-    """Why it failed, for people; empty if it did not."""
-    timed_out: bool = False
+    """The reason of a failure, for people; empty if there was none."""
 
 
 class Environments:
@@ -77,7 +76,11 @@ class Environments:
         self._specs: dict[str, EnvSpec] = {}
         try:
             for name, factory in factories_by_name(factories).items():
-                self._add_factory(name, factory)
+                instance = first_instance(factory, name)
+                self._add(instance, name or type(instance).__name__)
+                spec = inspect_factory(instance, factory, name)
+                check_names([*self._tools, *spec.tools], f"the environment '{spec.env_class.__name__}'")
+                self._specs[spec.name] = spec
         except BaseException:
             self.close()
             raise
@@ -85,8 +88,6 @@ class Environments:
         reward_names = dict(zip(classes, distinct_names([env_class.__name__ for env_class in classes])))
         for spec in self._specs.values():
             spec.reward_name = reward_names[spec.env_class]
-        self.names: list[str] = list(self._specs)
-        """Names of the factories."""
         rewarding = [spec.reward_name for spec in self._specs.values() if spec.has_reward]
         self.reward_names: list[str] = list(dict.fromkeys(rewarding))
         """Classes that compute rewards of their own, each once."""
@@ -121,19 +122,22 @@ class Environments:
         return EnvHandle(self, spec, instance, self._tools)
 
     def release(self, handle: EnvHandle) -> None:
-        """Return an instance to the pool, or discard and close it if it failed or a call may still be inside it."""
-        instance = handle.detach()
+        """Returns an instance to the pool, or discards and closes it if it failed or a call may still be inside it."""
+        self.take_back(handle.spec, handle.detach(), is_reusable=not handle.must_discard and not handle.is_busy)
+
+    def take_back(self, spec: EnvSpec, instance: Any, *, is_reusable: bool = True) -> None:
+        """Returns an instance to the pool or closes it; does nothing if it is closed already or was never created."""
         with self._lock:
-            if id(instance) not in self._alive:  # none was made, or all have been closed meanwhile
+            if id(instance) not in self._alive:
                 return
-            if not handle.must_discard and not handle.is_busy:
-                handle.spec.pool.append(instance)
+            if is_reusable:
+                spec.pool.append(instance)
                 return
             del self._alive[id(instance)]
         self._start_closing(instance)
 
     def close(self) -> None:
-        """Close every instance, those in use too, and wait for it, `close_timeout_s` seconds at most.
+        """Closes every instance, those in use too, and waits for it, `close_timeout_s` seconds at most.
 
         Failures are logged. May be called any number of times; a later `acquire` makes new instances.
         """
@@ -154,23 +158,18 @@ class Environments:
 
     def create(self, spec: EnvSpec) -> Any:
         """A new instance; EnvironmentFault if the factory fails or makes an instance of another class than at first."""
-        instance = spec.create()
+        try:
+            instance = spec.factory()
+        except Exception as error:
+            text = error_text(error)
+            raise EnvironmentFault(f"the environment '{spec.name}' could not be created: {text}") from error
+        if type(instance) is not spec.env_class:
+            raise EnvironmentFault(
+                f"the factory of the environment '{spec.name}' made a {type(instance).__name__}, but a "
+                f"{spec.env_class.__name__} at first; give a dict of factories by name for several classes"
+            )
         self._add(instance, spec.name)
         return instance
-
-    def add_to_pool(self, spec: EnvSpec, instance: Any) -> None:
-        """Pool an instance whose rollout had stopped waiting when it was finished."""
-        with self._lock:
-            if id(instance) in self._alive:
-                spec.pool.append(instance)
-
-    def _add_factory(self, name: str | None, factory: Any) -> None:
-        instance = first_instance(factory, name)
-        self._add(instance, name or type(instance).__name__)
-        spec = inspect_factory(instance, factory, name)
-        spec.pool.append(instance)
-        check_names([*self._tools, *spec.tools], f"the environment '{spec.env_class.__name__}'")
-        self._specs[spec.name] = spec
 
     def _add(self, instance: Any, name: str) -> None:
         with self._lock:
@@ -195,7 +194,7 @@ class Environments:
         def log(running: Future[Outcome]) -> None:
             outcome = running.result()
             if outcome.error is not None and logged in self._closing:
-                logger.warning("%s failed: %s", name, error_text(outcome, self._close_timeout_s))
+                logger.warning("%s failed: %s", name, error_text(outcome.error))
             self._closing.discard(logged)
             logged.set_result(None)
 
@@ -219,17 +218,15 @@ class EnvHandle:
         self._is_detached = False
 
     def reset(self, row: Mapping[str, Any], workers: Workers, timeout_s: float) -> Future[EnvOutcome]:
-        """Begin an episode with the row's columns, in a new instance if the pool had none. Never raises."""
+        """Begins an episode with the row's columns, in a new instance if the pool had none. Never raises."""
         begin = functools.partial(self._begin, self.spec.reset_arguments(row))
         return self._call("reset", begin, self._check_observation, workers, timeout_s)
 
     def get_reward(self, workers: Workers, timeout_s: float) -> Future[EnvOutcome]:
-        """The environment's own reward of the episode; a finite number, or None. Never raises."""
-        problem = self.problem()
-        if not self.spec.has_reward or problem is not None:
+        """The own reward of an environment that has one: a finite number, or None. Never raises."""
+        if (problem := self.problem()) is not None:
             future: Future[EnvOutcome] = Future()
-            text = f"{self.spec.reward_name}.get_reward: {problem}" if self.spec.has_reward else ""
-            future.set_result(EnvOutcome(problem=text))
+            future.set_result(EnvOutcome(problem=f"{self.spec.reward_name}.get_reward: {problem}"))
             return future
         return self._call("get_reward", self.method("get_reward"), self._check_reward, workers, timeout_s)
 
@@ -250,7 +247,7 @@ class EnvHandle:
         return run_async if is_async(method) else run
 
     def problem(self) -> str | None:
-        """Why no method can be called now; None if one can."""
+        """The reason why no method can be called now, in words for the model; None if one can."""
         if self._is_detached:
             return "the episode is over"
         if self.instance is None:
@@ -264,11 +261,11 @@ class EnvHandle:
             return self._num_running > 0
 
     def discard(self) -> None:
-        """Have the instance closed rather than used again when it is released."""
+        """Makes `release` close the instance instead of pooling it."""
         self.must_discard = True
 
     def detach(self) -> Any:
-        """End the episode and return the instance; None if there is none, and from the second call on."""
+        """Ends the episode and returns the instance; None if there is none, and from the second call on."""
         with self._lock:
             instance = None if self._is_detached else self.instance
             self._is_detached = True
@@ -285,7 +282,7 @@ class EnvHandle:
                 self._num_running -= 1
 
     def _begin(self, arguments: dict[str, Any]) -> Any:
-        """Call `reset` on a worker, in a new instance if there is none yet. It may return an awaitable."""
+        """Calls `reset` on a worker, in a new instance if there is none yet. It may return an awaitable."""
         abandoned = EnvironmentFault(f"{self.spec.reward_name}: the rollout no longer waits for it")
         if self._is_detached:
             raise abandoned
@@ -296,14 +293,14 @@ class EnvHandle:
                 if is_wanted:
                     self.instance = instance
             if not is_wanted:
-                self._environments.add_to_pool(self.spec, instance)
+                self._environments.take_back(self.spec, instance)
                 raise abandoned
         return self.method("reset")(**arguments)
 
     def _call(
         self, method: str, function: Callable[..., Any], check: Callable[[Any], Any], workers: Workers, timeout_s: float
     ) -> Future[EnvOutcome]:
-        """Run `check(function())` on the workers. After a failed reset or a timeout the instance is discarded."""
+        """Runs `check(function())` on the workers. After a failed reset or a timeout the instance is discarded."""
         name = f"{self.spec.reward_name}.{method}"
         answered: Future[EnvOutcome] = Future()
 
@@ -314,8 +311,8 @@ class EnvHandle:
                     self.discard()
                 logger.debug("%s failed", name, exc_info=outcome.error)
                 is_complete = isinstance(outcome.error, EnvironmentFault)
-                problem = str(outcome.error) if is_complete else f"{name} failed: {error_text(outcome, timeout_s)}"
-            answered.set_result(EnvOutcome(outcome.value, problem, outcome.timed_out))
+                problem = str(outcome.error) if is_complete else f"{name} failed: {error_text(outcome.error)}"
+            answered.set_result(EnvOutcome(outcome.value, problem))
 
         workers.call(function, {}, timeout_s=timeout_s, then=check, name=name).add_done_callback(answer)
         return answered
@@ -351,17 +348,17 @@ def add_observation(messages: Sequence[Mapping[str, Any]], observation: Observat
 
     Copies; where text meets content blocks, the text becomes a block.
     """
-    extended = [copied(dict(message)) for message in messages]
+    extended = [copy_containers(dict(message)) for message in messages]
     if not observation:
         return extended
     last = next((message for message in reversed(extended) if message.get("role") == "user"), None)
     if last is None:
-        return [*extended, {"role": "user", "content": copied(observation)}]
+        return [*extended, {"role": "user", "content": copy_containers(observation)}]
     content = last.get("content") or ("" if isinstance(observation, str) else [])
     if isinstance(content, str) and isinstance(observation, str):
         last["content"] = content + observation
     else:
-        last["content"] = _blocks(content) + _blocks(copied(observation))
+        last["content"] = _blocks(content) + _blocks(copy_containers(observation))
     return extended
 
 

@@ -27,24 +27,16 @@ EXAMPLE = '''
 MAX_VALUE_CHARS = 200
 """Characters of a wrong value that an error quotes."""
 
-_IN_WORDS = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "a boolean",
-    "null": "null",
-    "array": "an array",
-    "object": "an object",
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "integer": ("an integer", (int,)),
+    "number": ("a number", (int, float)),
+    "string": ("a string", (str,)),
+    "boolean": ("a boolean", (bool,)),
+    "null": ("null", (type(None),)),
+    "array": ("an array", (list, tuple)),
+    "object": ("an object", (dict,)),
 }
-_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "string": (str,),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "array": (list, tuple),
-    "object": (dict,),
-}
+"""Words and Python types of each JSON type."""
 
 
 def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, Any]:
@@ -54,15 +46,19 @@ def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, A
     cannot be called with keywords or yields its results; ValueError for a missing docstring, hint or description of an
     argument, and for a hint that has no JSON counterpart.
     """
-    inner, bound = _innermost(function)
+    inner, bound = function, set[str]()
+    while isinstance(inner, functools.partial):
+        bound.update(inner.keywords)
+        inner = inner.func
     if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         raise TypeError(f"{where} yields its results, but a model gets one answer to a call; return it instead")
     signature = _signature(function, where)
     parameters = {key: p for key, p in signature.parameters.items() if key not in bound}
-    docstring = inspect.getdoc(inner if _is_plain(inner) else type(inner).__call__) or inspect.getdoc(inner)
+    described = inner if hasattr(inner, "__name__") else type(inner).__call__  # a function, or an object's __call__
+    docstring = inspect.getdoc(described) or inspect.getdoc(inner)
     if not docstring or not docstring.strip():
         raise ValueError(f"{where} has no docstring, from which the model learns what it does; write one like{EXAMPLE}")
-    hints = _hints(inner, where)
+    hints = _hints(described, where)
     _check_descriptions(docstring, parameters, hints, where)
 
     def stub() -> None:
@@ -80,7 +76,7 @@ def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, A
 
 
 def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arguments: Any) -> str | None:
-    """Why arguments do not fit a tool, in words for the model; None if they do.
+    """The reason why arguments do not fit a tool, in words for the model; None if they fit.
 
     `schema` comes from `describe`. `defaults` has the values of arguments that may be left out; an argument whose
     default is None may be null. Nothing is converted: "3" is not an integer, but 3 is a number.
@@ -104,7 +100,7 @@ def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arg
 
 
 def _json_text(value: Any) -> str:
-    """A value as JSON, cut short."""
+    """A value as JSON, cut to `MAX_VALUE_CHARS`."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -113,21 +109,16 @@ def _json_text(value: Any) -> str:
 
 
 def _in_words(schema: Mapping[str, Any]) -> str:
-    """The values that a schema allows, in a few words: 'an array of integers or null'."""
+    """The values that a schema allows, in a few words: 'an integer or null'."""
     if "enum" in schema:
         words = "one of " + ", ".join(_json_text(value) for value in schema["enum"])
     elif "anyOf" in schema:
         words = " or ".join(_in_words(option) for option in schema["anyOf"])
     else:
-        words = " or ".join(_type_in_words(name, schema) for name in _types(schema)) or "any value"
+        words = " or ".join(_TYPES[name][0] if name in _TYPES else name for name in _types(schema)) or "any value"
+        if schema.get("type") == "array" and _types(schema.get("items", {})):
+            words = f"{words} with {_in_words(schema['items'])} at each place"
     return f"{words} or null" if schema.get("nullable") else words
-
-
-def _type_in_words(type_name: str, schema: Mapping[str, Any]) -> str:
-    word = _IN_WORDS.get(type_name, type_name)
-    if type_name == "array" and _types(schema.get("items", {})):
-        return f"{word} with {_in_words(schema['items'])} at each place"
-    return word
 
 
 def _usage(name: str, properties: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
@@ -146,7 +137,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _type_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Why a value does not fit a schema, or None."""
+    """The reason why a value does not fit a schema, or None."""
     if value is None and schema.get("nullable"):
         return None
     wrong = f"{where} must be {_in_words(schema)}, but is {_json_text(value)}"
@@ -154,7 +145,7 @@ def _type_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | No
         return None if any(_type_problem(where, value, option) is None for option in options) else wrong
     types = _types(schema)
     # A type that JSON does not have ("image") accepts any value.
-    if types and all(name in _PYTHON_TYPES for name in types) and not any(_is(value, name) for name in types):
+    if types and all(name in _TYPES for name in types) and not any(_is(value, name) for name in types):
         return wrong
     if "enum" in schema:
         # Choices written into an array's description apply to its items.
@@ -165,7 +156,7 @@ def _type_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | No
 
 
 def _item_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Why an item of an array or object does not fit the schema, or None."""
+    """The reason why an item of an array or object does not fit the schema, or None."""
     items: list[tuple[str, Any, Any]] = []
     if isinstance(value, (list, tuple)):
         if "prefixItems" in schema:
@@ -183,26 +174,12 @@ def _item_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | No
 def _is(value: Any, type_name: str) -> bool:
     if isinstance(value, bool):  # an integer in Python
         return type_name == "boolean"
-    return isinstance(value, _PYTHON_TYPES[type_name])
+    return isinstance(value, _TYPES[type_name][1])
 
 
 def _equal(value: Any, other: Any) -> bool:
     """Equality where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _innermost(function: Callable[..., Any]) -> tuple[Callable[..., Any], set[str]]:
-    """The callable inside any layers of `functools.partial`, and the names of the arguments that they set."""
-    bound: set[str] = set()
-    while isinstance(function, functools.partial):
-        bound.update(function.keywords)
-        function = function.func
-    return function, bound
-
-
-def _is_plain(function: Callable[..., Any]) -> bool:
-    """True for a function or method, false for an object that can be called."""
-    return hasattr(function, "__name__")
 
 
 def _signature(function: Callable[..., Any], where: str) -> inspect.Signature:
@@ -224,9 +201,9 @@ def _signature(function: Callable[..., Any], where: str) -> inspect.Signature:
     return signature
 
 
-def _hints(inner: Callable[..., Any], where: str) -> dict[str, Any]:
+def _hints(described: Callable[..., Any], where: str) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(inner if _is_plain(inner) else type(inner).__call__)
+        return typing.get_type_hints(described)
     except Exception as error:
         raise ValueError(
             f"{where} has a type hint that cannot be read ({type(error).__name__}: {error}); use types that its module "

@@ -6,17 +6,19 @@ import functools
 import inspect
 import keyword
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from groupgrad.chat import ToolCall
-from groupgrad.chat.tool_messages import NotJson, Rendered, cut, render
+from groupgrad.chat.tool_messages import Content, NotJson, cut, render
 from groupgrad.concurrency.callables import function_name
-from groupgrad.concurrency.workers import Outcome, Workers
+from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers
 from groupgrad.envs.schemas import argument_problem, describe
+
+if TYPE_CHECKING:
+    from groupgrad.envs.environments import EnvHandle
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +33,6 @@ class ToolOptions:
     """Characters of a result for the model; a longer one is cut, with a notice."""
     num_threads: int = 64
     """Plain functions that run at once; the number of async ones has no limit."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(
-                f"tool_timeout_s={self.timeout_s}: every call needs a deadline; set a number of seconds above 0"
-            )
-        if self.max_result_chars < 1:
-            raise ValueError(f"tool_max_result_chars={self.max_result_chars}: no result could be read; set 1 or more")
-        if self.num_threads < 1:
-            raise ValueError(f"tool_threads={self.num_threads}: no tool could ever run; set 1 or more")
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,50 +56,28 @@ class ToolReply:
 
     name: str
     """As the model wrote it."""
-    content: str | list[dict[str, Any]]
+    content: Content
     """Text for the model, or content blocks if there is an image among them."""
     failed: bool = False
     timed_out: bool = False
     seconds: float = 0.0
     """Seconds that the tool ran."""
-    images: list[Any] = field(default_factory=list[Any])
-    """Images of the image blocks in `content`, in their order."""
 
 
-class MethodOwner(Protocol):
-    """The environment that a rollout's methods belong to (`environments.EnvHandle`)."""
-
-    def method(self, name: str) -> Callable[..., Any]:
-        """The method of a tool's name."""
-        ...
-
-    def problem(self) -> str | None:
-        """Why no method can be called now, in words for the model; None if one can."""
-        ...
-
-    def discard(self) -> None:
-        """Note that a call did not end by its deadline, so that the environment is not used again."""
-        ...
-
-
-def make_tools(functions: Iterable[Callable[..., Any]] | None) -> list[Tool]:
-    """Make a tool of each function, with the schema that transformers' `get_json_schema` gives.
+def make_tools(functions: Iterable[Callable[..., Any]]) -> list[Tool]:
+    """Makes a tool of each function, with the schema that transformers' `get_json_schema` gives.
 
     A function is a function, bound method, callable object or `functools.partial` of one, plain or async, with a type
     hint and a line of the docstring for each argument. TypeError for other objects and for functions that cannot be
     called with keywords; ValueError for missing hints or descriptions and for two tools of one name.
     """
-    if functions is None:
-        return []
-    if callable(functions) or isinstance(functions, (str, dict)) or not isinstance(functions, Iterable):
-        raise TypeError(f"tools={functions!r}: tools is a list of functions; put it into a list")
     tools = [_make_function_tool(function, index) for index, function in enumerate(functions)]
     check_names(tools)
     return tools
 
 
 def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
-    """Make one tool; `where` names the function in errors."""
+    """Makes one tool; `where` names the function in errors."""
     schema = describe(function, name, where)
     parameters = inspect.signature(function).parameters
     names = schema["function"]["parameters"].get("properties", {})
@@ -146,41 +116,41 @@ def _make_function_tool(function: Any, index: int) -> Tool:
 
 
 class ToolBox:
-    """The tools of one rollout: those that all rollouts share, and the methods of its environment.
+    """The tools of one rollout: those that all rollouts share, and the methods of its environment, the `owner`.
 
     Calls of the environment's methods run one after another in the order of the calls, because an environment has a
     state; calls of the other tools run side by side. Use it on one thread only.
     """
 
-    def __init__(self, tools: Sequence[Tool] = (), methods: Sequence[Tool] = (), owner: MethodOwner | None = None):
+    def __init__(self, tools: Sequence[Tool] = (), methods: Sequence[Tool] = (), owner: EnvHandle | None = None):
         self.schemas: list[dict[str, Any]] = [tool.schema for tool in (*tools, *methods)]
         """Schemas of all tools, in their order."""
         self._tools = {tool.name: tool for tool in (*tools, *methods)}
         self._methods = {tool.name for tool in methods}
         self._owner = owner
-        self._last_method_call: Future[ToolReply] | None = None
+        self._last_method_call: Future[Any] = Future()
+        self._last_method_call.set_result(None)
 
     def call(self, call: ToolCall, workers: Workers, options: ToolOptions) -> Future[ToolReply]:
-        """Start a call. The future gets its reply and never raises.
+        """Starts a call. The future gets its reply and never raises.
 
         A call that cannot be made is answered with its problem at once: one that could not be parsed, an unknown tool,
         arguments that do not fit.
         """
         reply: Future[ToolReply] = Future()
-        reply.set_running_or_notify_cancel()  # nobody can cancel it, so it always gets its reply
+        reply.set_running_or_notify_cancel()  # a future that cannot be cancelled always gets its reply
         tool = self._tools.get(call.name)
-        if (problem := self._problem(call, tool)) is not None or tool is None:
+        problem = self._problem(call, tool)
+        if tool is None or problem is not None:
             reply.set_result(ToolReply(call.name, cut(problem or "", options.max_result_chars), failed=True))
             return reply
-        if call.name not in self._methods:
-            _PendingCall(tool, call.arguments, workers, options, None, reply).start()
-            return reply
-        pending = _PendingCall(tool, call.arguments, workers, options, self._owner, reply)
-        previous, self._last_method_call = self._last_method_call, reply
-        if previous is None:
-            pending.start()
+        owner = self._owner if call.name in self._methods else None
+        start = functools.partial(_start, tool, call.arguments, owner, reply, workers, options)
+        if owner is None:
+            start()
         else:
-            previous.add_done_callback(lambda _: pending.start())
+            previous, self._last_method_call = self._last_method_call, reply
+            previous.add_done_callback(lambda _: start())
         return reply
 
     def _problem(self, call: ToolCall, tool: Tool | None) -> str | None:
@@ -193,48 +163,40 @@ class ToolBox:
         return argument_problem(tool.schema, tool.defaults, call.arguments)
 
 
-@dataclass(slots=True, frozen=True)
-class _PendingCall:
-    """A call with valid arguments and the future that gets its reply."""
+def _start(
+    tool: Tool,
+    arguments: dict[str, Any],
+    owner: EnvHandle | None,
+    reply: Future[ToolReply],
+    workers: Workers,
+    options: ToolOptions,
+) -> None:
+    """Runs a tool with valid arguments on the workers, a method only if its owner has no problem. Never raises."""
 
-    tool: Tool
-    arguments: dict[str, Any]
-    workers: Workers
-    options: ToolOptions
-    owner: MethodOwner | None
-    """The environment whose method the tool is; None for a function."""
-    reply: Future[ToolReply]
-
-    def start(self) -> None:
-        """Run it on the workers, unless its environment has a problem. Never raises: it may be a future's callback."""
-        try:
-            if self.owner is not None and (problem := self.owner.problem()) is not None:
-                self.reply.set_result(ToolReply(self.tool.name, f"Error: {problem}", failed=True))
-                return
-            running = self.workers.call(
-                self.tool.function if self.owner is None else self.owner.method(self.tool.name),
-                self.arguments,
-                timeout_s=self.options.timeout_s,
-                then=functools.partial(render, max_chars=self.options.max_result_chars),
-                name=self.tool.name,
-            )
-        except Exception as error:
-            self.reply.set_result(_reply(self.tool, Outcome(error=error), self.options))
-        else:
-            running.add_done_callback(self._finish)
-
-    def _finish(self, running: Future[Outcome]) -> None:
+    def finish(running: Future[Outcome]) -> None:
         outcome = running.result()
-        if outcome.timed_out and self.owner is not None:
-            self.owner.discard()  # before its next call starts
-        self.reply.set_result(_reply(self.tool, outcome, self.options))
+        if outcome.timed_out and owner is not None:
+            owner.discard()  # before its next call starts
+        reply.set_result(_reply(tool, outcome, options))
+
+    try:
+        if owner is not None and (problem := owner.problem()) is not None:
+            reply.set_result(ToolReply(tool.name, f"Error: {problem}", failed=True))
+            return
+        function = tool.function if owner is None else owner.method(tool.name)
+        render_result = functools.partial(render, max_chars=options.max_result_chars)
+        running = workers.call(function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name)
+    except Exception as error:
+        reply.set_result(_reply(tool, Outcome(error=error), options))
+    else:
+        running.add_done_callback(finish)
 
 
 def _reply(tool: Tool, outcome: Outcome, options: ToolOptions) -> ToolReply:
     """The result of a call for the model, or its error."""
-    if isinstance(outcome.value, Rendered) and outcome.error is None:
-        return ToolReply(tool.name, outcome.value.content, seconds=outcome.seconds, images=outcome.value.images)
-    text = error_text(outcome, options.timeout_s)
+    if outcome.error is None:
+        return ToolReply(tool.name, outcome.value, seconds=outcome.seconds)
+    text = error_text(outcome.error)
     if isinstance(outcome.error, NotJson):
         text = str(outcome.error)
         _warn_not_json(tool, outcome.error)
@@ -254,13 +216,11 @@ def _warn_not_json(tool: Tool, error: NotJson) -> None:
         )
 
 
-def error_text(outcome: Outcome, timeout_s: float) -> str:
-    """Why a call failed, in a line without a traceback: 'ValueError: no such city'."""
-    if outcome.timed_out:
-        return f"no answer within {timeout_s:g} seconds"
-    type_name = type(outcome.error).__name__
+def error_text(error: BaseException | None) -> str:
+    """Describes the error of a call in a line without a traceback: 'ValueError: no such city'."""
+    type_name = type(error).__name__
     try:
-        message = str(outcome.error)
+        message = str(error)
     except Exception:  # the user's exception class may fail at this too
         message = ""
-    return f"{type_name}: {message}" if message else type_name
+    return message if isinstance(error, NoAnswer) else f"{type_name}: {message}" if message else type_name

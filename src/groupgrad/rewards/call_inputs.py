@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of, merge
@@ -117,12 +120,12 @@ class CallInputs:
 
 
 def copy_containers(value: Any) -> Any:
-    """Copies nested lists, tuples and dicts; their leaves (images, tensors) are shared with the original."""
+    """Copies nested lists, tuples and dicts, sets and arrays; other leaves (images, tensors) stay shared."""
     if isinstance(value, dict):
         return {key: copy_containers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(copy_containers(item) for item in value)
-    return value
+    return copy.copy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
 @dataclass(slots=True)
