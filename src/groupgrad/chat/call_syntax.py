@@ -6,17 +6,20 @@ is missing, rejects the whole turn for one malformed call, and does not report w
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from groupgrad.chat.braced_values import decode_braced
 from groupgrad.chat.records import CallSpan, Parameters, ToolCall
-from groupgrad.chat.values import call_from_arguments, call_from_value, decode_json, typed_value
+from groupgrad.chat.values import call_from_arguments, call_from_value, decode_braced, decode_json, skip, typed_value
 
 _SEPARATOR = re.compile(r"[\s,;]*")
 _PYTHON_TAG = re.compile(re.escape("<|python_tag|>") + r"\s*")
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _CALL_START = re.compile(r"\[?\s*\{\s*\"(name|type|function)\"")
 
 
@@ -45,14 +48,13 @@ class Tags:
     """The calls of a turn stand in one list between the tags."""
 
 
-@dataclass(slots=True)
-class ParsedBody:
-    """Calls parsed behind an opening tag, and where their text ends."""
+class MalformedCall(Exception):
+    """A call that cannot be parsed. The search for the next call resumes at `end`; `before` has the calls before it."""
 
-    calls: list[ToolCall]
-    end: int
-    is_complete: bool = True
-    """False if the text broke off or could not be parsed; the closing tag is then not expected at `end`."""
+    def __init__(
+        self, end: int, problem: str, name: str = "", call_id: str | None = None, before: Sequence[ToolCall] = ()
+    ):
+        self.end, self.calls = end, [*before, ToolCall(name, id=call_id, problem=problem)]
 
 
 class TaggedCalls(ABC):
@@ -69,8 +71,8 @@ class TaggedCalls(ABC):
         self._outer_closing = re.compile(r"\s*" + literal_pattern(tags.outer_closing))
 
     @abstractmethod
-    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
-        """Parses the text behind an opening tag that ends at `at`."""
+    def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
+        """The calls behind an opening tag that ends at `at`, and the index behind them; MalformedCall for others."""
 
     def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
         """Parses all calls of a text, in order. Never raises: a malformed call is a call with a `problem`."""
@@ -84,19 +86,21 @@ class TaggedCalls(ABC):
 
     def _span(self, text: str, opening: re.Match[str], parameters: Parameters) -> CallSpan:
         start, tags = opening.start(), self.tags
-        body = self._parse(text, opening.end(), parameters)
-        end = body.end
-        if body.is_complete and tags.closing:
+        try:
+            calls, end = self._parse(text, opening.end(), parameters)
+        except MalformedCall as malformed:
+            calls, end = malformed.calls, malformed.end
+        else:
             if closing := self._closing.match(text, end):
-                end = closing.end()
+                end = closing.end() if tags.closing else end
             else:
-                for call in body.calls:
+                for call in calls:
                     call.arguments, call.problem = {}, call.problem or self._unclosed(call.name)
         if tags.outer_opening and (outer := self._outer_opening.search(text[:start])):
             start = outer.start()
         if tags.outer_closing and (outer := self._outer_closing.match(text, end)):
             end = outer.end()
-        return CallSpan(start, end, body.calls)
+        return CallSpan(start, end, calls)
 
     def _unclosed(self, name: str = "") -> str:
         return f"the call{name and ' of ' + name} is not closed: {self.tags.closing} is missing behind it"
@@ -110,17 +114,17 @@ class JsonCalls(TaggedCalls):
         place = f"in {tags.opening} tags" if tags.closing else f"after {tags.opening}"
         super().__init__(tags, f"{notation} {place}")
 
-    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         calls: list[ToolCall] = []
         while True:
             try:
-                decoded = decode_json(text, at)
+                value, end = decode_json(text, at)
             except ValueError as error:
-                return ParsedBody([*calls, _invalid_json(error)], at, is_complete=False)
-            calls += map(call_from_value, _as_list(decoded.value))
-            at = _skip_separator(text, decoded.end)
+                raise MalformedCall(at, f"the call is no valid JSON: {error}", before=calls) from None
+            calls += map(call_from_value, _as_list(value))
+            at = skip(_SEPARATOR, text, end)
             if not text.startswith("{", at):
-                return ParsedBody(calls, decoded.end)
+                return calls, end
 
 
 class BareJson:
@@ -136,18 +140,18 @@ class BareJson:
         end = at
         while text.startswith(("{", "["), at):
             try:
-                decoded = decode_json(text, at)
+                value, value_end = decode_json(text, at)
             except ValueError as error:
                 if calls or _CALL_START.match(text, at):
-                    calls.append(_invalid_json(error))
+                    calls.append(ToolCall("", problem=f"the call is no valid JSON: {error}"))
                     end = len(text)
                 break
-            values = _as_list(decoded.value)
+            values = _as_list(value)
             if not values or not all(map(_looks_like_call, values)):
                 break
             calls += map(call_from_value, values)
-            end = decoded.end
-            at = _skip_separator(text, end)
+            end = value_end
+            at = skip(_SEPARATOR, text, end)
         return [CallSpan(start, end, calls)] if calls else []
 
 
@@ -171,22 +175,22 @@ class NamedArguments(TaggedCalls):
         excluded = r"\s<>{}\[\]\"'" if is_json else r"\s<>{}"
         self._head = re.compile(rf"(?P<name>[^{excluded}]+?)" + pattern + r"(?=\{)")
 
-    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         head = self._head.match(text, at)
         if head is None:
             form = f"{self.tags.opening}name{self._middle}{{...}}{self.tags.closing}"
             problem = f"the call is not of the form {form}: there is no name with braces behind {self.tags.opening}"
-            return ParsedBody([ToolCall("", problem=problem)], at, is_complete=False)
+            raise MalformedCall(at, problem)
         name, call_id = head["name"], head.groupdict().get("id")
         try:
-            arguments = self._decode(text, head.end())
+            arguments, end = self._decode(text, head.end())
         except ValueError as error:
             problem = f"the arguments of {name} are no valid {self._notation}: {error}"
-            return ParsedBody([ToolCall(name, id=call_id, problem=problem)], head.end(), is_complete=False)
-        if not self._is_json and not self._closing.match(text, arguments.end):
+            raise MalformedCall(head.end(), problem, name, call_id) from None
+        if not self._is_json and not self._closing.match(text, end):
             # A value without quotes may have run past the next opening tag: resume before it.
-            return ParsedBody([ToolCall(name, problem=self._unclosed(name))], at, is_complete=False)
-        return ParsedBody([call_from_arguments(name, arguments.value, call_id)], arguments.end)
+            raise MalformedCall(at, self._unclosed(name), name)
+        return [call_from_arguments(name, arguments, call_id)], end
 
 
 class KeyedArguments(TaggedCalls):
@@ -213,36 +217,39 @@ class KeyedArguments(TaggedCalls):
             re.DOTALL,
         )
 
-    def _parse(self, text: str, at: int, parameters: Parameters) -> ParsedBody:
+    def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         following = self._opening.search(text, at)
         limit = following.start() if following else len(text)
         head = self._head.match(text, at, limit)
         if head is None:
-            problem = f"the call has no name behind {self.tags.opening}"
-            return ParsedBody([ToolCall("", problem=problem)], at, is_complete=False)
+            raise MalformedCall(at, f"the call has no name behind {self.tags.opening}")
         call, at = ToolCall(head["name"]), head.end()
         schemas = parameters.get(call.name, {})
         while key := self._key.match(text, at):
             value = self._value.match(text, key.end(), limit)
             if value is None:
                 problem = f"the argument {key['key']!r} of {call.name} is not closed by {self._value_end}"
-                return ParsedBody([ToolCall(call.name, problem=problem)], at, is_complete=False)
+                raise MalformedCall(at, problem, call.name)
             call.arguments[key["key"]] = typed_value(value["value"], schemas.get(key["key"]))
             at = value.end()
-        return ParsedBody([call], at)
+        return [call], at
+
+
+class PythonCalls(TaggedCalls):
+    """A list of Python calls, or a single one, between tags."""
+
+    def __init__(self, tags: Tags):
+        super().__init__(tags, f"a list of Python calls in {tags.opening} tags")
+
+    def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
+        closing = self._closing.search(text, at)
+        if closing is None:
+            raise MalformedCall(len(text), self._unclosed())
+        return _parse_calls(text[at : closing.start()].strip()), closing.start()
 
 
 def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
-
-
-def _invalid_json(error: ValueError) -> ToolCall:
-    return ToolCall("", problem=f"the call is no valid JSON: {error}")
-
-
-def _skip_separator(text: str, at: int) -> int:
-    separator = _SEPARATOR.match(text, at)
-    return separator.end() if separator else at
 
 
 def _looks_like_call(value: object) -> bool:
@@ -253,3 +260,41 @@ def _looks_like_call(value: object) -> bool:
         return True
     is_named = isinstance(value.get("name"), str) or isinstance(value.get("function"), str)
     return is_named and ("parameters" in value or "arguments" in value)
+
+
+def _parse_calls(source: str) -> list[ToolCall]:
+    # Some templates write line breaks inside texts unescaped, which Python rejects.
+    expression = _parse_expression(source) or _parse_expression(source.replace("\n", "\\n"))
+    if expression is None:
+        return [ToolCall("", problem=f"the call is no list of the form [name(key=value)]: {source[:120]!r}")]
+    nodes = expression.elts if isinstance(expression, (ast.List, ast.Tuple)) else [expression]
+    return [_parse_call(node) for node in nodes]
+
+
+def _parse_expression(source: str) -> ast.expr | None:
+    try:
+        return ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+
+
+def _parse_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call):
+        return ToolCall("", problem=f"{ast.unparse(node)[:120]} is no call of the form name(key=value)")
+    name = ast.unparse(node.func)
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return ToolCall(name, problem=f"the arguments of {name} must all be given by name: key=value")
+    try:
+        return ToolCall(name, {keyword.arg or "": _constant(keyword.value) for keyword in node.keywords})
+    except (ValueError, TypeError, RecursionError):  # TypeError: a list is a key of a dict
+        return ToolCall(name, problem=f"the arguments of {name} must be plain values")
+
+
+def _constant(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _JSON_CONSTANTS:
+        return _JSON_CONSTANTS[node.id]
+    if isinstance(node, ast.Dict):
+        return {_constant(key): _constant(value) for key, value in zip(node.keys, node.values) if key is not None}
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_constant(item) for item in node.elts]
+    return ast.literal_eval(node)

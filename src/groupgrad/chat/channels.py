@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from groupgrad.chat.records import CallSpan, Parameters, SplitTurn, ToolCall
+from groupgrad.chat.records import CallSpan, Parameters, ToolCall
 from groupgrad.chat.values import call_from_arguments, decode_json
 
 _START = "<|start|>assistant"
@@ -35,8 +35,8 @@ class ChannelSyntax:
             for boundary in _BOUNDARY.finditer(text, at, header.start()):
                 start = boundary.start() if boundary["start"] else boundary.end()
             try:
-                arguments = decode_json(text, header.end())
-                call, at = call_from_arguments(name, arguments.value), arguments.end
+                arguments, at = decode_json(text, header.end())
+                call = call_from_arguments(name, arguments)
             except ValueError as error:
                 call = ToolCall(name, problem=f"the arguments of {name} are no valid JSON: {error}")
                 end = _END.search(text, header.end())
@@ -44,7 +44,7 @@ class ChannelSyntax:
             spans.append(CallSpan(start, at, [call]))
         return spans
 
-    def split(self, text: str) -> SplitTurn:
+    def split(self, text: str) -> tuple[str | None, str]:
         """Separates the bodies of the analysis channel from bodies for the user and whole messages to functions."""
         reasoning: list[str] = []
         rest: list[str] = []
@@ -57,4 +57,4 @@ class ChannelSyntax:
             else:
                 is_reasoning = "<|channel|>analysis" in header
                 (reasoning if is_reasoning else rest).append(_END.split(body, maxsplit=1)[0])
-        return SplitTurn("\n".join(reasoning) if reasoning else None, "".join(rest))
+        return "\n".join(reasoning) if reasoning else None, "".join(rest)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 from groupgrad.chat.channels import ChannelSyntax
-from groupgrad.chat.chat_template import ChatTemplate, ControlToken
+from groupgrad.chat.chat_template import ChatTemplate
 from groupgrad.chat.derive_syntax import derive_syntax
-from groupgrad.chat.parse import ResponseParser, assistant_message, checked_turn, text_turn
+from groupgrad.chat.parse import ResponseParser, checked_turn, make_turn
 from groupgrad.chat.probe import ANSWER, SCHEMAS, USER, ProbeRenderings, call_message, render_probes
 from groupgrad.chat.reasoning import find_reasoning_tags
 from groupgrad.chat.records import CallSpan, ToolCall, Turn
@@ -62,15 +63,21 @@ class ChatFormat:
         self._syntax = derive_syntax(probes, tags.closing) if probes.one_call else None
         self._reasoning = self._syntax if isinstance(self._syntax, ChannelSyntax) else tags
         self._uses_response_template = response_parser is None and self._response_template_works()
-        if response_parser is None and self._syntax is None and not self._uses_response_template:
+        self.name: str
+        """Description of the call syntax for logs and error messages."""
+        if response_parser is not None:
+            self.name = "the response_parser given"
+        elif self._uses_response_template:
+            self.name = "the tokenizer's response template"
+        elif self._syntax is not None:
+            self.name = self._syntax.name
+        else:
             raise ValueError(_unknown_syntax(probes))
         # A template may reject the user's tools although it takes those of the probes: fail here, not in training.
         template.render([USER], schemas, prompt=True)
         self._replies = ToolReplies(template, probes, self._syntax, schemas)
         self.end_ids: tuple[int, ...] = self._find_end_ids()
         """Ids that end an assistant turn in this template, with calls or without."""
-        self.name: str = self._describe()
-        """Description of the call syntax for logs and error messages."""
         prompt_with_tools = template.try_render([USER], SCHEMAS, prompt=True) or ""
         self.shows_tools: bool = SCHEMAS[0]["function"]["name"] in prompt_with_tools
         """The template renders the tools' schemas into the prompt; if not, the prompts have to describe them."""
@@ -78,7 +85,8 @@ class ChatFormat:
         self._trailing_ids = {*self.end_ids, *padding}
         self._cleans_spaces = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._special_ids = set(tokenizer.all_special_ids)
-        self._special_texts = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         if schemas and not self.shows_tools:
             logger.warning("the chat template does not show tools to the model; describe them in the prompts")
         if self._replies.as_user:
@@ -123,10 +131,10 @@ class ChatFormat:
             try:
                 return checked_turn(self._response_parser(text, list(turn_ids)))
             except Exception as error:  # a user's function may raise anything; a bad rollout is data
-                return text_turn(plain, f"response_parser failed: {type(error).__name__}: {error}")
-        split = self._reasoning.split(text)
+                return make_turn(plain, problem=f"response_parser failed: {type(error).__name__}: {error}")
+        reasoning, rest = self._reasoning.split(text)
         syntax = self._syntax
-        spans = _first_calls(syntax.read(split.rest, parameter_schemas(schemas))) if syntax else []
+        spans = _first_calls(syntax.read(rest, parameter_schemas(schemas))) if syntax else []
         calls = [call for span in spans for call in span.calls]
         if self._uses_response_template:
             turn = self._parse_by_response_template(text, schemas)
@@ -135,10 +143,10 @@ class ChatFormat:
             is_well_formed = turn.problem is None and all(call.problem is None for call in calls)
             if syntax is None or (is_well_formed and len(turn.calls) == len(calls)):
                 is_text = not turn.calls and "reasoning_content" not in turn.message
-                return text_turn(plain, turn.problem) if is_text else turn
-        if not spans and split.reasoning is None and not isinstance(syntax, ChannelSyntax):
-            return text_turn(plain)
-        return Turn(assistant_message(self._content(split.rest, spans), split.reasoning, calls), calls)
+                return make_turn(plain, problem=turn.problem) if is_text else turn
+        if not spans and reasoning is None and not isinstance(syntax, ChannelSyntax):
+            return make_turn(plain)
+        return make_turn(self._content(rest, spans), reasoning, calls)
 
     def _content(self, text: str, spans: list[CallSpan]) -> str:
         """The text without well-formed calls and special tokens."""
@@ -146,24 +154,19 @@ class ChatFormat:
         at = 0
         for span in spans:
             if span.is_well_formed:
-                piece = self._without_special_tokens(text[at : span.start])
+                piece = self._special_pattern.sub("", text[at : span.start])
                 pieces.append(piece.strip() if at else piece.rstrip())
                 at = span.end
-        last = self._without_special_tokens(text[at:])
+        last = self._special_pattern.sub("", text[at:])
         pieces.append(last.strip() if at else last)
         return "\n".join(piece for piece in pieces if piece)
-
-    def _without_special_tokens(self, text: str) -> str:
-        for special in self._special_texts:
-            text = text.replace(special, "")
-        return text
 
     def _parse_by_response_template(self, text: str, schemas: list[dict[str, Any]]) -> Turn:
         try:
             prefix = self._probes.generation_prompt
             return checked_turn(self._tokenizer.parse_response(text, prefix=prefix, tools=schemas))
         except Exception as error:  # the library passes on whatever its content parsers raise
-            return text_turn("", f"the tokenizer's response template failed: {error}")
+            return make_turn("", problem=f"the tokenizer's response template failed: {error}")
 
     def _response_template_works(self) -> bool:
         """True if the tokenizer has a response template that parses the probe call."""
@@ -180,39 +183,25 @@ class ChatFormat:
     def _find_end_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end a turn with a call and a turn without."""
         template, answer = self._template, ANSWER["content"]
-        ends: list[ControlToken | None] = [self._replies.end_token]
-        in_text_end = template.control_tokens(self._probes.text_end)
-        ends += in_text_end[-1:]
-        if not in_text_end:
+        text_ends = template.control_tokens(self._probes.text_end)[-1:]
+        if not text_ends:
             followed = template.try_render([USER, ANSWER, {"role": "user", "content": "Probe7Next"}]) or ""
-            start = followed.find(answer)
-            ends += (
-                template.control_tokens(followed, start, followed.find("Probe7Next", start))[:1] if start >= 0 else []
-            )
+            behind_answer = followed.partition(answer)[2].partition("Probe7Next")[0]
+            text_ends = template.control_tokens(behind_answer)[:1]
+        ends = [self._replies.end_token, *text_ends]
         return tuple(dict.fromkeys(token.id for token in ends if token is not None))
-
-    def _describe(self) -> str:
-        if self._response_parser is not None:
-            return "the response_parser given"
-        if self._uses_response_template:
-            return "the tokenizer's response template"
-        assert self._syntax is not None
-        return self._syntax.name
 
 
 def _first_calls(spans: list[CallSpan]) -> list[CallSpan]:
     """Spans with at most `MAX_CALLS` calls; a malformed call follows them if there are more."""
-    rest = ToolCall("", problem=f"there are more than {MAX_CALLS} calls in one turn; the others were not read")
-    kept: list[CallSpan] = []
-    left = MAX_CALLS
-    for span in spans:
-        if left == 0:
-            return [*kept, CallSpan(span.start, span.start, [rest])]
-        if len(span.calls) > left:
-            return [*kept, CallSpan(span.start, span.end, [*span.calls[:left], rest])]
-        kept.append(span)
-        left -= len(span.calls)
-    return kept
+    num_calls = 0
+    for index, span in enumerate(spans):
+        num_calls += len(span.calls)
+        if num_calls > MAX_CALLS:
+            kept = span.calls[: len(span.calls) - (num_calls - MAX_CALLS)]
+            rest = ToolCall("", problem=f"there are more than {MAX_CALLS} calls in one turn; the others were not read")
+            return [*spans[:index], CallSpan(span.start, span.end, [*kept, rest])]
+    return spans
 
 
 def _unknown_syntax(probes: ProbeRenderings) -> str:

@@ -54,12 +54,10 @@ class ChatTemplate:
             **self._kwargs,
         )
 
-    def try_render(
-        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None = None, *, prompt: bool = False
-    ) -> str | None:
+    def try_render(self, *args: Any, **kwargs: Any) -> str | None:
         """`render`, or None if the template rejects the conversation (the exception is kept in `error`)."""
         try:
-            return self.render(messages, schemas, prompt=prompt)
+            return self.render(*args, **kwargs)
         except Exception as error:  # templates may raise anything
             self.error = error
             return None
@@ -74,7 +72,7 @@ class ChatTemplate:
         return [ControlToken(match[0], self._ids[match[0]], match.end()) for match in matches]
 
 
-def common_prefix_length(first: str, second: str) -> int:
-    """Number of characters that both texts begin with."""
-    limit = min(len(first), len(second))
-    return next((i for i in range(limit) if first[i] != second[i]), limit)
+def common_prefix(first: str, second: str) -> str:
+    """The longest text that both texts begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+    return first[:length]

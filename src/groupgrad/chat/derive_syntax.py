@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from typing import Any
 
-from groupgrad.chat.call_syntax import BareJson, JsonCalls, KeyedArguments, NamedArguments, TaggedCalls, Tags
+from groupgrad.chat.call_syntax import (
+    BareJson,
+    JsonCalls,
+    KeyedArguments,
+    NamedArguments,
+    PythonCalls,
+    TaggedCalls,
+    Tags,
+)
 from groupgrad.chat.channels import ChannelSyntax
 from groupgrad.chat.probe import SCHEMAS, SECOND_CALL, ProbeRenderings
-from groupgrad.chat.python_calls import PythonCalls
 from groupgrad.chat.records import ToolCall
-from groupgrad.chat.values import call_from_value, parameter_schemas
+from groupgrad.chat.values import call_from_value, decode_json, parameter_schemas
 
 _PIECES = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s+|.", re.DOTALL)
 
@@ -84,26 +89,17 @@ def _channels(turn: str, probes: ProbeRenderings) -> CallSyntax:
 
 
 def _json(turn: str, probes: ProbeRenderings) -> CallSyntax:
-    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
-        return _find_object(text, at, lambda value: _equals(call_from_value(value), call))
-
-    tags = _tags(turn, probes, find)
+    tags = _tags(turn, probes, _find_object)
     return BareJson() if tags.opening in ("", "<|python_tag|>") else JsonCalls(tags)
 
 
 def _named_json(turn: str, probes: ProbeRenderings) -> CallSyntax:
-    def find_arguments(text: str, call: ToolCall, at: int) -> tuple[int, int]:
-        return _find_object(text, at, lambda value: value == call.arguments)
-
-    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
-        start = text.index(call.name, at)
-        return start, find_arguments(text, call, start)[1]
-
-    call = probes.call
-    tags = _tags(turn, probes, find)
-    start = turn.index(call.name)
-    middle = turn[start + len(call.name) : find_arguments(turn, call, start)[0]]
-    return NamedArguments(tags, middle, id_example=call.id if call.id and call.id in middle else "")
+    call, find = probes.call, _ending_with("}")
+    name_end = find(turn, call, 0)[0] + len(call.name)
+    middle = turn[name_end : turn.index("{", name_end)]
+    return NamedArguments(
+        _tags(turn, probes, find), middle, id_example=call.id if call.id and call.id in middle else ""
+    )
 
 
 def _keyed(turn: str, probes: ProbeRenderings) -> CallSyntax:
@@ -116,13 +112,7 @@ def _keyed(turn: str, probes: ProbeRenderings) -> CallSyntax:
     value_end = behind_value[: len(behind_value) - len(key_opening)].rstrip()
     if not (key_opening and value_end):
         raise ValueError("no text separates a value from the next key")
-
-    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
-        start, key = _name_and_key(text, call, at)
-        last_value = call.arguments["fkey"] + value_end
-        return start, text.index(last_value, key) + len(last_value)
-
-    tags = _closed_tags(turn, probes, find)
+    tags = _closed_tags(turn, probes, _ending_with(value_end))
     name_end = behind_name[: len(behind_name) - len(key_opening)].strip()
     return KeyedArguments(tags, name_end, key_opening, turn[key_start + len("akey") : value_start], value_end)
 
@@ -131,27 +121,24 @@ def _braced(turn: str, probes: ProbeRenderings) -> CallSyntax:
     head = re.search(probes.call.name + r"\{\s*akey:(?P<quote>\S*?)Probe7A(?P=quote)", turn)
     if head is None:
         raise ValueError("no braces with bare keys follow the name")
-
-    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
-        start = text.index(call.name, at)
-        return start, text.index("}", text.index(call.arguments["fkey"], start)) + 1
-
-    return NamedArguments(_closed_tags(turn, probes, find), quote=head["quote"])
+    return NamedArguments(_closed_tags(turn, probes, _ending_with("}")), quote=head["quote"])
 
 
 def _python(turn: str, probes: ProbeRenderings) -> CallSyntax:
-    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
-        start = text.index(f"{call.name}(", at)
-        return start, text.index(")", text.index(call.arguments["fkey"], start)) + 1
-
-    tags = _closed_tags(turn, probes, find)
+    tags = _closed_tags(turn, probes, _ending_with(")"))
     if not tags.in_list:
         raise ValueError("the calls stand in no list")
     return PythonCalls(tags)
 
 
-def _equals(call: ToolCall, expected: ToolCall) -> bool:
-    return call.problem is None and (call.name, call.arguments) == (expected.name, expected.arguments)
+def _ending_with(closing: str) -> SpanFinder:
+    """Finder of calls that begin with the name and end with the first `closing` behind their last value."""
+
+    def find(text: str, call: ToolCall, at: int) -> tuple[int, int]:
+        start, key = _name_and_key(text, call, at)
+        return start, text.index(closing, text.index(call.arguments["fkey"], key)) + len(closing)
+
+    return find
 
 
 def _name_and_key(text: str, call: ToolCall, at: int) -> tuple[int, int]:
@@ -160,17 +147,17 @@ def _name_and_key(text: str, call: ToolCall, at: int) -> tuple[int, int]:
     return text.rindex(call.name, at, key), key
 
 
-def _find_object(text: str, at: int, accepts: Callable[[Any], bool]) -> tuple[int, int]:
-    """Span of the first outermost JSON object from `at` on that is accepted; ValueError if there is none."""
-    decoder = json.JSONDecoder()
+def _find_object(text: str, call: ToolCall, at: int) -> tuple[int, int]:
+    """Finds a call that is a JSON object with its name and arguments."""
     while True:
         start = text.index("{", at)
         try:
-            value, end = decoder.raw_decode(text, start)
+            value, end = decode_json(text, start)
         except ValueError:
             at = start + 1
             continue
-        if accepts(value):
+        found = call_from_value(value)
+        if (found.name, found.arguments, found.problem) == (call.name, call.arguments, None):
             return start, end
         at = end
 

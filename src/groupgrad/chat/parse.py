@@ -1,4 +1,4 @@
-"""Assistant messages of parsed turns, and validation of messages from response parsers."""
+"""Construction of parsed turns, and validation of messages from response parsers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ ResponseParser = Callable[[str, list[int]], Mapping[str, Any]]
 """Maps a turn's text (special tokens included, end tokens removed) and its ids to an assistant message."""
 
 
-def assistant_message(content: str, reasoning: str | None = None, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
-    """Builds an assistant message in the form of chat templates; malformed calls are left out."""
+def make_turn(
+    content: str, reasoning: str | None = None, calls: Sequence[ToolCall] = (), problem: str | None = None
+) -> Turn:
+    """Builds a turn with its message in the form of chat templates, from which malformed calls are left out."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
@@ -25,12 +27,7 @@ def assistant_message(content: str, reasoning: str | None = None, calls: Sequenc
             entries.append({"type": "function", **call_id, "function": function})
     if entries:
         message["tool_calls"] = entries
-    return message
-
-
-def text_turn(text: str, problem: str | None = None) -> Turn:
-    """A turn of plain text without calls; `problem` is the error of a parser that failed on it."""
-    return Turn(assistant_message(text), [], problem)
+    return Turn(message, list(calls), problem)
 
 
 def checked_turn(message: Any) -> Turn:
@@ -47,4 +44,4 @@ def checked_turn(message: Any) -> Turn:
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), None)
     if reasoning is not None and not isinstance(reasoning, str):
         raise TypeError(f"its reasoning is a {type(reasoning).__name__}; it must be a text")
-    return Turn(assistant_message(content or "", reasoning, calls), calls)
+    return make_turn(content or "", reasoning, calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from groupgrad.chat.parse import text_turn
+from groupgrad.chat.parse import make_turn
 from groupgrad.chat.records import Turn
 from groupgrad.data.prompts import PromptMaker
 
@@ -34,4 +34,4 @@ class PlainFormat:
 
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
         """Decodes the turn to a message of text."""
-        return text_turn(self._prompt_maker.tokenizer.decode(turn_ids, skip_special_tokens=True))
+        return make_turn(self._prompt_maker.tokenizer.decode(turn_ids, skip_special_tokens=True))

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.chat.chat_template import ChatTemplate, common_prefix_length
+from groupgrad.chat.chat_template import ChatTemplate, common_prefix
 from groupgrad.chat.records import ToolCall
 
 USER = {"role": "user", "content": "Probe7Question"}
@@ -66,7 +66,7 @@ def turn_start(rendered: str, generation_prompt: str) -> int:
         return len(generation_prompt)
     # The template renders a finished turn with another opening than its generation prompt: cut behind the last tag or
     # line that both share.
-    shared = rendered[: common_prefix_length(rendered, generation_prompt)]
+    shared = common_prefix(rendered, generation_prompt)
     return max(shared.rfind(character) for character in "\n>]") + 1
 
 

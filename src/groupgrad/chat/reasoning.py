@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 from groupgrad.chat.chat_template import ChatTemplate
-from groupgrad.chat.records import SplitTurn
 
 _REASONING = "Probe7Thought"
 _TAG_BEFORE = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_]+\])\w*\s*\Z")
@@ -22,18 +21,20 @@ class ReasoningTags:
     opened_by_prompt: bool = False
     """The generation prompt ends inside a block."""
 
-    def split(self, text: str) -> SplitTurn:
-        """Separates the block from the text behind it. Without a closing tag all of the turn is text, as nothing marks
-        the end of the block."""
+    def split(self, text: str) -> tuple[str | None, str]:
+        """The text of the block, None if there is none, and the text behind it.
+
+        Without a closing tag all of the turn is text, as nothing marks the end of the block.
+        """
         trimmed = text.lstrip()
         if trimmed.startswith(self.opening):
             body = trimmed[len(self.opening) :]
         elif self.opened_by_prompt:
             body = text
         else:
-            return SplitTurn(None, text)
+            return None, text
         reasoning, closing, rest = body.partition(self.closing)
-        return SplitTurn(reasoning.strip(), rest.lstrip()) if closing else SplitTurn(None, text)
+        return (reasoning.strip(), rest.lstrip()) if closing else (None, text)
 
 
 def find_reasoning_tags(

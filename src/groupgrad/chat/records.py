@@ -49,14 +49,5 @@ class CallSpan:
         return all(call.problem is None for call in self.calls)
 
 
-@dataclass(slots=True)
-class SplitTurn:
-    """The text of a turn, divided into its reasoning and everything else."""
-
-    reasoning: str | None
-    """None if the turn has no reasoning block."""
-    rest: str
-
-
 Parameters = dict[str, dict[str, Any]]
 """Parameter schemas by function name and parameter name."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.chat.chat_template import ChatTemplate, ControlToken, common_prefix_length
+from groupgrad.chat.chat_template import ChatTemplate, ControlToken, common_prefix
 from groupgrad.chat.derive_syntax import CallSyntax
 from groupgrad.chat.probe import USER, ProbeRenderings, call_message, turn_start
 from groupgrad.chat.records import ToolCall
@@ -50,8 +50,7 @@ class ToolReplies:
         syntax: CallSyntax | None,
         schemas: list[dict[str, Any]],
     ):
-        self._template, self._probes = template, probes
-        self._syntax = syntax if probes.one_call else None
+        self._template, self._probes, self._syntax = template, probes, syntax
         self.as_user = False
         """Replies are rendered as a user message, as the template has no tool messages."""
         # Short conversations render faster, so the tools stand in them only if they change the replies.
@@ -64,7 +63,6 @@ class ToolReplies:
         self._turn_end = conversation.text[conversation.calls_end : self.end_token.end] if self.end_token else ""
         self._turn_end_ids = template.encode(self._turn_end) if self._turn_end else []
         self._closing_ids = self._find_closing_ids()
-        self._check_end_token(conversation)
         self._use_schemas_if_needed(conversation, schemas)
 
     def ids(self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]]) -> list[int]:
@@ -78,12 +76,12 @@ class ToolReplies:
             return encode(conversation.tail)
         # The whole text is encoded, as the ids next to a control token may depend on it.
         ids = encode(conversation.text)
-        end = conversation.calls_end + len(self._turn_end)
-        at = -1
-        for _ in range(conversation.text.count(self.end_token.text, 0, end)):
-            at = ids.index(self.end_token.id, at + 1)
+        turn_end = conversation.calls_end + len(self._turn_end)
+        num_end_tokens = conversation.text.count(self.end_token.text, 0, turn_end)
+        ends = [i + 1 for i, token in enumerate(ids) if token == self.end_token.id]
+        reply_ids = ids[ends[num_end_tokens - 1] :]
         is_ended = bool(turn_ids) and turn_ids[-1] in self._closing_ids
-        return ids[at + 1 :] if is_ended else self._turn_end_ids + ids[at + 1 :]
+        return reply_ids if is_ended else self._turn_end_ids + reply_ids
 
     def _probe_reply(self) -> _Conversation:
         """A conversation with one reply; ValueError if the template cannot render one behind a call."""
@@ -121,30 +119,26 @@ class ToolReplies:
         return call_message(calls, content=_VALUE)
 
     def _render(self, replies: list[dict[str, Any]]) -> _Conversation:
-        """A conversation with these replies to as many calls."""
-        calls, messages = [], []
-        for number, reply in enumerate(replies):
-            name = str(reply.get("name") or "")
-            name = name if _SAFE_NAME.fullmatch(name) else _PLACEHOLDER_NAME
-            call_id = reply.get("tool_call_id") or _placeholder_id(number)
-            calls.append(ToolCall(name, {"akey": _VALUE}, call_id))
-            messages.append({**reply, "role": "tool", "name": name, "tool_call_id": call_id})
-        if self.as_user:
-            messages = [{"role": "user", "content": _joined([reply.get("content") for reply in replies])}]
-        rendered_calls = calls if self._probes.two_calls else calls[:1]
-        rendered = self._template.try_render(
-            [USER, self._calling_turn(rendered_calls), *messages], self._schemas, prompt=True
-        )
+        """A conversation with these replies to as many calls. Call ids that the template rejects are replaced."""
+        placeholders = [f"call{number:05d}" for number in range(len(replies))]  # nine characters for some templates
+        ids = [reply.get("tool_call_id") or placeholder for reply, placeholder in zip(replies, placeholders)]
+        rendered = self._template.try_render(self._messages(replies, ids), self._schemas, prompt=True)
         if rendered is None:
-            for number, (call, message) in enumerate(zip(calls, messages)):
-                call.id = message["tool_call_id"] = _placeholder_id(number)
-            rendered = self._template.render(
-                [USER, self._calling_turn(rendered_calls), *messages], self._schemas, prompt=True
-            )
-        conversation = self._locate(rendered, len(rendered_calls))
+            rendered = self._template.render(self._messages(replies, placeholders), self._schemas, prompt=True)
+        conversation = self._locate(rendered, len(replies) if self._probes.two_calls else 1)
         if conversation is None or not conversation.tail.startswith(self._turn_end):
             raise ValueError(self._no_continuation(rendered))
         return conversation
+
+    def _messages(self, replies: list[dict[str, Any]], ids: list[str]) -> list[dict[str, Any]]:
+        names = [str(reply.get("name") or "") for reply in replies]
+        names = [name if _SAFE_NAME.fullmatch(name) else _PLACEHOLDER_NAME for name in names]
+        calls = [ToolCall(name, _CALL.arguments, call_id) for name, call_id in zip(names, ids)]
+        calling_turn = self._calling_turn(calls if self._probes.two_calls else calls[:1])
+        if self.as_user:
+            return [USER, calling_turn, {"role": "user", "content": _joined([r.get("content") for r in replies])}]
+        places = [{"role": "tool", "name": name, "tool_call_id": call_id} for name, call_id in zip(names, ids)]
+        return [USER, calling_turn, *({**reply, **place} for reply, place in zip(replies, places))]
 
     def _locate(self, rendered: str | None, num_calls: int = 1) -> _Conversation | None:
         """Finds the end of the calls in a rendered conversation; None if they are not in it as they were given."""
@@ -169,22 +163,29 @@ class ToolReplies:
                 return None
             end = value + len(_VALUE)
         # An unknown closing tag of the call stands before the end token of the turn.
-        end_token = self._last_control_token(self._unanswered or "")
-        place = -1 if end_token is None else rendered.find(end_token.text, end)
+        end_tokens = self._template.control_tokens(self._unanswered or "")[-1:]
+        place = rendered.find(end_tokens[0].text, end) if end_tokens else -1
         return _Conversation(rendered, end if place < 0 else place)
 
     def _find_end_token(self, conversation: _Conversation) -> ControlToken | None:
-        """The token that ends the turn if nothing follows it, else the first token before the reply."""
-        text, start = conversation.text, conversation.calls_end
-        result = text.index(_RESULT, start)
-        unanswered = self._locate(self._unanswered)
-        last = None if unanswered is None else self._last_control_token(unanswered.text, unanswered.calls_end)
-        tokens = self._template.control_tokens(text, start, result)
-        same = [token for token in tokens if last is not None and token.text == last.text]
-        return next(iter(same or tokens), None)
+        """The token that ends the turn if nothing follows it, else the first token before the reply.
 
-    def _last_control_token(self, text: str, start: int = 0) -> ControlToken | None:
-        return next(reversed(self._template.control_tokens(text, start)), None)
+        ValueError if the tokenizer does not keep it as one token.
+        """
+        text, start = conversation.text, conversation.calls_end
+        tokens = self._template.control_tokens(text, start, text.index(_RESULT, start))
+        unanswered = self._locate(self._unanswered)
+        if unanswered is not None:
+            last = self._template.control_tokens(unanswered.text, unanswered.calls_end)[-1:]
+            tokens = [token for token in tokens if last and token.text == last[0].text] or tokens
+        if not tokens:
+            return None
+        if self._template.encode(text).count(tokens[0].id) != text.count(tokens[0].text):
+            raise ValueError(
+                f"the tokenizer does not keep {tokens[0].text!r}, which ends a turn in its chat template, as one "
+                "token; tools need a tokenizer whose template and special tokens belong together"
+            )
+        return tokens[0]
 
     def _find_closing_ids(self) -> set[int]:
         """Ids of the end token and of tokens that end a calling turn as well, such as the second one of Llama.
@@ -199,19 +200,9 @@ class ToolReplies:
         in_calls = self._template.control_tokens(self._probes.one_call + self._probes.two_calls)
         return {*self._template.tokenizer.all_special_ids} - {token.id for token in in_calls} | {self.end_token.id}
 
-    def _check_end_token(self, conversation: _Conversation) -> None:
-        if self.end_token is None:
-            return
-        ids = self._template.encode(conversation.text)
-        if ids.count(self.end_token.id) != conversation.text.count(self.end_token.text):
-            raise ValueError(
-                f"the tokenizer does not keep {self.end_token.text!r}, which ends a turn in its chat template, as one "
-                "token; tools need a tokenizer whose template and special tokens belong together"
-            )
-
     def _no_continuation(self, answered: str) -> str:
         texts = self._unanswered or "", answered
-        place = common_prefix_length(*texts)
+        place = len(common_prefix(*texts))
         first, second = (_excerpt(text, place - 60, place + 60) for text in texts)
         return (
             "the chat template gives no way to continue a turn that calls a tool: the turn's call and the reply "
@@ -219,11 +210,6 @@ class ToolReplies:
             f"reply as\n  {second!r}\nGive the tokenizer a chat template that keeps a call as it was and puts tool "
             "messages behind it (tokenizer.chat_template = ...)"
         )
-
-
-def _placeholder_id(number: int) -> str:
-    """A call id of nine letters and digits, as some templates require."""
-    return f"call{number:05d}"
 
 
 def _excerpt(text: str, start: int, end: int) -> str:

@@ -1,11 +1,10 @@
-"""Values of call arguments: JSON, and texts that are converted to the type in a tool's schema."""
+"""Values of call arguments: JSON, braces with bare keys, and texts with the type that a tool's schema gives them."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.chat.records import Parameters, ToolCall
@@ -13,32 +12,93 @@ from groupgrad.chat.records import Parameters, ToolCall
 # Models write line breaks inside strings unescaped; that is no reason to reject a call.
 _DECODER = json.JSONDecoder(strict=False)
 
+_SPACE = re.compile(r"\s*")
 _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_PYTHON_CONSTANTS = {"None": None, "True": True, "False": False}
+_COMMA = re.compile(r"\s*,?\s*")
+_VALUE_END = re.compile(r"[,}\]]")
+_KEY_END = re.compile(":")
 
 
-@dataclass(slots=True, frozen=True)
-class Decoded:
-    """A value decoded from a text, and the index of the character behind it."""
-
-    value: Any
-    end: int
+def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Index behind the match of `pattern` at `at`; `at` itself if there is none."""
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
 
 
-def decode_json(text: str, at: int = 0) -> Decoded:
-    """Decodes the JSON value at `at` (white space before it is skipped); ValueError if it is malformed."""
-    while at < len(text) and text[at].isspace():
-        at += 1
+def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
+    """The JSON value at `at` (white space before it is skipped) and the index behind it; ValueError if malformed."""
+    at = skip(_SPACE, text, at)
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        return _DECODER.raw_decode(text, at)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
             raise ValueError("it ends too early") from None
         raise ValueError(f"{error.msg} at character {error.pos - at} of {_excerpt(text[at:])}") from None
-    return Decoded(value, end)
+
+
+def decode_braced(text: str, at: int, *, quote: str) -> tuple[Any, int]:
+    """The object of `{key:value}` arguments at `at`, as the Gemma family writes them, and the index behind it.
+
+    ValueError if it is malformed. Texts stand between `quote` marks; without them a value is a JSON literal, a Python
+    constant, or itself a text.
+    """
+    try:
+        return _decode_braced_value(text, skip(_SPACE, text, at), quote)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _decode_braced_value(text: str, at: int, quote: str) -> tuple[Any, int]:
+    if text.startswith(("{", "["), at):
+        return _decode_braced_items(text, at, quote)
+    value, is_quoted, end = _decode_braced_text(text, at, quote, _VALUE_END)
+    if is_quoted:
+        return value, end
+    try:
+        return json.loads(value), end
+    except ValueError:
+        return _PYTHON_CONSTANTS.get(value, value), end
+
+
+def _decode_braced_items(text: str, at: int, quote: str) -> tuple[Any, int]:
+    """Decodes an object or a list. Commas may be missing where an item ends with a quote or bracket."""
+    is_object = text[at] == "{"
+    closing = "}" if is_object else "]"
+    keys: list[str] = []
+    values: list[Any] = []
+    at = skip(_COMMA, text, at + 1)
+    while not text.startswith(closing, at):
+        if text.startswith(("}", "]"), at):
+            raise ValueError(f"{text[at]} where {closing} or a value should stand")
+        if is_object:
+            key, is_quoted, at = _decode_braced_text(text, at, quote, _KEY_END)
+            keys.append(key if is_quoted else key.strip('"'))
+            at = skip(_SPACE, text, at)
+            if not text.startswith(":", at):
+                raise ValueError(f"a colon is missing behind the key {keys[-1]!r}")
+            at = skip(_SPACE, text, at + 1)
+        value, at = _decode_braced_value(text, at, quote)
+        values.append(value)
+        at = skip(_COMMA, text, at)
+    return dict(zip(keys, values)) if is_object else values, at + 1
+
+
+def _decode_braced_text(text: str, at: int, quote: str, bare_end: re.Pattern[str]) -> tuple[str, bool, int]:
+    """A text, True if it stands between quote marks, and the index behind it; a bare text ends before `bare_end`."""
+    if quote and text.startswith(quote, at):
+        start = at + len(quote)
+        if (end := text.find(quote, start)) < 0:
+            raise ValueError("a text is not closed")
+        return text[start:end], True, end + len(quote)
+    match = bare_end.search(text, at)
+    if match is None:
+        raise ValueError("it ends too early")
+    return text[at : match.start()].strip(), False, match.start()
 
 
 def call_from_value(value: Any) -> ToolCall:
@@ -62,7 +122,7 @@ def call_from_arguments(name: str, arguments: Any, call_id: str | None = None) -
     """Builds a call from decoded arguments: an object, a JSON text of one, or None for no arguments."""
     try:
         if isinstance(arguments, str):
-            arguments = decode_json(arguments).value if arguments.strip() else {}
+            arguments = decode_json(arguments)[0] if arguments.strip() else {}
     except ValueError as error:
         return ToolCall(name, id=call_id, problem=f"the arguments of {name} are no valid JSON: {error}")
     arguments = {} if arguments is None else arguments
@@ -99,10 +159,10 @@ def typed_value(text: str, schema: Any) -> Any:
         return float(stripped)
     if ("array" in types and stripped.startswith("[")) or ("object" in types and stripped.startswith("{")):
         try:
-            decoded = decode_json(stripped)
+            value, end = decode_json(stripped)
         except ValueError:
             return text
-        return decoded.value if decoded.end == len(stripped) else text
+        return value if end == len(stripped) else text
     return text
 
 
