@@ -312,7 +312,7 @@ def test_instances_are_reused_in_the_next_generation_batch_only(tokenizer):
 
 def test_environments_of_generation_batches_not_yet_scored_are_not_reset(tokenizer):
     with_tools(tokenizer)
-    agents = make_agents(None, tokenizer, [], Counter, ahead=1)
+    agents = make_agents(PlayingEngine(tokenizer, {}), tokenizer, [], Counter, ahead=1)
 
     def played(number: int, phase: str = "train") -> Counter:
         agents.engine = PlayingEngine(tokenizer, {0: ["ok"]}, phase, number)

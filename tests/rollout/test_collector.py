@@ -36,8 +36,8 @@ def make_generation(
     rewards = RewardRunner(functions)
     scoring = ScoringOptions(reward_weights=options.pop("reward_weights", (1.0,) * len(rewards.names)), **options)
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
-    maker = ExperienceCollector(rollouts, rewards, scoring, Timings())
-    return maker(batch_request or request(), trainer_state=None)
+    collector = ExperienceCollector(rollouts, rewards, scoring, Timings())
+    return collector(batch_request or request(), trainer_state=None)
 
 
 def length(completions: list[str], **kwargs: Any) -> list[float]:
@@ -46,11 +46,11 @@ def length(completions: list[str], **kwargs: Any) -> list[float]:
 
 def test_advantages_are_those_of_the_groups(play, tokenizer):
     """Lengths 2, 1 | 3, 0: deviations +-0.5 and +-1.5, sample std 0.5*sqrt(2) and 1.5*sqrt(2)."""
-    found = make_generation(length, play, tokenizer)
+    experience = make_generation(length, play, tokenizer)
     a, b = 0.5 / (0.5 * 2**0.5 + 1e-4), 1.5 / (1.5 * 2**0.5 + 1e-4)
-    assert found.advantages.tolist() == pytest.approx([a, -a, b, -b], rel=1e-9)
-    assert found.mean_reward == 1.5
-    assert [rollout.text for rollout in found.rollouts] == TEXTS
+    assert experience.advantages.tolist() == pytest.approx([a, -a, b, -b], rel=1e-9)
+    assert experience.mean_reward == 1.5
+    assert [rollout.text for rollout in experience.rollouts] == TEXTS
     assert make_generation(length, play, tokenizer, scale_rewards="none").advantages.tolist() == [0.5, -0.5, 1.5, -1.5]
 
 
@@ -71,22 +71,22 @@ def test_weights_multiply_the_rewards(play, tokenizer):
     def constant_answer(answer: list[int], **kwargs: Any) -> list[float]:
         return [float(value) for value in answer]
 
-    found = make_generation(
+    experience = make_generation(
         [length, constant_answer], play, tokenizer, scale_rewards="none", reward_weights=(2.0, 10.0)
     )
-    assert found.advantages.tolist() == [1.0, -1.0, 3.0, -3.0]
-    assert found.mean_reward == 2 * 1.5 + 10 * 1.5
+    assert experience.advantages.tolist() == [1.0, -1.0, 3.0, -3.0]
+    assert experience.mean_reward == 2 * 1.5 + 10 * 1.5
 
 
 def test_rows_that_nothing_scores_move_nothing(play, tokenizer):
     def long_ones(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [None if len(text) == 1 else float(len(text)) for text in completions]
 
-    found = make_generation(long_ones, play, tokenizer)
-    assert found.advantages.tolist()[:2] == [0.0, 0.0], "one scored row in its group: no baseline"
-    assert found.advantages.tolist()[2] == pytest.approx(1.5 / (1.5 * 2**0.5 + 1e-4))
-    assert found.mean_reward == pytest.approx(5 / 3)
-    metrics = {key: metric.read() for key, metric in found.metrics.items()}
+    experience = make_generation(long_ones, play, tokenizer)
+    assert experience.advantages.tolist()[:2] == [0.0, 0.0], "one scored row in its group: no baseline"
+    assert experience.advantages.tolist()[2] == pytest.approx(1.5 / (1.5 * 2**0.5 + 1e-4))
+    assert experience.mean_reward == pytest.approx(5 / 3)
+    metrics = {key: metric.read() for key, metric in experience.metrics.items()}
     assert metrics["frac_reward_zero_std"] == 0.5
     nothing = make_generation(lambda completions, **kwargs: [None] * 4, play, tokenizer)
     assert nothing.advantages.tolist() == [0.0] * 4
@@ -104,22 +104,24 @@ def test_a_failing_reward_is_raised_with_its_name_and_step(play, tokenizer):
 
 def test_records_come_in_row_order_if_asked_for(play, tokenizer):
     assert make_generation(length, play, tokenizer).records == []
-    found = make_generation(length, play, tokenizer, request(rows=[2, 0, 3, 1]), keep_records=True)
-    assert [rollout.index for rollout in found.rollouts] == [2, 0, 3, 1]
-    assert [record["prompt"] for record in found.records] == ["x", "x", "yy", "yy"]
-    assert [record["completion"] for record in found.records] == ["a", "", "ab", "cab"]
-    assert [record["length"] for record in found.records] == [1.0, 0.0, 2.0, 3.0]
-    assert [record["step"] for record in found.records] == [5] * 4
-    by_row = dict(zip([2, 0, 3, 1], found.advantages.tolist()))
-    assert [record["advantage"] for record in found.records] == [by_row[row] for row in range(4)]
+    experience = make_generation(length, play, tokenizer, request(rows=[2, 0, 3, 1]), keep_records=True)
+    assert [rollout.index for rollout in experience.rollouts] == [2, 0, 3, 1]
+    assert [record["prompt"] for record in experience.records] == ["x", "x", "yy", "yy"]
+    assert [record["completion"] for record in experience.records] == ["a", "", "ab", "cab"]
+    assert [record["length"] for record in experience.records] == [1.0, 0.0, 2.0, 3.0]
+    assert [record["step"] for record in experience.records] == [5] * 4
+    by_row = dict(zip([2, 0, 3, 1], experience.advantages.tolist()))
+    assert [record["advantage"] for record in experience.records] == [by_row[row] for row in range(4)]
 
 
 def test_the_batch_holds_the_rows_in_order(play, tokenizer):
-    found = make_generation(length, play, tokenizer)
-    batch = found.batch.select([3, 1])
+    experience = make_generation(length, play, tokenizer)
+    batch = experience.batch.select([3, 1])
     assert batch.row_index is not None
     assert batch.row_index.tolist() == [3, 1]
-    assert batch.advantages.tolist() == pytest.approx([found.advantages.tolist()[3], found.advantages.tolist()[1]])
+    assert batch.advantages.tolist() == pytest.approx(
+        [experience.advantages.tolist()[3], experience.advantages.tolist()[1]]
+    )
     assert batch.offsets.tolist() == [0, 1, 3]
     assert batch.prompt_offsets.tolist() == [0, 1, 3]
     assert batch.prompt_of_row.tolist() == [1, 0]
@@ -134,16 +136,16 @@ def test_a_rank_without_rows_takes_part(play, tokenizer):
         calls.append(len(completions))
         return [0.0] * len(completions)
 
-    found = make_generation(note, play, tokenizer, request(rows=[]))
-    assert (found.rollouts, found.advantages.tolist(), found.num_tokens, calls) == ([], [], 0, [])
+    experience = make_generation(note, play, tokenizer, request(rows=[]))
+    assert (experience.rollouts, experience.advantages.tolist(), experience.num_tokens, calls) == ([], [], 0, [])
 
 
 def test_timings_tell_sampling_from_scoring(play, tokenizer):
     ids = tokenizer("ab")["input_ids"]
     timings = Timings()
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), play([Sample(ids, "eos")] * 4), SamplingOptions(8), seed=0)
-    maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
-    maker(request(), trainer_state=None)
+    collector = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
+    collector(request(), trainer_state=None)
     assert list(timings.take()) == ["sampling", "rewards"]
 
 
@@ -172,6 +174,6 @@ def test_a_generation_batch_is_sampled_in_the_context_given(play, tokenizer):
             return super().sample(*args)
 
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), NotingEngine([]), SamplingOptions(8), seed=0)
-    maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings(), around=around)
-    maker(request(rows=[]), trainer_state=None)
+    collector = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings(), around=around)
+    collector(request(rows=[]), trainer_state=None)
     assert events == ["in", "sample", "out"]

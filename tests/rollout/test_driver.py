@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Request, Sample
-from groupgrad.rollout.driver import Driver, SampleTurn, WaitFor
+from groupgrad.rollout.driver import Driver, sample_turn, wait_for
 
 
 class ScriptedSession:
@@ -63,9 +63,9 @@ def later(value: Any, seconds: float) -> Future[Any]:
 
 def test_turns_of_several_rollouts_are_sampled_together():
     async def rollout(number: int) -> list[int]:
-        first = await SampleTurn(Request([number], seed=0, max_new_tokens=1 + number))
-        second = await SampleTurn(Request([number, 9], seed=0, max_new_tokens=1, continues=first.ticket))
-        return first.sample.ids + second.sample.ids
+        ticket, first = await sample_turn(Request([number], seed=0, max_new_tokens=1 + number))
+        _, second = await sample_turn(Request([number, 9], seed=0, max_new_tokens=1, continues=ticket))
+        return first.ids + second.ids
 
     session = ScriptedSession()
     assert Driver(session, [rollout(0), rollout(1)]).run() == [[0, 9], [1, 1, 9]]
@@ -86,11 +86,11 @@ def test_while_one_waits_the_others_are_sampled():
     answer: Future[str] = Future()
 
     async def waits() -> Any:
-        return (await WaitFor([answer, finished("b")])).results
+        return (await wait_for([answer, finished("b")])).results
 
     async def samples() -> int:
         for turn in range(5):
-            await SampleTurn(Request([turn], seed=0, max_new_tokens=1))
+            await sample_turn(Request([turn], seed=0, max_new_tokens=1))
         answer.set_result("a")
         return 5
 
@@ -99,10 +99,10 @@ def test_while_one_waits_the_others_are_sampled():
 
 def test_waiting_and_the_engines_work_meanwhile_are_measured():
     async def waits() -> Any:
-        return await WaitFor([later(None, 0.2)])
+        return await wait_for([later(None, 0.2)])
 
     async def samples() -> Any:
-        return await SampleTurn(Request([1], seed=0, max_new_tokens=8))
+        return await sample_turn(Request([1], seed=0, max_new_tokens=8))
 
     hidden = Driver(ScriptedSession(advance_s=0.05), [waits(), samples()]).run()[0]
     assert 0.2 <= hidden.seconds < 0.4
@@ -114,8 +114,8 @@ def test_waiting_and_the_engines_work_meanwhile_are_measured():
 
 def test_results_are_in_the_order_of_the_futures_which_may_be_done_already():
     async def rollout() -> Any:
-        nothing = await WaitFor([])
-        both = await WaitFor([later("slow", 0.05), finished("fast")])
+        nothing = await wait_for([])
+        both = await wait_for([later("slow", 0.05), finished("fast")])
         return nothing.results, both.results
 
     assert Driver(ScriptedSession(), [rollout()]).run() == [([], ["slow", "fast"])]
@@ -125,7 +125,7 @@ def test_many_futures_on_many_threads_wake_each_rollout_once():
     async def rollout(number: int) -> Any:
         results = []
         for _ in range(3):
-            results.append((await WaitFor([later(number, 0.01) for _ in range(8)])).results)
+            results.append((await wait_for([later(number, 0.01) for _ in range(8)])).results)
         return results
 
     assert Driver(ScriptedSession(), [rollout(i) for i in range(8)]).run() == [[[i] * 8] * 3 for i in range(8)]
@@ -136,12 +136,12 @@ def test_an_error_closes_the_other_rollouts():
 
     async def waits(number: int) -> None:
         try:
-            await WaitFor([Future()])
+            await wait_for([Future()])
         finally:
             closed.append(number)
 
     async def fails() -> None:
-        await SampleTurn(Request([1], seed=0, max_new_tokens=1))
+        await sample_turn(Request([1], seed=0, max_new_tokens=1))
         raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):

@@ -83,7 +83,7 @@ def test_another_batch_number_gives_other_texts(model, tokenizer):
 
 
 class Reporting(BatchEngine):
-    """The same samples from an engine whose numbers are training's; what it says of a token tells that it was asked."""
+    """Reports the entropies 1.25 and 1.75 in turn, so that a test recognises them."""
 
     is_exact = True
 
@@ -99,7 +99,8 @@ class Reporting(BatchEngine):
 def test_what_sampling_knows_is_not_computed_again(model, tokenizer, monkeypatch, options):
     evaluate = evaluator(model, tokenizer, **options)
     plain = run(evaluate)[1]
-    evaluate.collector.rollouts.engine = Reporting(evaluate.collector.rollouts.engine)
+    rollouts: Any = evaluate.collector.rollouts
+    rollouts.engine, rollouts.is_exact = Reporting(rollouts.engine), True
     monkeypatch.setattr(evaluation, "score_without_gradient", lambda *args, **_: pytest.fail("the policy was run"))
     scored, metrics = run(evaluate)
     numbers = [1.25 + 0.5 * (i % 2) for rollout in scored.rollouts for i in range(len(rollout.completion_ids))]

@@ -92,12 +92,13 @@ _SET.set()
 
 
 def prefetcher(story: Story, ahead: int = 0) -> RolloutPrefetcher:
-    return RolloutPrefetcher(story, Timings(), story, ahead=ahead)
+    vllm_policy: Any = story
+    return RolloutPrefetcher(story, Timings(), vllm_policy, ahead=ahead)
 
 
-def settle(made: RolloutPrefetcher) -> None:
+def settle(sampler: RolloutPrefetcher) -> None:
     """Waits until the generation batches begun are sampled."""
-    for job in made._jobs.values():
+    for job in sampler._jobs.values():
         job.exception(timeout=10)
 
 
@@ -109,13 +110,13 @@ def test_weights_are_refreshed_before_a_generation_batch_and_sleep_after_it():
 
 def test_a_generation_batch_ahead_comes_from_weights_one_batch_old():
     story = Story()
-    made = prefetcher(story, ahead=1)
-    found = []
+    sampler = prefetcher(story, ahead=1)
+    sampled = []
     for step in range(4):
-        found += made(request(step, step), [request(step + 1, step)] if step < 3 else [])
-        settle(made)
+        sampled += sampler(request(step, step), [request(step + 1, step)] if step < 3 else [])
+        settle(sampler)
     # The first batch is sampled at once, each other one at the step before its own.
-    assert found == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2)]
+    assert sampled == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2)]
     assert [line for line in story.lines if line.startswith("sample")] == [
         "sample train 0 with 0",
         "sample train 1 with 0 frozen",
@@ -126,51 +127,51 @@ def test_a_generation_batch_ahead_comes_from_weights_one_batch_old():
 
 def test_generation_batches_ahead_are_never_older_than_allowed():
     story = Story()
-    made = prefetcher(story, ahead=2)
+    sampler = prefetcher(story, ahead=2)
     ages = []
     for step in range(9):
-        found: Any = made(request(step, step), [request(step + 1, step), request(step + 2, step)])
-        ages.append(step - found[0][1])
-        settle(made)
+        sampled: Any = sampler(request(step, step), [request(step + 1, step), request(step + 2, step)])
+        ages.append(step - sampled[0][1])
+        settle(sampler)
     assert max(ages) == 2 and ages[0] == 0
 
 
 def test_weights_are_not_sent_while_rows_are_sampled():
     gate = threading.Event()
     story = Story(waits_for={2: gate})
-    made = prefetcher(story, ahead=2)
-    made(request(0, 0), [request(1, 0), request(2, 0)])
-    made._jobs[1].exception(timeout=10)
-    assert made(request(1, 1), [request(2, 1), request(3, 1)]) == [(1, 0, 0)]
+    sampler = prefetcher(story, ahead=2)
+    sampler(request(0, 0), [request(1, 0), request(2, 0)])
+    sampler._jobs[1].exception(timeout=10)
+    assert sampler(request(1, 1), [request(2, 1), request(3, 1)]) == [(1, 0, 0)]
     assert "refresh 1" not in story.lines, "generation batch 2 is being sampled"
     gate.set()
-    settle(made)
-    assert made(request(2, 2), [request(3, 2)]) == [(2, 0, 0)]
+    settle(sampler)
+    assert sampler(request(2, 2), [request(3, 2)]) == [(2, 0, 0)]
     assert "refresh 2" in story.lines
-    settle(made)
-    assert made(request(3, 3)) == [(3, 2, 2)]
+    settle(sampler)
+    assert sampler(request(3, 3)) == [(3, 2, 2)]
 
 
 def test_evaluation_waits_for_batches_ahead_and_uses_the_present_weights():
     gate = threading.Event()
     story = Story(waits_for={1: gate})
-    made = prefetcher(story, ahead=1)
-    made(request(0, 0), [request(1, 0)])
+    sampler = prefetcher(story, ahead=1)
+    sampler(request(0, 0), [request(1, 0)])
     threading.Timer(0.1, gate.set).start()
-    assert made(request(0, 1, "eval")) == [(0, 1, 1)]
+    assert sampler(request(0, 1, "eval")) == [(0, 1, 1)]
     assert story.lines[-3:] == ["refresh 1", "sample eval 0 with 1", "sleep"]
-    assert made(request(1, 1)) == [(1, 0, 0)], "what was sampled before is not lost"
+    assert sampler(request(1, 1)) == [(1, 0, 0)], "what was sampled before is not lost"
 
 
 def test_a_batch_ahead_whose_weights_were_lost_is_sampled_anew(caplog):
     story = Story(fails={1: WeightsLost("the server was started again")})
-    made = prefetcher(story, ahead=1)
-    made(request(0, 0), [request(1, 0)])
-    settle(made)
-    assert made(request(1, 1), [request(2, 1)]) == [(1, 1, 1)]
+    sampler = prefetcher(story, ahead=1)
+    sampler(request(0, 0), [request(1, 0)])
+    settle(sampler)
+    assert sampler(request(1, 1), [request(2, 1)]) == [(1, 1, 1)]
     assert "generation batch 1 is sampled anew: the server was started again" in caplog.text
-    settle(made)
-    assert made(request(2, 2)) == [(2, 1, 1)]
+    settle(sampler)
+    assert sampler(request(2, 2)) == [(2, 1, 1)]
 
 
 def test_a_batch_sampled_on_request_is_sampled_anew_a_limited_number_of_times(caplog):
@@ -189,27 +190,27 @@ def test_a_batch_sampled_on_request_is_sampled_anew_a_limited_number_of_times(ca
 
 def test_any_other_failure_ahead_is_raised_when_its_batch_is_requested():
     story = Story(fails={1: ValueError("a row does not fit")})
-    made = prefetcher(story, ahead=1)
-    made(request(0, 0), [request(1, 0)])
+    sampler = prefetcher(story, ahead=1)
+    sampler(request(0, 0), [request(1, 0)])
     with pytest.raises(ValueError, match="a row does not fit"):
-        made(request(1, 1))
+        sampler(request(1, 1))
 
 
 def test_closing_gives_up_what_is_sampled_ahead():
     story = Story(waits_for={1: threading.Event()})
-    made = prefetcher(story, ahead=1)
-    made(request(0, 0), [request(1, 0)])
+    sampler = prefetcher(story, ahead=1)
+    sampler(request(0, 0), [request(1, 0)])
     started = time.monotonic()
-    made.close()
+    sampler.close()
     assert time.monotonic() - started < 5
     assert story.is_stopped
-    made.close()
+    sampler.close()
 
 
 def test_waiting_counts_as_sampling_and_sending_as_weights():
     timings = Timings()
-    story = Story()
-    made = RolloutPrefetcher(story, timings, story, ahead=1)
-    made(request(0, 0), [request(1, 0)])
+    story: Any = Story()
+    sampler = RolloutPrefetcher(story, timings, story, ahead=1)
+    sampler(request(0, 0), [request(1, 0)])
     assert set(timings.take()) == {"weights", "sampling"}
-    made.close()
+    sampler.close()

@@ -33,19 +33,19 @@ def test_lengths_and_the_share_of_truncated_completions(make_rollout):
 
 
 def test_without_a_terminated_completion_nothing_is_said_of_their_length(make_rollout):
-    found = read(completion_metrics([make_rollout(4, "length")]))
-    assert found["completions/clipped_ratio"] == 1
-    assert [found[f"completions/{kind}_terminated_length"] for kind in ("mean", "min", "max")] == [None] * 3
+    metrics = read(completion_metrics([make_rollout(4, "length")]))
+    assert metrics["completions/clipped_ratio"] == 1
+    assert [metrics[f"completions/{kind}_terminated_length"] for kind in ("mean", "min", "max")] == [None] * 3
 
 
 def test_an_empty_completion_that_ended_counts_as_terminated(make_rollout):
-    found = read(completion_metrics([make_rollout(0), make_rollout(3)]))
-    assert found["completions/clipped_ratio"] == 0
-    assert found["completions/min_terminated_length"] == 0
-    assert found["completions/mean_terminated_length"] == 1.5
+    metrics = read(completion_metrics([make_rollout(0), make_rollout(3)]))
+    assert metrics["completions/clipped_ratio"] == 0
+    assert metrics["completions/min_terminated_length"] == 0
+    assert metrics["completions/mean_terminated_length"] == 1.5
 
 
-def test_parts_of_a_round_merge_to_the_whole(make_rollout):
+def test_parts_of_a_generation_batch_merge_to_the_whole(make_rollout):
     rollouts = [make_rollout(4), make_rollout(9, "length"), make_rollout(2), make_rollout(5)]
     whole = read(completion_metrics(rollouts))
     for parts in (([0], [1, 2, 3]), ([1], [0, 2, 3]), ([], [0, 1, 2, 3])):

@@ -24,8 +24,8 @@ from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
-from groupgrad.rollout.driver import Driver, SampleTurn, TurnResult, WaitFor
-from groupgrad.rollout.requests import GenerationRequest, row_seed, turn_seed
+from groupgrad.rollout.driver import Driver, sample_turn, wait_for
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed, turn_seed
 from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
@@ -46,7 +46,7 @@ class AgentOptions:
     """Generation batches that may be sampled before an earlier one has been scored."""
 
 
-class AgentRollouts:
+class AgentRollouts(RolloutSource):
     """Produces rollouts of several turns.
 
     All rollouts share `tools`; each has an environment of its own. The completion of a rollout is everything after its
@@ -68,16 +68,14 @@ class AgentRollouts:
     ):
         self.prompt_maker, self.engine, self.chat = prompt_maker, engine, chat
         self.sampling, self.options, self.seed = sampling, options, seed
+        self.is_exact = engine.is_exact
         self.tools, self.environments = tuple(tools), environments
+        by_environment = [[tool.schema for tool in tools]] if environments is None else environments.schemas.values()
+        self._tool_names = {schema["function"]["name"] for schemas in by_environment for schema in schemas}
         self.workers = Workers(options.tools.num_threads)
         self._handles: dict[tuple[str, int], list[EnvHandle]] = {}
         """Acquired environments by phase and number of their generation batch."""
         self._warned_unreadable = False
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the engine's log-probs are those that training would compute."""
-        return self.engine.is_exact
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number; all of them run side by side."""
@@ -89,13 +87,10 @@ class AgentRollouts:
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Calls, failures, latencies, turns and waiting times."""
-        schemas = [tool.schema for tool in self.tools]
-        if self.environments is not None:
-            schemas += itertools.chain.from_iterable(self.environments.schemas.values())
-        return agent_metrics(rollouts, {schema["function"]["name"] for schema in schemas})
+        return agent_metrics(rollouts, self._tool_names)
 
     def close(self) -> None:
-        """Close every environment and end the threads of tools. May be called any number of times."""
+        """Closes every environment and ends the threads of tools. May be called any number of times."""
         for batch in list(self._handles):
             self._release(batch)
         if self.environments is not None:
@@ -103,7 +98,7 @@ class AgentRollouts:
         self.workers.close()
 
     def warn_unreadable(self, problem: str) -> None:
-        """Warn once that a turn could not be parsed; it may happen in every turn."""
+        """Warns once that a turn could not be parsed; it may happen in every turn."""
         if not self._warned_unreadable:
             self._warned_unreadable = True
             logger.warning("a turn could not be read; said once: %s", problem)
@@ -116,7 +111,7 @@ class AgentRollouts:
         return handle
 
     def _release_scored(self, request: GenerationRequest) -> None:
-        """Release the environments that reward functions no longer use.
+        """Releases the environments that reward functions no longer use.
 
         Reward functions get the environments of a generation batch, so they stay acquired until it has been scored:
         evaluation batches until the next request, training batches until `ahead` further ones have begun. A batch with
@@ -139,7 +134,7 @@ class _RolloutFailed(Exception):
 
 @contextmanager
 def _fails_rollout(problem: str) -> Iterator[None]:
-    """Turn any exception into `_RolloutFailed`: the words of one row or tool must not end the run."""
+    """Turns any exception into `_RolloutFailed`: the text of one row or tool must not end the run."""
     try:
         yield
     except Exception as error:
@@ -158,15 +153,14 @@ class _Agent:
         shared_prompts: dict[Any, tuple[Prompt, Any]],
     ):
         self._rollouts, self._prompt_maker, self._chat = rollouts, rollouts.prompt_maker, rollouts.chat
+        self._workers, self._tool_options = rollouts.workers, rollouts.options.tools
         self._row, self._group, self._step = row, row // request.num_generations, request.step
         self._seed = row_seed(rollouts.seed, request.phase, request.number, row)
         self._data = request.rows_by_group[self._group]
         self._handle = handle
         self._toolbox = ToolBox(rollouts.tools) if handle is None else handle.toolbox
-        self._timeout_s = rollouts.options.tools.timeout_s
         self._shared_prompts = shared_prompts
-        """The generation batch's prompts by group, environment, text and images, each with the messages that it was
-        made from."""
+        """The generation batch's prompts by group, text and images, each with the messages that it was made from."""
         self._ids: list[int] = []
         self._sampled: list[bool] = []
         self._logprobs: list[float] = []
@@ -207,20 +201,18 @@ class _Agent:
             media=None if self._media is prompt.media else self._media,
         )
 
-    # ------------------------------------------------------------------------------------ beginning
-
     async def _begin(self, messages: list[dict[str, Any]]) -> Prompt:
-        """Reset the environment and make the prompt, with the observation that `reset` returned."""
+        """Resets the environment and makes the prompt, with the observation that `reset` returned."""
         with _fails_rollout("the images of the prompt cannot be had"):
             placed: Any = self._prompt_maker.prompt_with_images({**self._data, "prompt": messages}, opened=False)
         if self._handle is not None:
-            (outcome,) = await self._wait_for([self._handle.reset(self._data, self._rollouts.workers, self._timeout_s)])
+            reset = self._handle.reset(self._data, self._workers, self._tool_options.timeout_s)
+            (outcome,) = await self._wait_for([reset])
             if outcome.problem:
                 raise _RolloutFailed(outcome.problem)
             placed = add_observation(placed, outcome.value)
         images = [_image_key(image) for image in self._prompt_maker.conversation_images(placed)]
-        environment = "" if self._handle is None else self._handle.spec.name
-        key = (self._group, environment, str(self._prompt_maker.template_messages(placed)), *images)
+        key = (self._group, str(self._prompt_maker.template_messages(placed)), *images)
         if key not in self._shared_prompts:
             self._shared_prompts[key] = (self._make_prompt(placed), placed)
         return self._shared_prompts[key][0]
@@ -236,10 +228,8 @@ class _Agent:
             raise _RolloutFailed(maker.too_long_message(messages, len(encoded.ids)))
         return Prompt(encoded.ids, {**self._data, "prompt": messages}, self._group, encoded.media)
 
-    # ------------------------------------------------------------------------------------ turns and replies
-
     async def _converse(self, prompt: Prompt) -> FinishReason:
-        """Alternate turns of the model and replies of tools until there is a reason to end."""
+        """Alternates turns of the model and replies of tools until there is a reason to end."""
         max_iterations, schemas = self._rollouts.options.max_tool_calling_iterations, self._toolbox.schemas
         max_new_tokens, max_context = self._rollouts.sampling.max_new_tokens, self._prompt_maker.max_context
         budget, reason_if_full = completion_budget(prompt, max_new_tokens, max_context)
@@ -247,43 +237,46 @@ class _Agent:
         for iteration in itertools.count():
             is_last = max_iterations is not None and iteration >= max_iterations
             may_continue = bool(schemas) and not is_last
-            result = await self._sample_turn(prompt, budget - len(self._ids), ticket, keep=may_continue)
-            turn = self._chat.parse(result.sample.ids, schemas)
+            ticket, sample = await self._sample_turn(prompt, budget - len(self._ids), ticket, keep=may_continue)
+            turn = self._chat.parse(sample.ids, schemas)
             if turn.problem is not None:
                 self._problem = turn.problem
                 self._rollouts.warn_unreadable(turn.problem)
             self._messages.append(turn.message)
-            if result.sample.finish_reason == "length":
+            if sample.finish_reason == "length":
                 return reason_if_full
             if not turn.calls:
                 return "eos"
             if is_last:
                 return "tool_limit"
-            if not await self._append_replies(prompt, turn, result.sample.ids, budget):
+            if not await self._append_replies(prompt, turn, sample.ids, budget):
                 return "context" if reason_if_full == "context" else "tool_budget"
-            ticket = result.ticket
         raise AssertionError("a rollout ends by its budget")
 
-    async def _sample_turn(self, prompt: Prompt, max_new_tokens: int, ticket: int | None, *, keep: bool) -> TurnResult:
-        """Sample a turn and append its tokens. The engine keeps its keys and values if the rollout may continue."""
+    async def _sample_turn(
+        self, prompt: Prompt, max_new_tokens: int, ticket: int | None, *, keep: bool
+    ) -> tuple[int, Sample]:
+        """Samples a turn and appends its tokens. With `keep` the engine retains their keys and values."""
         seed = turn_seed(self._seed, self._num_turns)
         media = self._media or prompt.media
         request = Request(prompt.ids + self._ids, seed, max_new_tokens, continues=ticket, keep=keep, media=media)
-        result = await SampleTurn(request)
+        ticket, sample = await sample_turn(request)
         self._num_turns += 1
-        self._append(result.sample.ids, result.sample)
-        return result
+        self._append(sample.ids, sample)
+        return ticket, sample
 
     async def _append_replies(self, prompt: Prompt, turn: Turn, turn_ids: list[int], budget: int) -> bool:
-        """Answer a turn's calls and append the replies. False, with nothing appended, if they do not fit."""
+        """Answers a turn's calls and appends the replies. False, with nothing appended, if they do not fit."""
         maker = self._prompt_maker
-        messages = [_message(reply, call) for reply, call in zip(await self._replies(turn.calls), turn.calls)]
+        calls = [self._toolbox.call(call, self._workers, self._tool_options) for call in turn.calls]
+        replies: list[ToolReply] = await self._wait_for(calls)
+        self._tool_uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
+        messages = [_message(reply, call) for reply, call in zip(replies, turn.calls)]
         if maker.conversation_images(messages):
             messages = open_reply_images(messages)
         encoder = ToolReplyEncoder(maker, messages)
         with _fails_rollout("the chat template cannot render a tool's reply"):
-            readable = maker.template_messages(messages)
-            reply_ids = self._chat.reply_ids(turn_ids, readable, encoder)
+            reply_ids = self._chat.reply_ids(turn_ids, maker.template_messages(messages), encoder)
         if len(reply_ids) >= budget - len(self._ids):
             return False
         self._messages += messages
@@ -293,34 +286,26 @@ class _Agent:
         return True
 
     def _append(self, ids: list[int], sample: Sample | None = None) -> None:
-        """Append tokens: sampled ones with their sample, or those of a reply, whose numbers are NaN."""
+        """Appends sampled tokens with their sample, or the tokens of a reply, whose log-probs and entropies are NaN."""
         unknown = [NAN] * len(ids)
         self._ids += ids
         self._sampled += [sample is not None] * len(ids)
         self._logprobs += unknown if sample is None or sample.logprobs is None else sample.logprobs
         self._entropies += unknown if sample is None or sample.entropies is None else sample.entropies
 
-    # ------------------------------------------------------------------------------------ tools and environment
-
-    async def _replies(self, calls: Sequence[ToolCall]) -> list[ToolReply]:
-        """Replies to the calls of a turn, in their order."""
-        options, workers = self._rollouts.options.tools, self._rollouts.workers
-        replies = await self._wait_for([self._toolbox.call(call, workers, options) for call in calls])
-        self._tool_uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
-        return replies
-
     async def _own_rewards(self) -> dict[str, float | None]:
         """The environment's own reward by the name of its class; empty if it computes none."""
         if self._handle is None or not self._handle.spec.has_reward:
             return {}
-        (outcome,) = await self._wait_for([self._handle.get_reward(self._rollouts.workers, self._timeout_s)])
+        reward = self._handle.get_reward(self._workers, self._tool_options.timeout_s)
+        (outcome,) = await self._wait_for([reward])
         if outcome.problem:
             self._problem = outcome.problem
             logger.warning("row %d gets no reward of its environment: %s", self._row, outcome.problem)
         return {self._handle.spec.reward_name: outcome.value}
 
     async def _wait_for(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        wait = await WaitFor(futures)
+        wait = await wait_for(futures)
         self._wait_s += wait.seconds
         self._hidden_s += wait.hidden_s
         return wait.results

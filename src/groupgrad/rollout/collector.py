@@ -12,10 +12,11 @@ import torch
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives import Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.rollout.prefetch import RolloutPrefetcher, Weights
+from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
 from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
 from groupgrad.telemetry.render import without_images
@@ -59,8 +60,8 @@ class Experience:
 class ExperienceCollector:
     """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
 
-    An engine with weights of its own gets them from `weights`, and may sample `ahead` generation batches in advance.
-    Any other engine samples inside the context that `around` makes, which all ranks enter and leave together.
+    vLLM, given as `weights`, gets the policy's weights first and may sample `ahead` generation batches in advance. Any
+    other engine samples inside the context that `around` makes, which all ranks enter and leave together.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ExperienceCollector:
         rewards: RewardRunner,
         options: ScoringOptions,
         timings: Timings,
-        weights: Weights | None = None,
+        weights: VLLMPolicy | None = None,
         *,
         ahead: int = 0,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -139,10 +140,9 @@ class ExperienceCollector:
         records = log_records(rollouts, table, advantages.tolist(), step)
         if not self.options.keep_images:
             records = [without_images(record) for record in records]
-        parts = dist.all_gather_objects([(rollout.index, record) for rollout, record in zip(rollouts, records)])
-        if not dist.is_main():
-            return []
-        return [record for _, record in sorted((item for part in parts for item in part), key=lambda item: item[0])]
+        parts = dist.all_gather_objects({rollout.index: record for rollout, record in zip(rollouts, records)})
+        by_row = {row: record for part in parts for row, record in part.items()}
+        return [by_row[row] for row in sorted(by_row)] if dist.is_main() else []
 
 
 def _gather_rewards(

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.engines.base import Engine, Request, SamplingOptions
+from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.vlm_prompts import VisionError, replace_ids
 from groupgrad.rewards.call_inputs import copy_containers, short_repr
-from groupgrad.rollout.requests import GenerationRequest
-from groupgrad.rollout.single_turn import completion_budget
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource
+from groupgrad.rollout.single_turn import sample_prompts
 from groupgrad.rollout.statistics import ending_metrics
-from groupgrad.types import FinishReason, Prompt, Rollout, Trace
+from groupgrad.types import Prompt, Rollout, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _ReturnedRow:
     extra: dict[str, Any]
 
 
-class CustomRollouts:
+class CustomRollouts(RolloutSource):
     """Calls `function(prompts, trainer)` for the completions of a generation batch.
 
     `prompts` are this rank's, as they are in the data set, each once for every completion that it is to get. The
@@ -60,26 +60,32 @@ class CustomRollouts:
         self._function, self._trainer, self._prompt_maker = function, trainer, prompt_maker
         self._eos_ids = frozenset(eos_ids)
         embeddings = getattr(getattr(trainer, "model", None), "get_input_embeddings", lambda: None)()
-        self._num_embeddings = int(getattr(embeddings, "num_embeddings", 0) or 0)
+        self._vocab_size = int(getattr(embeddings, "num_embeddings", 0) or len(prompt_maker.tokenizer))
         self._makes_groups = False
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number. RolloutError if the return value cannot be used."""
         if not request.rows:
             return []
-        size = request.num_generations
+        maker, size = self._prompt_maker, request.num_generations
         groups = [row // size for row in request.rows]
         passed_groups = list(dict.fromkeys(groups)) if self._makes_groups else groups
-        messages = {
-            group: self._prompt_maker.prompt_with_images(row, opened=True)
+        messages = {group: maker.prompt_with_images(row, opened=True) for group, row in request.rows_by_group.items()}
+        returned = self._function([copy_containers(messages[group]) for group in passed_groups], self._trainer)
+        columns = _token_columns(returned)
+        num_returned = len(columns["completion_ids"])
+        selected = self._select_rows(groups, size, len(passed_groups), num_returned)
+        extra = {
+            name: _extra_column(name, value, num_returned)
+            for name, value in returned.items()
+            if name not in REQUIRED and name not in OPTIONAL
+        }
+        returned_rows = [self._read_row(columns, extra, row) for row in range(num_returned)]
+        # The function returns the ids of prompts; only rows with images need ids of the data set's prompt.
+        prompts = {
+            group: maker(row, group) if maker.check_images(row) else Prompt([], row, group)
             for group, row in request.rows_by_group.items()
         }
-        returned = self._function([copy_containers(messages[group]) for group in passed_groups], self._trainer)
-        num_returned = _num_rows(returned)
-        selected = self._select_rows(groups, size, len(passed_groups), num_returned)
-        returned_rows = _read_rows(returned, num_returned)
-        self._check_lengths(returned_rows)
-        prompts = {group: self._prompt(row, group) for group, row in request.rows_by_group.items()}
         return [
             self._rollout(request.step, row, prompts[row // size], returned_rows[place], place)
             for row, place in zip(request.rows, selected)
@@ -88,9 +94,6 @@ class CustomRollouts:
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """The shares of finish reasons."""
         return ending_metrics(rollouts)
-
-    def close(self) -> None:
-        """Do nothing: there are no resources."""
 
     def _select_rows(self, groups: list[int], size: int, num_passed: int, num_returned: int) -> list[int]:
         """The returned row of each requested one; RolloutError for a wrong number of rows."""
@@ -110,29 +113,27 @@ class CustomRollouts:
         )
         raise RolloutError(f"rollout_func returned {num_returned} rows for {num_passed} prompts; return {expected}")
 
-    def _prompt(self, row: dict[str, Any], group: int) -> Prompt:
-        """The prompt of a data-set row. The function returns its ids; only the ids of images are needed from here."""
-        if self._prompt_maker.check_images(row):
-            return self._prompt_maker(row, group)
-        return Prompt([], row, group)
-
-    def _check_lengths(self, rows: Sequence[_ReturnedRow]) -> None:
-        """RolloutError for ids outside the vocabulary and for rows longer than the model's context."""
-        vocab_size = self._num_embeddings or len(self._prompt_maker.tokenizer)
+    def _read_row(self, columns: Mapping[str, list[Any]], extra: Mapping[str, list[Any]], row: int) -> _ReturnedRow:
+        """One returned row. RolloutError if it is malformed, has ids outside the vocabulary or exceeds the context."""
+        lists = {name: _as_list(column[row], name, row) for name, column in columns.items()}
+        prompt_ids, completion_ids = lists["prompt_ids"], lists["completion_ids"]
+        if not prompt_ids:
+            raise RolloutError(f"rollout_func returned no prompt_ids for row {row}; a prompt has at least one token")
         max_context = self._prompt_maker.max_context
-        for number, row in enumerate(rows):
-            prompt, completion = row.prompt_ids, row.completion_ids
-            largest = max((*prompt, *completion))
-            if largest >= vocab_size:
-                raise RolloutError(
-                    f"rollout_func returned the token id {largest} in row {number}, but the model has {vocab_size}; "
-                    "return ids of the trainer's own tokenizer"
-                )
-            if max_context is not None and len(prompt) + len(completion) > max_context:
-                raise RolloutError(
-                    f"rollout_func returned {len(prompt)} prompt_ids and {len(completion)} completion_ids in row "
-                    f"{number}, but the model has {max_context} positions for both together; end rollouts earlier"
-                )
+        for name in ("prompt_ids", "completion_ids"):
+            _check_token_ids(lists[name], name, row, self._vocab_size)
+        if max_context is not None and len(prompt_ids) + len(completion_ids) > max_context:
+            raise RolloutError(
+                f"rollout_func returned {len(prompt_ids)} prompt_ids and {len(completion_ids)} completion_ids in row "
+                f"{row}, but the model has {max_context} positions for both together; end rollouts earlier"
+            )
+        logprobs = sampled = None
+        if "logprobs" in lists:
+            logprobs = _logprobs(lists["logprobs"], lists.get("logprob_token_ids"), completion_ids, row)
+        if "env_mask" in lists:
+            sampled = _env_mask(lists["env_mask"], len(completion_ids), row)
+        extra_values = {name: column[row] for name, column in extra.items()}
+        return _ReturnedRow(prompt_ids, completion_ids, logprobs, sampled, extra_values)
 
     def _rollout(self, step: int, index: int, prompt: Prompt, row: _ReturnedRow, place: int) -> Rollout:
         ids = row.completion_ids
@@ -145,7 +146,7 @@ class CustomRollouts:
             prompt=prompt,
             index=index,
             completion_ids=ids,
-            finish_reason=self._finish_reason(ids),
+            finish_reason="error" if not ids else "eos" if ids[-1] in self._eos_ids else "length",
             trace=None if ids else Trace(0, problem="rollout_func returned an empty completion"),
             completion=[{"role": "assistant", "content": text}] if prompt.is_conversational else text,
             text=text,
@@ -155,22 +156,13 @@ class CustomRollouts:
             extra=row.extra,
         )
 
-    def _finish_reason(self, ids: list[int]) -> FinishReason:
-        if not ids:
-            return "error"
-        return "eos" if ids[-1] in self._eos_ids else "length"
-
 
 def sample_completions(
     engine: Engine, prompt_maker: PromptMaker, sampling: SamplingOptions, prompts: Sequence[Any], seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """Sample one completion for each prompt (text or messages), in the form that a rollout function returns."""
+    """Samples one completion for each prompt (text or messages), in the form that a rollout function returns."""
     tokenized = [prompt_maker({"prompt": prompt}, group) for group, prompt in enumerate(prompts)]
-    budgets = [completion_budget(prompt, sampling.max_new_tokens, prompt_maker.max_context)[0] for prompt in tokenized]
-    requests = [
-        Request(prompt.ids, seed, budget, media=prompt.media) for prompt, seed, budget in zip(tokenized, seeds, budgets)
-    ]
-    samples = engine.sample(requests, sampling)
+    samples = [sample for sample, _ in sample_prompts(engine, prompt_maker, sampling, tokenized, seeds)]
     return {
         "prompt_ids": [list(prompt.ids) for prompt in tokenized],
         "completion_ids": [sample.ids for sample in samples],
@@ -178,8 +170,8 @@ def sample_completions(
     }
 
 
-def _num_rows(returned: Any) -> int:
-    """Rows of the return value; RolloutError for missing keys and lists of different lengths."""
+def _token_columns(returned: Any) -> dict[str, list[Any]]:
+    """The lists of the return value that concern tokens; RolloutError for missing keys and different lengths."""
     if not isinstance(returned, Mapping):
         raise RolloutError(f"rollout_func returned {short_repr(returned)}; return a dict with {', '.join(REQUIRED)}")
     missing = [name for name in REQUIRED if name not in returned]
@@ -188,44 +180,20 @@ def _num_rows(returned: Any) -> int:
             f"rollout_func returned a dict with {', '.join(map(str, returned)) or 'nothing'}, but without "
             f"{', '.join(missing)}; return {', '.join(REQUIRED)}, each with one list a row"
         )
-    lists = {name: returned[name] for name in (*REQUIRED, *OPTIONAL) if returned.get(name) is not None}
-    for name, values in lists.items():
+    columns = {}
+    for name in (*REQUIRED, *OPTIONAL):
+        values: Any = returned.get(name)
+        if values is None and name not in ("prompt_ids", "completion_ids"):
+            continue
         if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__"):
             raise RolloutError(f"rollout_func returned {name}={short_repr(values)}; return one list a row")
-    for name in ("prompt_ids", "completion_ids"):
-        if name not in lists:
-            raise RolloutError(f"rollout_func returned {name}=None; return one list of token ids a row")
-    lengths = {name: len(values) for name, values in lists.items()}
+        columns[name] = list(returned[name])
+    lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         raise RolloutError(
             f"rollout_func returned lists of different lengths: {lengths}; each needs one entry for every row"
         )
-    return lengths["completion_ids"]
-
-
-def _read_rows(returned: Mapping[str, Any], num_rows: int) -> list[_ReturnedRow]:
-    """The rows of the return value, each checked."""
-    columns = {name: list(returned[name]) for name in (*REQUIRED, *OPTIONAL) if returned.get(name) is not None}
-    extra = {
-        name: _extra_column(name, value, num_rows)
-        for name, value in returned.items()
-        if name not in REQUIRED and name not in OPTIONAL
-    }
-    rows = []
-    for row in range(num_rows):
-        values = {name: column[row] for name, column in columns.items()}
-        prompt_ids = _token_ids(values["prompt_ids"], "prompt_ids", row)
-        completion_ids = _token_ids(values["completion_ids"], "completion_ids", row)
-        if not prompt_ids:
-            raise RolloutError(f"rollout_func returned no prompt_ids for row {row}; a prompt has at least one token")
-        logprobs = sampled = None
-        if "logprobs" in values:
-            logprobs = _logprobs(values["logprobs"], values.get("logprob_token_ids"), completion_ids, row)
-        if "env_mask" in values:
-            sampled = _env_mask(values["env_mask"], len(completion_ids), row)
-        extra_values = {name: column[row] for name, column in extra.items()}
-        rows.append(_ReturnedRow(prompt_ids, completion_ids, logprobs, sampled, extra_values))
-    return rows
+    return columns
 
 
 def _as_list(value: Any, name: str, row: int) -> list[Any]:
@@ -237,32 +205,33 @@ def _as_list(value: Any, name: str, row: int) -> list[Any]:
     return list(items)
 
 
-def _token_ids(value: Any, name: str, row: int) -> list[int]:
-    ids = _as_list(value, name, row)
-    wrong = next((token for token in ids if isinstance(token, bool) or not isinstance(token, int) or token < 0), None)
-    if wrong is not None:
-        raise RolloutError(f"rollout_func returned {short_repr(wrong)} among {name} of row {row}; return token ids")
-    return ids
+def _check_token_ids(ids: list[Any], name: str, row: int, vocab_size: int) -> None:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise RolloutError(f"rollout_func returned {short_repr(token)} among {name} of row {row}; return token ids")
+        if token >= vocab_size:
+            raise RolloutError(
+                f"rollout_func returned the token id {token} in row {row}, but the model has {vocab_size}; return ids "
+                "of the trainer's own tokenizer"
+            )
 
 
-def _logprobs(value: Any, token_ids: Any, completion_ids: list[int], row: int) -> list[float]:
+def _logprobs(entries: list[Any], token_ids: list[Any] | None, completion_ids: list[int], row: int) -> list[float]:
     """One log-prob a token, NaN for None. Of several at a position, `token_ids` names which is the sampled token's."""
-    entries = _as_list(value, "logprobs", row)
     if len(entries) != len(completion_ids):
         raise RolloutError(
             f"rollout_func returned {len(entries)} logprobs for {len(completion_ids)} completion_ids in row {row}; "
             "return one for each token"
         )
-    candidates = None if token_ids is None else _as_list(token_ids, "logprob_token_ids", row)
-    if candidates is not None and len(candidates) != len(completion_ids):
+    if token_ids is not None and len(token_ids) != len(completion_ids):
         raise RolloutError(
-            f"rollout_func returned {len(candidates)} logprob_token_ids for {len(completion_ids)} completion_ids in "
+            f"rollout_func returned {len(token_ids)} logprob_token_ids for {len(completion_ids)} completion_ids in "
             f"row {row}; give them the shape of logprobs"
         )
     logprobs = []
     for i, (entry, token) in enumerate(zip(entries, completion_ids)):
         if isinstance(entry, (list, tuple)):
-            tokens = [token] if candidates is None else _as_list(candidates[i], "logprob_token_ids", row)
+            tokens = [token] if token_ids is None else _as_list(token_ids[i], "logprob_token_ids", row)
             entry = dict(zip(tokens, entry)).get(token)
         if entry is not None and not isinstance(entry, numbers.Real):
             raise RolloutError(f"rollout_func returned {short_repr(entry)} among logprobs of row {row}; return numbers")
@@ -270,8 +239,7 @@ def _logprobs(value: Any, token_ids: Any, completion_ids: list[int], row: int) -
     return logprobs
 
 
-def _env_mask(value: Any, length: int, row: int) -> list[bool]:
-    flags = _as_list(value, "env_mask", row)
+def _env_mask(flags: list[Any], length: int, row: int) -> list[bool]:
     if len(flags) != length or any(flag not in (0, 1) for flag in flags):
         raise RolloutError(
             f"rollout_func returned {len(flags)} env_mask entries ({short_repr(flags)}) for {length} completion_ids in "

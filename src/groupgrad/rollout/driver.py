@@ -1,6 +1,6 @@
 """Runs many rollouts side by side over one engine: while some wait for tools, the engine samples the others.
 
-A rollout is a coroutine that awaits two things: `SampleTurn` for a turn of the model, and `WaitFor` for futures of
+A rollout is a coroutine that awaits two things: `sample_turn` for a turn of the model, and `wait_for` for futures of
 tools. The driver runs on the calling thread, where the engine computes; tools run on other threads. It is not an
 asyncio loop, because in a notebook the calling thread is running one already.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
+import types
 from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,23 +20,10 @@ from groupgrad.engines.base import Request, Sample, Session
 T = TypeVar("T")
 
 
-@dataclass(slots=True, frozen=True)
-class TurnResult:
-    """A sampled turn."""
-
-    sample: Sample
-    ticket: int
-    """The engine's ticket, by which the next turn continues this one."""
-
-
-@dataclass(slots=True, frozen=True)
-class SampleTurn:
-    """Awaitable: samples a turn and returns its `TurnResult`."""
-
-    request: Request
-
-    def __await__(self) -> Generator[SampleTurn, TurnResult, TurnResult]:
-        return (yield self)
+@types.coroutine
+def sample_turn(request: Request) -> Generator[Request, tuple[int, Sample], tuple[int, Sample]]:
+    """Samples a turn. Returns the engine's ticket, by which the next turn continues this one, and the sample."""
+    return (yield request)
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,24 +37,10 @@ class ToolWait:
     """The part of `seconds` during which the engine worked for other rollouts."""
 
 
-@dataclass(slots=True, frozen=True)
-class WaitFor:
-    """Awaitable: waits for all of some futures, which must not fail, and returns a `ToolWait`."""
-
-    futures: Sequence[Future[Any]]
-
-    def __await__(self) -> Generator[WaitFor, ToolWait, ToolWait]:
-        return (yield self)
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A rollout that waits for futures."""
-
-    futures: Sequence[Future[Any]]
-    since: float
-    engine_s_before: float
-    """Seconds that the engine had worked when the wait began."""
+@types.coroutine
+def wait_for(futures: Sequence[Future[Any]]) -> Generator[Sequence[Future[Any]], ToolWait, ToolWait]:
+    """Waits for all of some futures, which must not fail."""
+    return (yield futures)
 
 
 @dataclass(slots=True)
@@ -83,7 +57,8 @@ class Driver(Generic[T]):
     _sampling: dict[int, int] = field(default_factory=dict)
     """Indices of the rollouts being sampled, by ticket."""
     _last_tickets: dict[int, int] = field(default_factory=dict)
-    _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    _waiting: dict[int, tuple[Sequence[Future[Any]], float, float]] = field(default_factory=dict)
+    """By the rollout's index: its futures, the time when the wait began, and `_engine_s` at that time."""
     _answered: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     """The index of the waiting rollout, once for each of its futures that is done."""
     _engine_s: float = 0.0
@@ -96,16 +71,16 @@ class Driver(Generic[T]):
                 self._resume(index, None)
             while self._sampling or self._waiting:
                 for index in self._next_answered():
-                    self._resume(index, self._end_wait(self._waiting.pop(index)))
+                    self._resume(index, self._end_wait(*self._waiting.pop(index)))
                 for ticket, sample in self._advance_engine():
-                    self._resume(self._sampling.pop(ticket), TurnResult(sample, ticket))
+                    self._resume(self._sampling.pop(ticket), (ticket, sample))
         finally:
             for rollout in self.rollouts:
                 rollout.close()
         return [self._results[index] for index in range(len(self.rollouts))]
 
-    def _resume(self, index: int, value: TurnResult | ToolWait | None) -> None:
-        """Run a rollout up to its next `SampleTurn` or `WaitFor`, or to its end."""
+    def _resume(self, index: int, value: tuple[int, Sample] | ToolWait | None) -> None:
+        """Runs a rollout up to its next turn or wait, or to its end."""
         try:
             awaited = self.rollouts[index].send(value)
         except StopIteration as end:
@@ -113,14 +88,14 @@ class Driver(Generic[T]):
             if index in self._last_tickets:
                 self.session.release(self._last_tickets[index])
             return
-        if isinstance(awaited, SampleTurn):
-            ticket = self.session.submit(awaited.request)
+        if isinstance(awaited, Request):
+            ticket = self.session.submit(awaited)
             self._sampling[ticket], self._last_tickets[index] = index, ticket
             return
-        self._waiting[index] = _Waiting(awaited.futures, time.perf_counter(), self._engine_s)
-        for future in awaited.futures:
+        self._waiting[index] = (awaited, time.perf_counter(), self._engine_s)
+        for future in awaited:
             future.add_done_callback(lambda _: self._answered.put(index))
-        if not awaited.futures:
+        if not awaited:
             self._answered.put(index)
 
     def _next_answered(self) -> list[int]:
@@ -131,7 +106,7 @@ class Driver(Generic[T]):
         return [
             index
             for index in sorted(indices & self._waiting.keys())
-            if all(future.done() for future in self._waiting[index].futures)
+            if all(future.done() for future in self._waiting[index][0])
         ]
 
     def _advance_engine(self) -> list[tuple[int, Sample]]:
@@ -142,7 +117,7 @@ class Driver(Generic[T]):
         self._engine_s += time.perf_counter() - started
         return ended
 
-    def _end_wait(self, waiting: _Waiting) -> ToolWait:
-        seconds = time.perf_counter() - waiting.since
-        hidden_s = min(seconds, self._engine_s - waiting.engine_s_before)
-        return ToolWait([future.result() for future in waiting.futures], seconds, hidden_s)
+    def _end_wait(self, futures: Sequence[Future[Any]], began: float, engine_s_before: float) -> ToolWait:
+        seconds = time.perf_counter() - began
+        hidden_s = min(seconds, self._engine_s - engine_s_before)
+        return ToolWait([future.result() for future in futures], seconds, hidden_s)

@@ -88,11 +88,10 @@ class Evaluator:
         if not batch.num_rows and not is_sharded(self.model):
             return {"loss": mean_of(0.0, part)}
         batch = replace(batch, ref_logprobs=self.scorer.reference_logprobs(batch))
-        if known is None:
+        scores = known
+        if scores is None:
             batch = batch.to(self.device)
             scores = score_without_gradient(self.model, batch, self.forward_options, aux_loss=True)
-        else:
-            scores = known
         if not batch.num_rows:
             return {"loss": mean_of(0.0, part)}
         result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self.aux_loss_coef)

@@ -1,15 +1,14 @@
-"""Samples generation batches from an engine with weights of its own, on request or ahead of time."""
+"""Samples generation batches from vLLM, which has a copy of the weights, on request or ahead of time."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
 
 from groupgrad import dist
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import WeightsLost
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource
 from groupgrad.telemetry.timings import Timings
@@ -18,36 +17,11 @@ from groupgrad.types import Rollout
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Times that a generation batch is sampled when its engine loses its weights meanwhile."""
-
-
-class Weights(Protocol):
-    """The weights that an engine samples from, a copy of the policy's."""
-
-    def refresh(self, policy_step: int) -> None:
-        """Collective. Sends the policy's present weights, those of this optimizer step. No rank may be sampling."""
-        ...
-
-    def invalidate(self) -> None:
-        """Makes the next `refresh` send the weights whatever the step is, as the engine may have lost them."""
-        ...
-
-    def sleep(self) -> None:
-        """Frees memory that only sampling needs, until the next `refresh`."""
-        ...
-
-    def stop(self) -> None:
-        """Makes the sampling under way fail soon."""
-        ...
-
-    def freeze_weights(self) -> AbstractContextManager[None]:
-        """Context for sampling while the policy changes: nothing is sent, and an engine that has lost its weights
-        raises WeightsLost."""
-        ...
+"""Maximum number of times that a generation batch is sampled because its engine lost the weights meanwhile."""
 
 
 class RolloutPrefetcher:
-    """Rollouts of one generation batch after the other, from an engine with a copy of the policy's weights.
+    """Rollouts of one generation batch after the other, from vLLM, whose weights are a copy of the policy's.
 
     With `ahead=k` a thread samples up to k following generation batches while one is trained, from weights that are at
     most k generation batches old. New weights are sent when no rank samples. If an engine loses its weights on any
@@ -55,7 +29,7 @@ class RolloutPrefetcher:
     exceptions of the thread are raised when its generation batch is requested.
     """
 
-    def __init__(self, source: RolloutSource, timings: Timings, weights: Weights, *, ahead: int = 0):
+    def __init__(self, source: RolloutSource, timings: Timings, weights: VLLMPolicy, *, ahead: int = 0):
         self._source, self._timings, self._weights, self.ahead = source, timings, weights, ahead
         self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[list[Rollout]]] = {}

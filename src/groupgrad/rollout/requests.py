@@ -51,20 +51,17 @@ def training_request(
 class RolloutSource(Protocol):
     """Makes this rank's rollouts of a generation batch, in the order of its row numbers. Local, not a collective."""
 
-    @property
-    def is_exact(self) -> bool:
-        """True if its log-probs and entropies are those that training would compute (`Engine.is_exact`)."""
-        ...
+    is_exact: bool
+    """True if its log-probs and entropies are those that training would compute (`Engine.is_exact`)."""
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]: ...
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Metrics of this source's rollouts beyond lengths and rewards."""
-        ...
+        return {}
 
     def close(self) -> None:
         """Releases its resources. May be called any number of times."""
-        ...
 
 
 def report_failures(problems: Mapping[int, str], request: GenerationRequest) -> None:

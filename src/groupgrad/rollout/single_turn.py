@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.engines.base import Engine, Request, SamplingOptions
-from groupgrad.metrics import Metric
-from groupgrad.rollout.requests import GenerationRequest, row_seed
+from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed
 from groupgrad.types import FinishReason, Prompt, Rollout
 
 
@@ -18,52 +17,52 @@ def completion_budget(prompt: Prompt, max_new_tokens: int, max_context: int | No
     return max_new_tokens, "length"
 
 
-class SingleTurnRollouts:
+def sample_prompts(
+    engine: Engine,
+    prompt_maker: PromptMaker,
+    sampling: SamplingOptions,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+) -> list[tuple[Sample, FinishReason]]:
+    """Samples one completion for each prompt within the model's context; also returns the reason why each ended."""
+    max_new_tokens, max_context = sampling.max_new_tokens, prompt_maker.max_context
+    budgets = [completion_budget(prompt, max_new_tokens, max_context) for prompt in prompts]
+    requests = [
+        Request(prompt.ids, seed, budget, media=prompt.media)
+        for prompt, seed, (budget, _) in zip(prompts, seeds, budgets)
+    ]
+    return [
+        (sample, reason_if_full if sample.finish_reason == "length" else sample.finish_reason)
+        for sample, (_, reason_if_full) in zip(engine.sample(requests, sampling), budgets)
+    ]
+
+
+class SingleTurnRollouts(RolloutSource):
     """Samples one completion for each row and decodes it to text or a message."""
 
     def __init__(self, prompt_maker: PromptMaker, engine: Engine, sampling: SamplingOptions, *, seed: int):
         self.prompt_maker, self.engine, self.sampling, self.seed = prompt_maker, engine, sampling, seed
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the engine's log-probs are those that training would compute."""
-        return self.engine.is_exact
+        self.is_exact = engine.is_exact
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number."""
         by_group = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
         prompts = [by_group[row // request.num_generations] for row in request.rows]
-        max_new_tokens, max_context = self.sampling.max_new_tokens, self.prompt_maker.max_context
-        budgets = [completion_budget(prompt, max_new_tokens, max_context) for prompt in prompts]
-        requests = [
-            Request(
-                prompt.ids,
-                row_seed(self.seed, request.phase, request.number, row),
-                budget,
-                media=prompt.media,
-            )
-            for prompt, row, (budget, _) in zip(prompts, request.rows, budgets)
-        ]
-        samples = self.engine.sample(requests, self.sampling)
-        texts = self.prompt_maker.tokenizer.batch_decode([sample.ids for sample in samples], skip_special_tokens=True)
+        seeds = [row_seed(self.seed, request.phase, request.number, row) for row in request.rows]
+        samples = sample_prompts(self.engine, self.prompt_maker, self.sampling, prompts, seeds)
+        ids = [sample.ids for sample, _ in samples]
+        texts = self.prompt_maker.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
             Rollout(
                 prompt=prompt,
                 index=row,
                 completion_ids=sample.ids,
-                finish_reason=reason_if_full if sample.finish_reason == "length" else sample.finish_reason,
+                finish_reason=finish_reason,
                 completion=[{"role": "assistant", "content": text}] if prompt.is_conversational else text,
                 text=text,
                 sampling_logprobs=sample.logprobs,
                 sampling_entropy=sample.entropies,
                 policy_version=request.step,
             )
-            for prompt, row, sample, text, (_, reason_if_full) in zip(prompts, request.rows, samples, texts, budgets)
+            for prompt, row, (sample, finish_reason), text in zip(prompts, request.rows, samples, texts)
         ]
-
-    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-        """None beyond those of all rollouts."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: there are no resources."""

@@ -39,7 +39,7 @@ class RolloutComponents:
         return [] if self.environments is None else self.environments.reward_names
 
     def close(self) -> None:
-        """Close the environments. May be called any number of times."""
+        """Closes the environments. May be called any number of times."""
         if self.environments is not None:
             self.environments.close()
 
@@ -70,19 +70,16 @@ class RolloutComponents:
             seed=seed,
         )
 
-    def check_dataset(self, dataset: Any, argument: str, max_context: int | None) -> None:
-        """Refuse a data set that agents cannot be trained on.
+    def check_dataset(self, dataset: Dataset | IterableDataset, argument: str, max_context: int | None) -> None:
+        """Rejects a data set with rows that agents cannot be trained on.
 
         ValueError for prompts that are not conversations, for rows that name an unknown environment, and if the longest
         prompt with the descriptions of the tools leaves no room for a completion. Only the first row of a stream is
         checked.
         """
-        if self.chat is None or not isinstance(dataset, (Dataset, IterableDataset)):
+        if self.chat is None:
             return
-        is_stream = isinstance(dataset, IterableDataset)
-        first = next(iter(dataset), None)
-        if first is None:
-            return
+        first: dict[str, Any] = next(iter(dataset))
         prompt = first.get("prompt")
         if isinstance(prompt, str):
             raise ValueError(
@@ -90,10 +87,13 @@ class RolloutComponents:
                 'each prompt a list of messages: [{"role": "user", "content": ...}]'
             )
         if self.environments is not None:
-            for row in [first] if is_stream else _one_row_per_environment(dataset):
+            rows = [first]
+            if isinstance(dataset, Dataset) and ENV_COLUMN in first:
+                rows = [{ENV_COLUMN: name} for name in dataset.unique(ENV_COLUMN)]
+            for row in rows:
                 self.environments.spec_of(row)
         if prompt is not None and max_context is not None:
-            prompts = [prompt] if is_stream else dataset["prompt"]
+            prompts = dataset["prompt"] if isinstance(dataset, Dataset) else [prompt]
             longest = max(prompts, key=lambda messages: sum(len(str(message)) for message in messages))
             self._check_length(longest, argument, max_context)
 
@@ -121,7 +121,7 @@ def build_rollout_components(
     response_parser: Any = None,
     max_tool_calling_iterations: int | None = None,
 ) -> RolloutComponents:
-    """Check the trainer's arguments on rollouts and build what they describe.
+    """Checks the trainer's arguments about rollouts and builds the components.
 
     ValueError or TypeError, before anything is sampled, for tools without hints or docstring, factories that fail, chat
     templates that cannot write tools down, and arguments that exclude each other.
@@ -162,7 +162,7 @@ def build_rollout_components(
 
 
 def _warn_unused(settings: dict[str, Any], reason: str) -> None:
-    """Warn of each setting that is given although it has no effect."""
+    """Warns of each setting that is given although it has no effect."""
     for name, value in settings.items():
         if value is not None:
             warnings.warn(f"{name} has no effect: {reason}")
@@ -181,10 +181,3 @@ def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
     if is_async(function):
         raise TypeError("rollout_func is async; give a plain function (it may run asyncio.run(...) itself)")
     return function
-
-
-def _one_row_per_environment(dataset: Dataset) -> list[dict[str, Any]]:
-    """A row for each distinct value of the column that names a row's environment."""
-    if ENV_COLUMN not in dataset.column_names:
-        return [{}]
-    return [{ENV_COLUMN: name} for name in dataset.unique(ENV_COLUMN)]
