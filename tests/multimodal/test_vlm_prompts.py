@@ -352,7 +352,7 @@ def test_prompts_whose_images_leave_no_room_are_counted(qwen):
 
 
 def test_tokens_of_images_are_known_by_their_sizes(processor):
-    """Of the placeholders alone, or with the tokens around them."""
+    """The number may include the tokens around the placeholders."""
     made = maker(processor)
     with_both, without = made(asked(images=[RED, BLUE]), 0).ids, made(asked(), 0).ids
     found = made.num_image_tokens([(RED.height, RED.width), (BLUE.height, BLUE.width)])
