@@ -326,7 +326,7 @@ def test_a_push_that_is_refused_says_both_sides(scripted: Scripted, model: Any) 
         engine.push(model, 5)
 
 
-def test_a_server_that_runs_out_of_memory_in_a_push_is_told_what_helps(scripted: Scripted, model: Any) -> None:
+def test_a_server_that_runs_out_of_memory_in_a_push_is_an_error_with_the_remedy(scripted: Scripted, model: Any) -> None:
     story = "RuntimeError: Worker failed with error 'CUDA out of memory. Tried to allocate 2.00 GiB'"
     scripted.bucket = lambda data, query: (500, {"error": story})  # type: ignore[method-assign]
     with pytest.raises(ServerRefused, match=r"Tried to allocate 2.00 GiB'; .*lower --gpu-memory-utilization"):

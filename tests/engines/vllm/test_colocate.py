@@ -148,7 +148,7 @@ def test_weights_of_the_same_dtype_are_given_by_reference(
     assert engine.sample([ROW], OPTIONS)[0].ids == [1] and engine.weight_version.startswith("3-")
 
 
-def test_buckets_are_no_larger_than_told(
+def test_buckets_are_no_larger_than_the_limit(
     vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

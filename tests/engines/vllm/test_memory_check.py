@@ -87,7 +87,7 @@ def test_on_a_cpu_the_share_counts_what_the_process_holds() -> None:
     assert problem is not None and "set vllm_gpu_memory_utilization between 0.3 and 0.462" in problem
 
 
-def test_on_a_cpu_the_cache_may_be_told_by_itself() -> None:
+def test_on_a_cpu_the_cache_may_have_a_size_of_its_own() -> None:
     # 11 GiB of weights and workspace and 45 of training leave 14 of 70 for the cache.
     assert misfit(SERVED, TRAINING, replace(CPU, cache=14 * GIB), OPTIONS) is None
     problem = misfit(SERVED, TRAINING, replace(CPU, cache=15 * GIB), OPTIONS)
