@@ -68,7 +68,7 @@ class Conversation:
     keep: bool = True
     sampled: list[SampledTurn] = field(default_factory=list)
     ticket: int | None = None
-    """Of the last turn."""
+    """Ticket of the last turn."""
 
     @property
     def is_over(self) -> bool:
@@ -252,7 +252,7 @@ def test_a_batch_is_what_was_submitted_since_the_last():
 
 
 def test_a_turn_costs_its_new_tokens_only(build):
-    """By hand: both prompts once; then for each turn its reply and the token sampled last, which was never computed."""
+    """Prompts are computed once; each later turn adds its reply and the token sampled last, which was not computed."""
     rows = [
         Conversation([Turn(LONG, 1, 6), Turn([20, 21, 22], 2, 5), Turn([23], 3, 4)]),
         Conversation([Turn(LONG, 4, 6), Turn([24, 25], 5, 5)]),

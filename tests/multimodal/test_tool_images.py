@@ -61,7 +61,7 @@ def agents(
     ), engine
 
 
-def asked(**columns: Any) -> dict[str, Any]:
+def query(**columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": "what?"}], **columns}
 
 
@@ -80,7 +80,7 @@ def test_a_prompt_with_images_is_made_once_a_group(built, monkeypatch):
         return encode(self, text, images, **kwargs)
 
     monkeypatch.setattr(VisionPromptMaker, "encode", counted)
-    first, second = makers(ask({0: asked(images=[RED, BLUE])}, size=2))
+    first, second = makers(ask({0: query(images=[RED, BLUE])}, size=2))
     assert calls == [2]
     assert first.prompt is second.prompt
     assert first.prompt.media.images == (RED, BLUE)
@@ -102,7 +102,7 @@ def test_tool_images_are_in_completions_and_in_training(built):
     all images gives the log-probs of training."""
     script = {0: [call("look", place="sea"), "blue"], 1: ["red"]}
     makers, engine = agents(built, script, [look])
-    first, second = makers(ask({0: asked(image=RED)}, size=2))
+    first, second = makers(ask({0: query(image=RED)}, size=2))
     assert first.finish_reason == "eos"
     assert first.completion[1]["content"] == [{"type": "image", "image": BLUE}]
     assert first.media.images == (RED, BLUE)
@@ -147,7 +147,7 @@ def test_a_row_that_ends_at_its_budget_keeps_its_own_images_alone(built):
     """The reply with the image does not fit, so the row ends before it; its neighbour keeps its images."""
     script = {0: [call("look", place="sea") + "x" * 390, ""], 1: [call("look", place="sea"), "b"]}
     makers, _ = agents(built, {0: [script[0][0]], 1: script[1]}, [look])
-    first, second = makers(ask({0: asked(image=RED)}, size=2))
+    first, second = makers(ask({0: query(image=RED)}, size=2))
     assert first.finish_reason in ("length", "tool_budget")
     assert first.media is None
     assert second.media.images == (RED, BLUE)
@@ -156,7 +156,7 @@ def test_a_row_that_ends_at_its_budget_keeps_its_own_images_alone(built):
 def test_a_missing_tool_image_is_an_error_message_to_the_model():
     built = tiny_vlms.build("qwen2_vl")
     makers, _ = agents(built, {0: [call("lose"), "a"]}, [lose])
-    (rollout,) = makers(ask({0: asked()}))
+    (rollout,) = makers(ask({0: query()}))
     assert "no such file" in rollout.completion[1]["content"]
     assert rollout.media is None
     assert rollout.finish_reason == "eos"
@@ -186,7 +186,7 @@ class Window:
 
 def test_images_of_an_environment_follow_those_of_the_row(built):
     makers, engine = agents(built, {0: [call("look", place="x"), "a"], 1: ["b"]}, environment=Gallery)
-    first, second = makers(ask({0: asked(image=RED)}, size=2))
+    first, second = makers(ask({0: query(image=RED)}, size=2))
     content = first.prompt.row["prompt"][0]["content"]
     assert [block["type"] for block in content] == ["image", "text", "text", "image"]
     assert first.prompt.media.images == (RED, BLUE)
@@ -199,7 +199,7 @@ def test_images_of_an_environment_follow_those_of_the_row(built):
 
 def test_an_environment_may_begin_with_a_picture_alone():
     makers, _ = agents(tiny_vlms.build("gemma3"), {0: ["a"]}, environment=Window)
-    (rollout,) = makers(ask({0: asked()}))
+    (rollout,) = makers(ask({0: query()}))
     assert rollout.prompt.media.images == (BLUE,)
     makers.close()
 
@@ -208,7 +208,7 @@ def test_images_of_rows_survive_selecting_and_joining():
     built = tiny_vlms.build("idefics3")
     script = {0: [call("look", place="sea"), "a"], 1: ["b"], 2: [call("look", place="hill"), "c"]}
     makers, _ = agents(built, script, [look])
-    rollouts = makers(ask({0: asked(image=RED)}, size=3))
+    rollouts = makers(ask({0: query(image=RED)}, size=3))
     batch = collate(rollouts, [0.0] * 3, mask_truncated=False)
     assert batch.select([1]).row_media is None
     assert batch.select([2, 0]).row_media == (rollouts[2].media, rollouts[0].media)

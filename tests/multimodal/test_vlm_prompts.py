@@ -41,7 +41,7 @@ def qwen() -> Any:
     return tiny_vlms.build("qwen2_vl").processor
 
 
-def asked(text: str = "hi", **columns: Any) -> dict[str, Any]:
+def query(text: str = "hi", **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": text}], **columns}
 
 
@@ -54,7 +54,7 @@ def kinds(messages: Any) -> list[Any]:
 
 
 def test_a_prompt_is_what_the_processor_makes_of_the_conversation(processor):
-    row = asked(images=[RED, BLUE], answer="x")
+    row = query(images=[RED, BLUE], answer="x")
     prompt = maker(processor)(row, 3)
     said = [{"role": "user", "content": [{"type": "image", "image": image} for image in (RED, BLUE)]}]
     said[0]["content"].append({"type": "text", "text": "hi"})
@@ -78,7 +78,7 @@ def test_a_prompt_is_what_the_processor_makes_of_the_conversation(processor):
 
 
 def test_a_prompt_without_images_has_none(processor):
-    prompt = maker(processor)(asked(image=None, images=[]), 0)
+    prompt = maker(processor)(query(image=None, images=[]), 0)
     assert prompt.media is None
     assert prompt.row["prompt"] == [{"role": "user", "content": "hi"}]
     assert prompt.ids == maker(processor).token_ids(prompt.row["prompt"])
@@ -92,8 +92,8 @@ def test_a_text_prompt_is_tokenised_as_it_is(qwen):
 
 
 def test_the_same_pictures_are_the_same_media(qwen):
-    first, second = (maker(qwen)(asked(image=tiny_vlms.make_image("red")), group) for group in (0, 1))
-    other = maker(qwen)(asked(image=tiny_vlms.make_image("green")), 2)
+    first, second = (maker(qwen)(query(image=tiny_vlms.make_image("red")), group) for group in (0, 1))
+    other = maker(qwen)(query(image=tiny_vlms.make_image("green")), 2)
     assert first.identity == second.identity
     assert first.ids == other.ids
     assert first.identity != other.identity
@@ -142,21 +142,21 @@ def test_a_placeholder_in_a_text_is_no_image(processor):
     token = processor.image_token
     message = f"has 1 images, but its rendered text has 2 times the placeholder {token!r}"
     with pytest.raises(VisionError, match=re.escape(message)):
-        maker(processor)(asked(f"a{token}", image=RED), 0)
+        maker(processor)(query(f"a{token}", image=RED), 0)
     with pytest.raises(VisionError, match="which stands for an image and has none"):
-        maker(processor)(asked(f"a{token}"), 0)
+        maker(processor)(query(f"a{token}"), 0)
 
 
 def test_a_template_that_leaves_images_out_is_an_error(qwen):
     deaf = tiny_vlms.build("qwen2_vl").processor
     deaf.chat_template = "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}"
     with pytest.raises(VisionError, match="1 images, but its rendered text has 0 times the placeholder"):
-        maker(deaf)(asked(image=RED), 0)
+        maker(deaf)(query(image=RED), 0)
 
 
 def test_a_failing_processor_is_reported_with_the_images(qwen):
     with pytest.raises(VisionError, match=r"Qwen2VLProcessor failed at a prompt with 1 images of 1000x2 pixels: Value"):
-        maker(qwen)(asked(image=tiny_vlms.make_image("red", (1000, 2))), 0)
+        maker(qwen)(query(image=tiny_vlms.make_image("red", (1000, 2))), 0)
 
 
 # ----------------------------------------------------------------------------------------------------- templates
@@ -195,7 +195,7 @@ def test_a_text_gets_one_beginning_of_sequence_token():
     processor = tiny_vlms.build("llava_next").processor
     begin = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     processor.tokenizer._tokenizer.post_processor = begin
-    rows = [asked(), asked(image=RED)]
+    rows = [query(), query(image=RED)]
     assert [maker(processor)(row, 0).ids[:2].count(2) for row in rows] == [1, 1]
     processor.chat_template = "{{ bos_token }}" + processor.chat_template
     assert [maker(processor)(row, 0).ids[:2].count(2) for row in rows] == [1, 1]
@@ -223,7 +223,7 @@ def test_there_is_no_example_without_a_processor_or_its_template(qwen):
 
 def test_replaced_ids(processor):
     """More text around the same images is allowed, fewer image tokens are not."""
-    prompt = maker(processor)(asked(image=RED), 0)
+    prompt = maker(processor)(query(image=RED), 0)
     extra = processor.tokenizer("abc")["input_ids"]
     other = replace_ids(prompt, [*extra, *prompt.ids])
     assert other.media is not None
@@ -252,15 +252,15 @@ def check(rows: Any, processor: Any, max_context: int | None = None) -> None:
 
 def test_good_rows_pass(processor, tmp_path: Path):
     RED.save(tmp_path / "a.png")
-    check([asked(image=RED), asked(image=None), asked(image=BLUE)], processor)
-    check([asked(images=[RED, BLUE]), asked(images=[]), asked(images=None), asked(images=[RED])], processor)
-    check([asked(image=str(tmp_path / "a.png")), asked(image=None)], processor)
-    check([asked(image=png(RED))], processor)
+    check([query(image=RED), query(image=None), query(image=BLUE)], processor)
+    check([query(images=[RED, BLUE]), query(images=[]), query(images=None), query(images=[RED])], processor)
+    check([query(image=str(tmp_path / "a.png")), query(image=None)], processor)
+    check([query(image=png(RED))], processor)
     check([{"prompt": tiny_vlms.question("a", 2), "images": [RED, BLUE]}], processor)
     block = {"type": "image", "image": RED}
     check([{"prompt": [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}]}], processor)
-    check(Dataset.from_list([asked(image=RED)]).to_iterable_dataset(), processor)
-    check(IterableDataset.from_generator(lambda: iter([asked(image=RED)])), processor)
+    check(Dataset.from_list([query(image=RED)]).to_iterable_dataset(), processor)
+    check(IterableDataset.from_generator(lambda: iter([query(image=RED)])), processor)
     check([{"prompt": "text alone"}], processor)
 
 
@@ -268,13 +268,13 @@ def test_good_rows_pass(processor, tmp_path: Path):
     ("rows", "error", "message"),
     [
         (
-            [asked(image=png(RED)), asked(image=b"broken")],
+            [query(image=png(RED)), query(image=b"broken")],
             ImageError,
             "an image in 'image' of row 1 of train_dataset c",
         ),
-        ([asked(image=None), asked(image="gone.png")], ImageError, "'image' of row 1 of train_dataset is the path"),
-        ([asked(images=[png(RED)]), asked(images=[png(RED), b"x"])], ImageError, "image 1 in 'images' of row 1"),
-        ([asked(image="http://a/b.png")], ImageError, "row 0 of train_dataset is the address"),
+        ([query(image=None), query(image="gone.png")], ImageError, "'image' of row 1 of train_dataset is the path"),
+        ([query(images=[png(RED)]), query(images=[png(RED), b"x"])], ImageError, "image 1 in 'images' of row 1"),
+        ([query(image="http://a/b.png")], ImageError, "row 0 of train_dataset is the address"),
         (
             [
                 {"prompt": tiny_vlms.question("a", 1), "images": [RED]},
@@ -284,7 +284,7 @@ def test_good_rows_pass(processor, tmp_path: Path):
             "row 1 of train_dataset: a row has 0 images in .*, but its messages have 1 places",
         ),
         ([{"prompt": "a", "image": RED}], VisionError, "row 0 of train_dataset: .*images need conversations"),
-        ([asked(), asked("see <|image_pad|>")], VisionError, "row 1 of train_dataset: its prompt has the text"),
+        ([query(), query("see <|image_pad|>")], VisionError, "row 1 of train_dataset: its prompt has the text"),
     ],
 )
 def test_bad_rows_are_named(rows: list[dict[str, Any]], error: type[Exception], message: str, qwen):
@@ -296,13 +296,13 @@ def test_a_file_that_is_cut_off_is_named_wherever_it_is_decoded(qwen, tmp_path: 
     """The first images are decoded before training; later, without a row number, the file is named."""
     (tmp_path / "cut.png").write_bytes(png(RED)[:60])
     (tmp_path / "whole.png").write_bytes(png(RED))
-    row = asked(image=str(tmp_path / "cut.png"))
+    row = query(image=str(tmp_path / "cut.png"))
     with pytest.raises(ImageError, match=r"an image in 'image' of row 2 of train_dataset .*cut\.png'\) cannot be read"):
-        check([asked(image=None), asked(image=str(tmp_path / "whole.png")), row], qwen)
+        check([query(image=None), query(image=str(tmp_path / "whole.png")), row], qwen)
     with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
         maker(qwen)(row, 0)
     with pytest.raises(ImageError, match=r"an image in 'image' \(the file '.*cut\.png'\) cannot be read"):
-        maker(qwen)(asked(image={"path": row["image"], "bytes": None}), 0)
+        maker(qwen)(query(image={"path": row["image"], "bytes": None}), 0)
 
 
 def test_every_row_is_checked_and_only_the_first_is_processed(qwen, monkeypatch):
@@ -314,7 +314,7 @@ def test_every_row_is_checked_and_only_the_first_is_processed(qwen, monkeypatch)
         return made(self, row, group)
 
     monkeypatch.setattr(VisionPromptMaker, "__call__", note)
-    check([asked(image=None), *(asked(image=RED) for _ in range(5))], qwen)
+    check([query(image=None), *(query(image=RED) for _ in range(5))], qwen)
     assert len(opened) == 1
 
 
@@ -326,7 +326,7 @@ def test_a_data_set_is_checked_once(qwen, monkeypatch):
         "check_images",
         lambda self, *args, **how: looked.append(args) or check_images(self, *args, **how),
     )
-    made, rows = maker(qwen), Dataset.from_list([asked(image=RED), asked(image=None)])
+    made, rows = maker(qwen), Dataset.from_list([query(image=RED), query(image=None)])
     check_dataset(rows, "eval_dataset", made)
     count = len(looked)
     assert count >= 2
@@ -342,7 +342,7 @@ def test_a_data_set_is_checked_once(qwen, monkeypatch):
 
 def test_prompts_whose_images_leave_no_room_are_counted(qwen):
     """A prompt has 50 tokens, 26 of them of images; the text alone would fit."""
-    rows = [asked(images=[RED, BLUE]), asked(), asked(images=[RED, BLUE])]
+    rows = [query(images=[RED, BLUE]), query(), query(images=[RED, BLUE])]
     assert len(maker(qwen)(rows[0], 0).ids) == 50
     check(rows, qwen, max_context=51)
     with pytest.raises(
@@ -352,9 +352,9 @@ def test_prompts_whose_images_leave_no_room_are_counted(qwen):
 
 
 def test_tokens_of_images_are_known_by_their_sizes(processor):
-    """Of the placeholders alone, or with the tokens around them."""
+    """The number may include the tokens around the placeholders."""
     made = maker(processor)
-    with_both, without = made(asked(images=[RED, BLUE]), 0).ids, made(asked(), 0).ids
+    with_both, without = made(query(images=[RED, BLUE]), 0).ids, made(query(), 0).ids
     found = made.num_image_tokens([(RED.height, RED.width), (BLUE.height, BLUE.width)])
     number = getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id
     assert 0 < with_both.count(number) <= found <= len(with_both) - len(without)
@@ -372,9 +372,9 @@ def silent() -> Any:
 def test_image_tokens_are_measured_where_the_processor_does_not_compute_them(silent):
     """An image of 32x32 has 34 tokens, so only the text of this prompt would fit."""
     made = maker(silent)
-    num_tokens = len(made(asked(images=[RED, GREEN]), 0).ids)
+    num_tokens = len(made(query(images=[RED, GREEN]), 0).ids)
     assert made.num_image_tokens([(32, 32), (32, 32)]) == 68
-    rows = [asked(images=[RED]), asked(images=[RED, GREEN])]
+    rows = [query(images=[RED]), query(images=[RED, GREEN])]
     check(rows, silent, max_context=num_tokens + 1)
     with pytest.raises(ValueError, match=f"1 prompts of train_dataset are too long.* has {num_tokens} tokens"):
         check(rows, silent, max_context=num_tokens)
@@ -407,15 +407,15 @@ def test_a_failed_measurement_is_not_repeated(silent, monkeypatch):
 
 
 def test_images_for_a_text_only_model(tokenizer):
-    for rows in ([asked(image=RED)], [asked(image=None), asked(image=RED)], [{"prompt": tiny_vlms.question("a")}]):
+    for rows in ([query(image=RED)], [query(image=None), query(image=RED)], [{"prompt": tiny_vlms.question("a")}]):
         dataset = Dataset.from_list(rows)
         with pytest.raises(ValueError, match="but nobody can see"):
             check_dataset(dataset, "train_dataset", PromptMaker(tokenizer, no_images="nobody can see"))
     with pytest.raises(ValueError, match="there is an image in 'image', but nobody can see"):
-        PromptMaker(tokenizer, no_images="nobody can see")(asked(image=RED), 0)
+        PromptMaker(tokenizer, no_images="nobody can see")(query(image=RED), 0)
 
 
 def test_text_blocks_become_one_text_for_a_text_only_model(tokenizer):
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     prompt = PromptMaker(tokenizer)({"prompt": [{"role": "user", "content": blocks}]}, 0)
-    assert prompt.ids == PromptMaker(tokenizer)(asked("ab"), 0).ids
+    assert prompt.ids == PromptMaker(tokenizer)(query("ab"), 0).ids

@@ -18,7 +18,7 @@ from peft import LoraConfig
 
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.engines.vllm.vllm_engine import VLLMEngine
+from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.objectives import MismatchOptions
 from groupgrad.rollout.single_turn import SingleTurnRollouts
@@ -32,7 +32,7 @@ VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
 class Copy(VLLMEngine):
     """In place of a `VLLMColocateEngine`."""
 
-    max_model_len = 64  # pyright: ignore[reportAssignmentType]
+    max_model_len = 64
 
     def __init__(self, model: Any, tokenizer: Any, *, in_a_thread: bool = False):
         super().__init__()
@@ -46,13 +46,10 @@ class Copy(VLLMEngine):
         self.pushes: list[tuple[str, int]] = []
         self.shift, self.sleeps = 0.0, 0
 
-    def push(self, model: Any, policy_step: int, kind: str = "weights") -> str:
-        self.model.load_state_dict(model.state_dict())
-        self.pushes.append((kind, policy_step))
-        return f"{policy_step}-x"
-
-    def push_adapter(self, model: Any, policy_step: int) -> str:
-        return self.push(model, policy_step, "adapter")
+    def _push(self, push: Push) -> str:
+        self.model.load_state_dict(push.model.state_dict())
+        self.pushes.append((push.kind, push.policy_step))
+        return push.weight_version
 
     def sleep(self) -> None:
         self.sleeps += 1

@@ -106,6 +106,19 @@ def test_gradients_that_zero_spreads_over_ranks_are_not_counted(
     assert vllm_setup.training_bytes(config, model).gradients == (weights if is_whole else 0)
 
 
+def test_training_is_counted_by_the_parameters_of_the_policy(make_model: Any, tmp_path: Any) -> None:
+    model = make_model()
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
+    assert vllm_setup.training_bytes(config, model).weights == held
+    config.beta = 0.1
+    assert vllm_setup.training_bytes(config, model).weights == held + weights, "a reference model"
+    model.requires_grad_(False)
+    frozen = vllm_setup.training_bytes(config, model)
+    assert (frozen.weights, frozen.gradients, frozen.optimizer) == (held + weights, 0, 0)
+
+
 def test_vllm_computes_in_the_types_of_training(start: Any) -> None:
     assert start().dtype == "float32"
     assert start(bf16=True).dtype == "bfloat16"

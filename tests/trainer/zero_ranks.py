@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.vllm.vllm_engine import VLLMEngine
+from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.modeling.weights import drained_checkpoint_weights
 from groupgrad.trainer import training_run as groupgrad_run
@@ -52,21 +52,21 @@ CASES: dict[str, dict[str, Any]] = {
 class Copy(VLLMEngine):
     """In place of a `VLLMColocateEngine`: a copy of the first weights, which only a push changes."""
 
-    max_model_len = 64  # pyright: ignore[reportAssignmentType]
+    max_model_len = 64
 
     def __init__(self, model: Any, tokenizer: Any, fails_at: int | None):
         super().__init__()
         self.model, self.fails_at = model, fails_at
         self.inner = NativeEngine(model, tokenizer=tokenizer)
 
-    def push(self, model: Any, policy_step: int) -> str:
-        with torch.no_grad(), drained_checkpoint_weights(model) as weights:
+    def _push(self, push: Push) -> str:
+        with torch.no_grad(), drained_checkpoint_weights(push.model) as weights:
             own = dict(self.model.named_parameters())
             for number, (name, tensor) in enumerate(weights):
-                if policy_step == self.fails_at and number == 3 and os.environ["RANK"] == "0":
+                if push.policy_step == self.fails_at and number == 3 and os.environ["RANK"] == "0":
                     raise ConnectionError("the server is gone")
                 own[name].copy_(tensor)
-        return f"{policy_step}-x"
+        return push.weight_version
 
     @contextmanager
     def session(self, options: Any) -> Iterator[Any]:

@@ -33,12 +33,12 @@ def test_each_push_of_an_adapter_is_what_is_sampled_from(server: Served, policy:
     for version in range(3):
         vary(model, version, only="lora_")
         engine.push_adapter(model, version)
-        assert engine.policy_step == version
+        assert engine.weight_version.startswith(f"{version}-")
         samples = engine.sample(rows, OPTIONS)
         assert mean_difference(model, rows, samples) < 1e-5
         greedy = engine.sample(rows, replace(OPTIONS, temperature=0.0))
         assert all(is_greedy(model, row, sample) for row, sample in zip(rows, greedy))
-        sizes.append(engine._info["base_version"])
+        sizes.append(engine.info["base_version"])
     # The weights below the adapter were sent once.
     assert sizes == [engine._base_version] * 3
 

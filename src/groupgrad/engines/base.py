@@ -116,38 +116,52 @@ def sample_all(session: Session, requests: Sequence[Request]) -> list[Sample]:
     return [samples[ticket] for ticket in tickets]
 
 
-class BatchSession:
-    """A session over an engine that samples whole batches: `advance` samples all requests submitted since the last one.
+class TicketSession:
+    """Base of sessions that retain nothing: numbers requests, and collects new ones until `advance` takes them."""
 
-    Nothing is retained; a request that continues another is sampled from its whole context.
-    """
-
-    def __init__(self, engine: Engine, options: SamplingOptions):
-        self._engine, self._options = engine, options
-        self._waiting: dict[int, Request] = {}
+    def __init__(self) -> None:
+        self._open: dict[int, Request] = {}
+        """Requests that have not finished, by ticket."""
+        self._unsent: list[int] = []
+        """Tickets of requests that `advance` has to take."""
         self._num_submitted = 0
 
     def submit(self, request: Request) -> int:
         """Accepts a request for the next `advance`; returns its ticket."""
+        self._unsent.append(self._register(request))
+        return self._unsent[-1]
+
+    def _register(self, request: Request) -> int:
+        """A new ticket for this request."""
         ticket = self._num_submitted
         self._num_submitted += 1
-        self._waiting[ticket] = replace(request, continues=None, keep=False)
+        self._open[ticket] = request
         return ticket
-
-    def advance(self) -> list[tuple[int, Sample]]:
-        """Samples all requests submitted since the last call, in ticket order."""
-        waiting, self._waiting = self._waiting, {}
-        if not waiting:
-            return []
-        return list(zip(waiting, self._engine.sample(list(waiting.values()), self._options)))
 
     @property
     def num_open(self) -> int:
-        """Requests submitted since the last `advance`."""
-        return len(self._waiting)
+        """Requests submitted that have not finished."""
+        return len(self._open)
 
     def release(self, ticket: int) -> None:
         """Does nothing, since nothing is retained."""
+
+
+class BatchSession(TicketSession):
+    """A session over an engine that samples whole batches: `advance` samples all requests submitted since the last one.
+
+    A request that continues another is sampled from its whole context.
+    """
+
+    def __init__(self, engine: Engine, options: SamplingOptions):
+        super().__init__()
+        self._engine, self._options = engine, options
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """Samples all requests submitted since the last call, in ticket order."""
+        tickets, self._unsent = self._unsent, []
+        requests = [replace(self._open.pop(ticket), continues=None, keep=False) for ticket in tickets]
+        return list(zip(tickets, self._engine.sample(requests, self._options))) if requests else []
 
 
 class BatchEngine(ABC):

@@ -18,6 +18,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.sampling_params import unsupported
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
+from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
 from groupgrad.modeling.self_check import build_batch, logprob_difference, random_ids, tolerance
@@ -105,7 +106,7 @@ def choose_engine(
 
 def brings_own_generate(model: nn.Module) -> bool:
     """True if the model under its wrappers has a `generate` of its own, as accelerated models do."""
-    inner, base = unwrap(model), _base(model)
+    inner, base = unwrap(model), base_model(unwrap(model))
     if "generate" in vars(inner) or "generate" in vars(base):
         return True
     generate = inspect.getattr_static(type(base), "generate", None)
@@ -181,12 +182,6 @@ class _Trial:
 
 
 def _name(model: nn.Module) -> str:
-    base = _base(model)
+    base = base_model(unwrap(model))
     path = getattr(getattr(base, "config", None), "_name_or_path", "")
     return f"{type(base).__name__} ({path})" if path else type(base).__name__
-
-
-def _base(model: nn.Module) -> Any:
-    """The model under wrappers and adapters."""
-    inner: Any = unwrap(model)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

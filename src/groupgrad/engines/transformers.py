@@ -6,6 +6,7 @@ cumulative distribution at one uniform number per token, so that a completion de
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,7 +28,7 @@ from transformers import (
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
-from groupgrad.modeling.vlm import ModelInputs, padded_image_inputs, prompt_images
+from groupgrad.modeling.vlm import padded_image_inputs, prompt_images
 
 # With these options `generate` searches or filters in ways of its own, and rows share its random stream.
 _OWN_SAMPLER = frozenset(
@@ -86,7 +87,12 @@ class TransformersEngine(BatchEngine):
         model = unwrap(self._model)
         device = next(model.parameters()).device
         ids, mask = _left_padded([request.prompt_ids for request in requests], options.pad_id, device)
-        view = _view(model, ids, requests)
+        images = [
+            None if request.media is None else prompt_images(model, torch.tensor(request.prompt_ids), request.media)
+            for request in requests
+        ]
+        padding = [ids.shape[1] - len(request.prompt_ids) for request in requests]
+        view = padded_image_inputs(model, ids, images, padding)  # the model computes positions itself
         budget = requests[0].max_new_tokens
         config = _generation_config(options, budget)
         stops = StopStrings(options.extra.get("stop_strings") or (), self._tokenizer)
@@ -270,15 +276,6 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _view(model: nn.Module, ids: torch.Tensor, requests: list[Request]) -> ModelInputs:
-    """Model inputs with the requests' images; the model computes positions itself."""
-    images = [
-        None if request.media is None else prompt_images(model, torch.tensor(request.prompt_ids), request.media)
-        for request in requests
-    ]
-    return padded_image_inputs(model, ids, images, [ids.shape[1] - len(request.prompt_ids) for request in requests])
-
-
 def _call_key(request: Request) -> tuple[int, bool]:
     """Requests with equal keys may share a call of `generate`: equal budgets, and all or none with images."""
     return request.max_new_tokens, request.media is not None
@@ -301,11 +298,6 @@ def _chunks(order: list[int], requests: Sequence[Request], max_rows: int, *, pad
     def key(i: int) -> tuple[Any, int]:
         return _call_key(requests[i]), 0 if padded else len(requests[i].prompt_ids)
 
-    chunk: list[int] = []
-    for i in order:
-        if chunk and (len(chunk) == max_rows or key(i) != key(chunk[0])):
-            yield chunk
-            chunk = []
-        chunk.append(i)
-    if chunk:
-        yield chunk
+    for _, group in itertools.groupby(order, key):
+        rows = list(group)
+        yield from (rows[start : start + max_rows] for start in range(0, len(rows), max_rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from groupgrad.data.images import (
     ImageError,
@@ -47,11 +48,13 @@ class ToolReplyEncoder:
             return before
         media = [reply] if before is None else [before, reply]
         images = tuple(image for item in media for image in item.images)
-        token_tensors = {}
+        token_tensors, none = {}, torch.zeros(0, dtype=torch.int64)
         for name in dict.fromkeys(name for item in media for name in item.token_tensors):
-            types = None if before is None else before.token_tensors.get(name)
-            added = _padded_front(reply.token_tensors.get(name), num_added)
-            token_tensors[name] = torch.cat([_padded_back(types, num_before), added])
+            old = none if before is None else before.token_tensors.get(name, none)
+            new = reply.token_tensors.get(name, none)
+            # Negative padding keeps the end of the encoded text.
+            padded = pad(old, (0, num_before - len(old))), pad(new, (num_added - len(new), 0))
+            token_tensors[name] = torch.cat(padded)
         return Media(images, concat_media_tensors(media), token_tensors, key=digest(images))
 
 
@@ -63,24 +66,12 @@ def open_reply_images(messages: Messages) -> Messages:
 def _with_opened_images(message: dict[str, Any]) -> dict[str, Any]:
     if not any(image_blocks([message])):
         return message
+    source = ImageSource("the tool's reply")
     try:
-        content = [_open_block(block) if is_image_block(block) else block for block in message["content"]]
+        content = [
+            {"type": "image", "image": open_image(image_of_block(block), source)} if is_image_block(block) else block
+            for block in message["content"]
+        ]
     except ImageError as error:
         return {**message, "content": f"Error: {error}"}
     return {**message, "content": content}
-
-
-def _open_block(block: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "image", "image": open_image(image_of_block(block), ImageSource("the tool's reply"))}
-
-
-def _padded_back(types: torch.Tensor | None, length: int) -> torch.Tensor:
-    """(length,) `types` with zeros appended."""
-    known = torch.zeros(0, dtype=torch.int64) if types is None else types
-    return torch.cat([known, known.new_zeros(length - len(known))])
-
-
-def _padded_front(types: torch.Tensor | None, length: int) -> torch.Tensor:
-    """(length,) the end of `types`, with zeros in front where it is shorter."""
-    known = torch.zeros(0, dtype=torch.int64) if types is None else types[max(0, len(types) - length) :]
-    return torch.cat([known.new_zeros(length - len(known)), known])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,7 +82,7 @@ class VisionPromptMaker(PromptMaker):
             if check:
                 self.check_images(row)
             return super()._encode_row(row, check=False)
-        return messages, self.encode(self.render(messages), conversation_images(messages))
+        return messages, self.encode(self.render(messages), self.conversation_images(messages))
 
     def check_images(
         self, row: dict[str, Any], source: ImageSource | None = None, *, decode: bool = False
@@ -101,7 +102,7 @@ class VisionPromptMaker(PromptMaker):
         self._check_text(messages, source)
         name = column_images(row)[0] or "prompt"
         sizes = []
-        for i, image in enumerate(conversation_images(messages)):
+        for i, image in enumerate(self.conversation_images(messages)):
             of_image = _image_source(name, i, source)
             sizes.append(size_of(open_image(image, of_image) if decode else image, of_image))
         return sizes
@@ -122,13 +123,12 @@ class VisionPromptMaker(PromptMaker):
     def _num_tokens_of_blank(self, size: tuple[int, int]) -> int:
         from PIL import Image
 
-        if size not in self._tokens_of_size and len(self._tokens_of_size) >= SIZES_TRIED:
-            return max(self._tokens_of_size.values())
         if size not in self._tokens_of_size:
-            height, width = size
+            if len(self._tokens_of_size) >= SIZES_TRIED:
+                return max(self._tokens_of_size.values())
             try:
                 text = self.placeholder or self.render([{"role": "user", "content": [{"type": "image"}]}])
-                num_tokens = len(self.encode(text, [Image.new("RGB", (width, height))]).ids)
+                num_tokens = len(self.encode(text, [Image.new("RGB", (size[1], size[0]))]).ids)
             except Exception:  # templates and processors raise anything; a check of the row itself reports it
                 num_tokens = 0
             self._tokens_of_size[size] = num_tokens
@@ -151,7 +151,7 @@ class VisionPromptMaker(PromptMaker):
 
     def conversation_images(self, messages: Messages) -> list[Any]:
         """The images in a conversation, in their order."""
-        return conversation_images(messages)
+        return [image_of_block(block) for block in image_blocks(messages)]
 
     def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
         """Token ids and model inputs of a rendered text with its images, in the order of their placeholders.
@@ -160,7 +160,8 @@ class VisionPromptMaker(PromptMaker):
         numbers of placeholders and images differ, or the processor fails.
         """
         self._check_placeholders(text, len(images))
-        adds_specials = is_start and self._adds_specials(text)
+        begin = self.tokenizer.bos_token
+        adds_specials = is_start and not (begin and text.startswith(begin))  # the chat template may have written it
         if not images:
             encoded = self.tokenizer(text, add_special_tokens=adds_specials, verbose=False)
             return Encoded(list(encoded["input_ids"]), None)
@@ -178,11 +179,6 @@ class VisionPromptMaker(PromptMaker):
                 f"{type(error).__name__}: {error}"
             ) from error
         return _encoded(encoded, images, getattr(self.processor, "image_token_id", None))
-
-    def _adds_specials(self, text: str) -> bool:
-        """True unless the chat template has written the beginning-of-sequence token already."""
-        begin = self.tokenizer.bos_token
-        return not (begin and text.startswith(begin))
 
     def _check_placeholders(self, text: str, num_images: int) -> None:
         if self.placeholder is None or text.count(self.placeholder) == num_images:
@@ -271,29 +267,22 @@ def messages_with_images(
             f"{num_empty} places for them (content blocks of the type 'image' without an image of their own); give as "
             "many images as places, or leave the blocks out to have all images put before the first user message"
         )
-    remaining, number = iter(images), 0
+    remaining, numbers = iter(images), itertools.count()
+
+    def filled(block: Any) -> Any:
+        if not is_image_block(block):
+            return _without_none(block)
+        image, name = image_of_block(block), "prompt"
+        if image is None:
+            image, name = next(remaining), column
+        if opened:
+            image = open_image(image, _image_source(name, next(numbers), source))
+        return {"type": "image", "image": image}
+
     for message in messages:
-        if not isinstance(message.get("content"), (list, tuple)):
-            continue
-        content: list[Any] = []
-        for block in message["content"]:
-            if not is_image_block(block):
-                content.append(_without_none(block))
-                continue
-            image, name = image_of_block(block), "prompt"
-            if image is None:
-                image, name = next(remaining), column
-            if opened:
-                image = open_image(image, _image_source(name, number, source))
-            number += 1
-            content.append({"type": "image", "image": image})
-        message["content"] = content
+        if isinstance(message.get("content"), (list, tuple)):
+            message["content"] = [filled(block) for block in message["content"]]
     return messages
-
-
-def conversation_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The images in a conversation's content blocks, in their order."""
-    return [image_of_block(block) for block in image_blocks(messages)]
 
 
 def replace_ids(prompt: Prompt, ids: list[int]) -> Prompt:

@@ -21,6 +21,7 @@ from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.memory_check import TrainingBytes, check_memory
 from groupgrad.engines.vllm.vllm_params import PROCESSED, logprobs_mode
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
+from groupgrad.engines.vllm.wire import torch_dtype
 from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
@@ -116,30 +117,30 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
     gradient checkpointing leaves of them where it may be used.
     """
     inner: Any = unwrap(model)
+    parameters = list(model.parameters())
+    all_bytes = sum(parameter.nbytes for parameter in parameters)
+    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    has_reference = config.beta != 0 and not is_adapted(inner)
+    optimizer = getattr(config.optim, "value", config.optim)
+    # Other optimizers may keep fewer or smaller numbers, and ZeRO shards them.
+    has_two_states = optimizer in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config)
+    # ZeRO shards gradients from stage 2 on; an unknown stage counts as sharded.
+    has_gradients = not uses_deepspeed(config) or zero_stage(config) in (0, 1)
     tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
     if config.gradient_checkpointing is False:
         pad_id = int(getattr(getattr(inner, "config", None), "pad_token_id", 0) or 0)
         forward = room_options.forward_options(config, pad_id=pad_id, aux_loss=False)
-        per_token = activation_bytes_per_token(model, forward)
+        bytes_per_token = activation_bytes_per_token(model, forward)
     else:
-        text = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
-        itemsize = getattr(torch, compute_dtype(config, model)).itemsize
-        per_token = itemsize * text.hidden_size * (text.num_hidden_layers + 1)
-    has_reference = config.beta != 0 and not is_adapted(inner)
-    return TrainingBytes.of(
-        model,
-        activations=int(tokens * per_token),
-        other_weights=sum(parameter.nbytes for parameter in model.parameters()) if has_reference else 0,
-        optimizer_states=_optimizer_states(config),
-        # ZeRO shards gradients from stage 2 on; an unknown stage counts as sharded.
-        has_gradients=not uses_deepspeed(config) or zero_stage(config) in (0, 1),
+        text = inner.config.get_text_config()
+        itemsize = torch_dtype(compute_dtype(config, model)).itemsize
+        bytes_per_token = itemsize * text.hidden_size * (text.num_hidden_layers + 1)
+    return TrainingBytes(
+        weights=all_bytes * (2 if has_reference else 1) + sum(buffer.nbytes for buffer in model.buffers()),
+        gradients=trained_bytes if has_gradients else 0,
+        optimizer=2 * trained_bytes if has_two_states else 0,
+        activations=int(tokens * bytes_per_token),
     )
-
-
-def _optimizer_states(config: GRPOConfig) -> int:
-    """Numbers that the optimizer keeps for each trained weight; 0 where they may be fewer, smaller, or sharded."""
-    optimizer = getattr(config.optim, "value", config.optim)
-    return 2 if optimizer in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config) else 0
 
 
 def compute_dtype(config: GRPOConfig, model: nn.Module) -> str:

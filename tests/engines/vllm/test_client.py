@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
-from groupgrad.engines.vllm.client import Requirements, VLLMServerEngine, incompatibilities
+from groupgrad.engines.vllm.client import VLLMServerEngine, incompatibilities
 from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
 from groupgrad.engines.vllm.media import decode
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
@@ -83,7 +83,7 @@ class Scripted:
         return 200, {}
 
     def reads(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
-        return 200, {"reads": False}
+        return 200, {"workers": [False]}
 
     def begin(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         self.specs, self.checksum = specs_from_json(json.loads(data)["tensors"]), 0
@@ -168,10 +168,9 @@ def test_images_travel_once_however_many_rows_and_turns_need_them(scripted: Scri
     scripted.script = [[row(number, [9]) for number in range(4)]]
     engine.sample(with_images, OPTIONS)
     (body,) = scripted.calls
-    # The same ids with other images are another prompt.
-    assert body["prompts"] == [[5, 6]] * 3 and [item["prompt"] for item in body["rows"]] == [0, 0, 1, 2]
-    assert body["prompt_images"] == [[0, 1], [2], []]
-    assert [decode(text).tobytes() for text in body["images"]] == [image.tobytes() for image in images]
+    assert body["prompts"] == [[5, 6]] and [item.get("images") for item in body["rows"]] == ["two", "two", "one", None]
+    decoded = {key: [decode(text).tobytes() for text in texts] for key, texts in body["images"].items()}
+    assert decoded == {media.key: [image.tobytes() for image in media.images] for media in (two, one)}
 
 
 def test_rows_that_an_answer_left_out_are_asked_for_again(scripted: Scripted, model: Any) -> None:
@@ -327,7 +326,7 @@ def test_a_push_that_is_refused_says_both_sides(scripted: Scripted, model: Any) 
         engine.push(model, 5)
 
 
-def test_a_server_that_runs_out_of_memory_in_a_push_is_told_what_helps(scripted: Scripted, model: Any) -> None:
+def test_a_server_that_runs_out_of_memory_in_a_push_is_an_error_with_the_remedy(scripted: Scripted, model: Any) -> None:
     story = "RuntimeError: Worker failed with error 'CUDA out of memory. Tried to allocate 2.00 GiB'"
     scripted.bucket = lambda data, query: (500, {"error": story})  # type: ignore[method-assign]
     with pytest.raises(ServerRefused, match=r"Tried to allocate 2.00 GiB'; .*lower --gpu-memory-utilization"):
@@ -351,9 +350,8 @@ def test_an_adapter_for_a_server_without_adapters_is_refused(scripted: Scripted,
     ],
 )
 def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str, scripted: Scripted, model: Any) -> None:
-    expected = Requirements.of(model, 48)
-    assert incompatibilities(expected, scripted.info) == []
-    (problem,) = incompatibilities(expected, {**scripted.info, **changes})
+    assert incompatibilities(model, 48, scripted.info) == []
+    (problem,) = incompatibilities(model, 48, {**scripted.info, **changes})
     assert re.search(words, problem)
 
 

@@ -98,9 +98,8 @@ def test_each_prompt_has_its_own_images() -> None:
     lines = stream_lines(
         engine,
         prompts=prompts,
-        images=[encode(image) for image in images],
-        prompt_images=[[0, 1], [1], []],
-        rows=[row(number, number) for number in range(3)],
+        images={"both": [encode(image) for image in images], "blue": [encode(images[1])]},
+        rows=[{**row(0, 0), "images": "both"}, {**row(1, 1), "images": "blue"}, row(2, 2)],
     )
     assert [lines[number]["ids"] for number in range(3)] == [[4]] * 3
     prompted = sorted(engine.prompts, key=lambda prompt: prompt["prompt_token_ids"][1:], reverse=True)
@@ -117,9 +116,8 @@ def test_images_that_vllm_expands_otherwise_fail_their_row_alone() -> None:
     lines = stream_lines(
         Engine(),
         prompts=prompts,
-        images=[picture, "no image"],
-        prompt_images=[[0], [0], [1]],
-        rows=[row(number, number) for number in range(3)],
+        images={"picture": [picture], "broken": ["no image"]},
+        rows=[{**row(number, number), "images": key} for number, key in enumerate(("picture", "picture", "broken"))],
     )
     assert "4 tokens instead of 3" in lines[0]["error"] and lines[1]["ids"] == [4]
     assert "cannot be read" in lines[2]["error"]

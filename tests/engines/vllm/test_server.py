@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +30,9 @@ class Engine:
     async def update_weight_version(self, version: str) -> None:
         pass
 
-    async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> None:
+    async def collective_rpc(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
         try:
-            getattr(self._worker, name)(*args)
+            return [getattr(self._worker, name)(*args, **(kwargs or {}))]
         except RuntimeError as error:
             raise Exception(f"Call to {name} method failed: {error}") from None
 
@@ -54,8 +56,35 @@ def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:
     engine = Engine(WeightReceiver())
     bucket = FakeRequest(weight_version="3-a", first="0", count="1", group="mine", num_bytes="64")
     with pytest.raises(Refusal, match=f"{OTHER_GROUP} None, and weights are to come over mine") as caught:
-        asyncio.run(routes._bucket(engine, bucket))
+        asyncio.run(routes.route_bucket(engine, bucket))
     assert caught.value.status == GROUP_LEFT_STATUS
+
+
+def answer_to(routes: Routes, engine: Any, path: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Status and body of the answer to a call of groupgrad's routes."""
+    starlette = ModuleType("starlette.requests")
+    starlette.Request = lambda scope, receive: FakeRequest(body)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "starlette", ModuleType("starlette"))
+    monkeypatch.setitem(sys.modules, "starlette.requests", starlette)
+    answer: dict[str, Any] = {}
+
+    async def send(event: Any) -> None:
+        answer.update({"status": event["status"]} if "status" in event else json.loads(event["body"]))
+
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    asyncio.run(routes({"type": "http", "method": "POST", "path": path, "app": app}, None, send))
+    return answer
+
+
+def test_routes_of_workers_answer_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes, engine = Routes(None), Engine(WeightReceiver())
+    reads = answer_to(routes, engine, "/groupgrad/reads", {"name": "groupgrad-" + 32 * "0"}, monkeypatch)
+    assert reads == {"status": 200, "workers": [False]}
+    assert answer_to(routes, engine, "/groupgrad/leave", {}, monkeypatch) == {"status": 200, "workers": [None]}
+    unknown = answer_to(routes, engine, "/groupgrad/nothing", {}, monkeypatch)
+    assert unknown == {"status": 404, "error": "there is no route /groupgrad/nothing"}
+    failed = answer_to(routes, engine, "/groupgrad/commit", {"weight_version": "3-a", "checksum": 0}, monkeypatch)
+    assert failed == {"status": 409, "error": "the push '3-a' is not under way on this server"}
 
 
 class Quiet:
@@ -64,7 +93,7 @@ class Quiet:
     def groupgrad_begin(self, specs: Any) -> None:
         pass
 
-    def groupgrad_commit(self, num_tensors: int, checksum: int) -> None:
+    def groupgrad_commit(self, checksum: int) -> None:
         pass
 
 
@@ -96,7 +125,9 @@ async def call_vllm(routes: Routes) -> dict[str, Any]:
 async def begin_push(routes: Routes, timeout_s: float) -> asyncio.Task[Any]:
     """A push that waits for rows to end."""
     push = asyncio.create_task(
-        routes._begin(Engine(Quiet()), FakeRequest({"weight_version": "3-a", "tensors": [], "timeout_s": timeout_s}))
+        routes.route_begin(
+            Engine(Quiet()), FakeRequest({"weight_version": "3-a", "tensors": [], "timeout_s": timeout_s})
+        )
     )
     await asyncio.sleep(0.05)
     return push
@@ -115,7 +146,7 @@ def test_calls_are_refused_while_a_push_waits() -> None:
         app.may_end.set()
         assert (await early)["status"] == 200 and await push is None
         assert (await call_vllm(routes))["error"].startswith("the push '3-a' of weights has not ended")
-        await routes._commit(Engine(Quiet()), FakeRequest({"weight_version": "3-a", "checksum": 0}))
+        await routes.route_commit(Engine(Quiet()), FakeRequest({"weight_version": "3-a", "checksum": 0}))
         assert (await call_vllm(routes))["status"] == 200
 
     asyncio.run(run())

@@ -30,7 +30,7 @@ def test_ranks_that_can_share_a_model(size: int, ranks: int) -> None:
         (6, 6, "neither divides the model's 4 key-value heads nor is a multiple of them"),
     ],
 )
-def test_ranks_that_cannot_are_told_why(size: int, ranks: int, words: str) -> None:
+def test_ranks_that_cannot_share_a_model_are_refused_with_the_reason(size: int, ranks: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_tensor_parallel(CONFIG, size, ranks=ranks)
 

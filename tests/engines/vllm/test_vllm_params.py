@@ -70,14 +70,14 @@ def test_log_probs_are_plain_without_cuts_and_penalties(changes: dict[str, Any],
         ({"top_p": 0.9, "temperature": 0.7}, None),
     ],
 )
-def test_log_probs_are_told_where_they_are_trainings(changes: dict[str, Any], mode: str | None) -> None:
+def test_the_mode_is_chosen_whose_log_probs_are_trainings(changes: dict[str, Any], mode: str | None) -> None:
     fields = sampling_fields(SamplingOptions(max_new_tokens=9, **changes))
     assert logprobs_mode(fields) == mode
     assert is_plain(fields, "raw_logprobs") is (changes.get("temperature", 1.0) == 1.0)
     assert not is_plain(fields, "raw_logits")
 
 
-def test_what_a_regex_leaves_is_all_that_is_ever_told_of() -> None:
+def test_no_mode_has_trainings_log_probs_under_a_regex() -> None:
     fields = sampling_fields(SamplingOptions(max_new_tokens=9), regex="a")
     assert not is_plain(fields) and not is_plain(fields, "raw_logprobs") and logprobs_mode(fields) is None
     choice = sampling_fields(SamplingOptions(max_new_tokens=9, extra={"structured_outputs": {"choice": ["a"]}}))

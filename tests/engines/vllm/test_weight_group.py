@@ -62,7 +62,7 @@ def test_a_receiver_that_nothing_comes_to_gives_up_in_time() -> None:
     assert time.monotonic() - started < 15.0
 
 
-def test_a_sender_gives_up_when_it_is_told_why() -> None:
+def test_a_sender_gives_up_when_the_receivers_refuse() -> None:
     def trainer(group: WeightGroup) -> None:
         group.send(torch.zeros(64 * 2**20, dtype=torch.uint8), lambda: ValueError("the server said no"))
 

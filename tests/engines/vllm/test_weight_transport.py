@@ -52,7 +52,7 @@ class Answers:
     """Scripted answers of a server, by route."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any):
-        self.answers: dict[str, Any] = {"devices": {"workers": [worker()]}, "reads": {"reads": True}, **answers}
+        self.answers: dict[str, Any] = {"devices": {"workers": [worker()]}, "reads": {"workers": [True]}, **answers}
         self.routes: list[str] = []
         monkeypatch.setattr(transports, "call", self._call)
         monkeypatch.setattr(transports, "describe_device", lambda device: GPU)
@@ -88,7 +88,7 @@ def test_a_group_that_cannot_be_formed_is_a_warning_and_another_way(
 
 @pytest.mark.parametrize(("reads", "kind"), [(True, SharedMemoryTransport), (False, HttpTransport)])
 def test_a_policy_on_a_cpu_never_asks_for_devices(reads: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Answers(monkeypatch, reads={"reads": reads})
+    answers = Answers(monkeypatch, reads={"workers": [True, reads]})
     assert type(choose_transport(SERVER, timeout_s=1.0, device=torch.device("cpu"))) is kind
     assert answers.routes == ["reads"]
 

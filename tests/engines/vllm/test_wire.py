@@ -17,13 +17,12 @@ from groupgrad.engines.vllm.wire import (
     digest,
     pack,
     read_shared,
-    remove_shared,
     remove_stale,
     running_checksum,
+    shared_file,
     specs_from_json,
     specs_to_json,
     unpack,
-    write_shared,
 )
 
 SPECS = [
@@ -93,11 +92,8 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 def test_shared_memory_is_read_in_place_and_gone_when_removed() -> None:
     (bucket,) = pack(SPECS[:2], TENSORS[:2])
-    name = write_shared(bucket.data.numpy().data)
-    try:
+    with shared_file(bucket.data.numpy().data) as name:
         mapped = torch.frombuffer(read_shared(name), dtype=torch.uint8)
-    finally:
-        remove_shared(name)
     assert torch.equal(dict(unpack(SPECS[:2], mapped))["a"], TENSORS[0])
     with pytest.raises(OSError, match=name):
         read_shared(name)
@@ -109,14 +105,10 @@ def test_only_names_of_buckets_are_read() -> None:
 
 
 def test_files_of_a_killed_trainer_are_removed_later() -> None:
-    old, new = write_shared(b"old"), write_shared(b"new")
-    try:
+    with shared_file(b"old") as old, shared_file(b"new") as new:
         os.utime(SHARED_MEMORY / old, (0, 0))
         remove_stale()
         assert not (SHARED_MEMORY / old).exists() and (SHARED_MEMORY / new).exists()
-    finally:
-        remove_shared(old)
-        remove_shared(new)
 
 
 def test_a_digest_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,7 @@ import logging
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from typing import Any
 
 from torch import nn
@@ -28,11 +26,12 @@ from groupgrad.engines.vllm.http import (
 from groupgrad.engines.vllm.lora import adapter_bytes
 from groupgrad.engines.vllm.server_session import ServerSession
 from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
-from groupgrad.engines.vllm.vllm_params import refusal, sampling_fields
+from groupgrad.engines.vllm.vllm_params import PROCESSED, refusal, sampling_fields
 from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GroupTransport, HttpTransport, choose_transport
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, model_sizes, pack, specs_of, specs_to_json, torch_dtype
 from groupgrad.errors import WeightsLost
+from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights, is_sharded
 
@@ -43,26 +42,6 @@ PUSH_ATTEMPTS = 3
 
 GRACE_S = 30.0
 """Longest that a rank waits for another rank to begin a push to a restarted server."""
-
-
-@dataclass(slots=True, frozen=True)
-class Requirements:
-    """Properties that a server must have to serve the policy."""
-
-    vocab_size: int
-    num_tokens: int
-    """Longest prompt and completion together; 0 if no length is known."""
-    sizes: dict[str, Any]
-    """From `wire.model_sizes`."""
-
-    @classmethod
-    def of(cls, model: nn.Module, num_tokens: int) -> Requirements:
-        """Requirements of this policy."""
-        inner: Any = unwrap(model)
-        base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-        config = base.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return cls(int(text.vocab_size), num_tokens, {**model_sizes(config), "architecture": type(base).__name__})
 
 
 class VLLMServerEngine(VLLMEngine):
@@ -93,31 +72,20 @@ class VLLMServerEngine(VLLMEngine):
         self._transport, self._group_port = transport, group_port
         self._chosen: tuple[str, HttpTransport] | None = None
         """The transport of the last push, and the server's start id that it was chosen for."""
-        self._requirements: Requirements | None = None
-        self._info: dict[str, Any] = {}
+        self._served: tuple[nn.Module, int] | None = None
+        """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
+        self.info: dict[str, Any] = {}
+        """The server's last answer about itself: model, `vocab_size`, `dtype`, `max_model_len`, ..."""
         self._base_version = f"base-{uuid.uuid4().hex[:8]}"
         """Weight version of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The server's last answer about itself: model, `vocab_size`, `dtype`, `max_model_len`, ..."""
-        return dict(self._info)
-
-    @property
-    def max_model_len(self) -> int:
-        return int(self._info["max_model_len"])
-
-    @property
-    def logprobs_mode(self) -> str:
-        return str(self._info.get("logprobs_mode", super().logprobs_mode))
 
     def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
         """Wait for the server, and check that it serves this model, contexts of `num_tokens` and these options.
 
         TimeoutError if it does not come up in time; ValueError, with both sides' values, if it does not fit.
         """
-        self._requirements = Requirements.of(model, num_tokens)
+        self._served = model, num_tokens
         self._reconnect()
         if options is not None:
             self.check(options)
@@ -133,21 +101,22 @@ class VLLMServerEngine(VLLMEngine):
             raise refusal(refused, fields, self._regex) from None
         self._checked.append(fields)
 
-    def push(self, model: nn.Module, policy_step: int) -> str:
-        """Send all weights, adapters merged; returns their weight version. Collective if they are sharded.
+    def _push(self, push: Push) -> str:
+        """Send the weights or the adapter; the server does not sample until everything has arrived and was verified.
 
-        The server does not sample until all weights have arrived and were verified.
+        The weights below an adapter are sent once to each start of the server. ValueError for an adapter on a sharded
+        model.
         """
-        return self._push_new(Push(model, "weights", policy_step))
-
-    def push_adapter(self, model: nn.Module, policy_step: int) -> str:
-        """Send the active LoRA adapter; returns its weight version. ValueError if the model is sharded.
-
-        The weights below it are sent once to each start of the server, in the server's dtype.
-        """
-        if is_sharded(model):
+        if push.kind == "adapter" and is_sharded(push.model):
             raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
-        return self._push_new(Push(model, "adapter", policy_step))
+        if self._served is None:
+            self.connect(push.model)
+        if not self._pushes:
+            with drained_checkpoint_weights(push.model):  # gathering sharded parameters takes all ranks
+                return self._weight_version or ""
+        self._weight_version, self._last_push = push.weight_version, push
+        self._send(push)
+        return push.weight_version
 
     def expect(self, weight_version: str) -> None:
         """Sample from this weight version, which another rank has pushed."""
@@ -157,17 +126,12 @@ class VLLMServerEngine(VLLMEngine):
         """Collective. All ranks expect the weight version that rank 0 has pushed."""
         self.expect(dist.all_gather_objects(self._weight_version or "")[0])
 
-    @contextmanager
-    def session(self, options: SamplingOptions) -> Iterator[ServerSession]:
+    def session(self, options: SamplingOptions) -> closing[ServerSession]:
         """A session over the server; requests that have not ended when it is closed are aborted."""
         fields = sampling_fields(options, regex=self._regex)
         weight_version = self.weight_version
         self.check(options)
-        session = ServerSession(self.address, weight_version, fields, self.recover, self.timeout_s)
-        try:
-            yield session
-        finally:
-            session.close()
+        return closing(ServerSession(self.address, weight_version, fields, self.recover, self.timeout_s))
 
     def close(self) -> None:
         """Leave the server; it keeps its weights, and another trainer may push to it."""
@@ -183,13 +147,13 @@ class VLLMServerEngine(VLLMEngine):
         it was restarted and this rank cannot push: while `is_frozen`, alone on a sharded model, or where another rank
         pushes and does not notice, having nothing to sample.
         """
-        known_start = self._info.get("start_id")
+        known_start = self.info.get("start_id")
         logger.warning("vLLM server %s: %s; looking for it", self.address, reason)
         reconnected: float | None = None
         while True:
             self._reconnect(reason)
             reconnected = reconnected or time.monotonic()
-            info = self._info
+            info = self.info
             if info["complete"] and info["weight_version"] == self._weight_version:
                 return
             is_unfinished = not info["complete"] and info["pending_version"] == self._weight_version
@@ -199,7 +163,16 @@ class VLLMServerEngine(VLLMEngine):
                     f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
                     f"{self._weight_version!r}: another trainer uses the same server; give each a server of its own"
                 )
-            if self._push_again():
+            if self.is_frozen:
+                raise self._lost(", which the policy has left behind")
+            if self._pushes and self._last_push is not None:
+                if is_sharded(self._last_push.model):
+                    raise self._lost(
+                        ", and a model that is spread over ranks can only be sent between generation batches"
+                    )
+                story = "vLLM server %s has no weights of this training; pushing %s"
+                logger.warning(story, self.address, self._weight_version)
+                self._send(self._last_push)
                 return
             patience_s = self.timeout_s if is_unfinished else min(self.timeout_s, GRACE_S)
             if time.monotonic() - reconnected > patience_s:
@@ -207,19 +180,6 @@ class VLLMServerEngine(VLLMEngine):
             if self.is_stopped:
                 raise RuntimeError(GIVEN_UP)
             time.sleep(POLL_S)
-
-    def _push_again(self) -> bool:
-        """Repeat the last push to a restarted server; False if another rank has to. WeightsLost if it is impossible."""
-        if self.is_frozen:
-            raise self._lost(", which the policy has left behind")
-        if not self._pushes or self._last_push is None:
-            return False
-        if is_sharded(self._last_push.model):
-            raise self._lost(", and a model that is spread over ranks can only be sent between generation batches")
-        version = self._weight_version
-        logger.warning("vLLM server %s has no weights of this training; pushing %s", self.address, version)
-        self._push(self._last_push)
-        return True
 
     def _lost(self, why: str) -> WeightsLost:
         return WeightsLost(
@@ -229,26 +189,16 @@ class VLLMServerEngine(VLLMEngine):
     def _reconnect(self, reason: str | None = None) -> None:
         """Wait for the server, refresh `info`, and check that it fits."""
         try:
-            self._info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=lambda: self.is_stopped)
+            self.info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=lambda: self.is_stopped)
         except TimeoutError as error:
             raise TimeoutError(f"{error}" + (f"; it is looked for because {reason}" if reason else "")) from None
-        problems = incompatibilities(self._requirements, self._info) if self._requirements is not None else []
+        self.max_model_len = int(self.info["max_model_len"])
+        self.logprobs_mode = str(self.info.get("logprobs_mode", PROCESSED))
+        problems = incompatibilities(*self._served, self.info) if self._served is not None else []
         if problems:
             raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
-    def _push_new(self, push: Push) -> str:
-        if self._requirements is None:
-            self.connect(push.model)
-        if not self._pushes:
-            # Gathering sharded parameters takes all ranks.
-            for _ in checkpoint_weights(push.model) if is_sharded(push.model) else ():
-                pass
-            return self._weight_version or ""
-        self._weight_version, self._last_push = push.weight_version, push
-        self._push(push)
-        return push.weight_version
-
-    def _push(self, push: Push) -> None:
+    def _send(self, push: Push) -> None:
         """Push, again if the server goes away meanwhile and comes back."""
         started = time.monotonic()
         for attempt in range(1, PUSH_ATTEMPTS + 1):
@@ -262,10 +212,8 @@ class VLLMServerEngine(VLLMEngine):
                 story = f"pushing version {push.policy_step} to {self.address} failed: {error}{_remedy(error)}"
                 went_away = isinstance(error, (ServerUnreachable, GroupBroken)) or self._is_restarted()
                 if not went_away or attempt == PUSH_ATTEMPTS or is_sharded(push.model):
-                    story += f" (attempt {attempt} of {PUSH_ATTEMPTS})"
-                    if isinstance(error, ServerRefused):
-                        raise ServerRefused(error.status, story) from error
-                    raise type(error)(story) from error
+                    error.args = (f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})",)
+                    raise
                 logger.warning("%s; trying again", story)
                 self._reconnect(f"it went away in the middle of a push ({error})")
         logger.debug("pushed %s in %.2f s", push.weight_version, time.monotonic() - started)
@@ -273,7 +221,7 @@ class VLLMServerEngine(VLLMEngine):
     def _is_restarted(self) -> bool:
         """True if the server is another start of it than the last known, or does not answer."""
         try:
-            return call(self.address, "info", timeout_s=5.0)["start_id"] != self._info.get("start_id")
+            return call(self.address, "info", timeout_s=5.0)["start_id"] != self.info.get("start_id")
         except (ConnectionError, ServerRefused):
             return True
 
@@ -281,7 +229,7 @@ class VLLMServerEngine(VLLMEngine):
         with drained_checkpoint_weights(model, merge=merge) as weights:
             self._reconnect()  # the server may have been restarted, in another dtype
             shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
-            specs = specs_of(shapes, torch_dtype(self._info["dtype"]))
+            specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
             body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
             # The server waits that long for rows to end; its answer takes a moment more.
             call(self.address, "begin", body, timeout_s=self.timeout_s + 5.0)
@@ -302,7 +250,7 @@ class VLLMServerEngine(VLLMEngine):
         """
         if self._transport is not None:
             return self._transport
-        start_id, device = self._info["start_id"], next(model.parameters()).device
+        start_id, device = self.info["start_id"], next(model.parameters()).device
         if self._chosen is not None and self._chosen[0] == start_id:
             if isinstance(self._chosen[1], GroupTransport):
                 return self._chosen[1]
@@ -316,17 +264,17 @@ class VLLMServerEngine(VLLMEngine):
     def _push_adapter(self, push: Push) -> None:
         self._reconnect()  # the server may have been restarted, in another dtype
         files = adapter_files(push.model)
-        rank, max_rank = int(files.config["r"]), int(self._info["max_lora_rank"])
+        rank, max_rank = int(files.config["r"]), int(self.info["max_lora_rank"])
         if rank > max_rank:
             has = f"takes adapters up to rank {max_rank}" if max_rank else "was started without --enable-lora"
             raise ValueError(
                 f"the adapter has rank {rank}, but the vLLM server {self.address} {has}; start it with --enable-lora "
                 f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
             )
-        if self._info["base_version"] != self._base_version:
+        if self.info["base_version"] != self._base_version:
             self._push_weights(push.model, self._base_version, merge=False)
-            self._info["base_version"] = self._base_version
-        config, tensors = adapter_bytes(files, torch_dtype(self._info["dtype"]))
+            self.info["base_version"] = self._base_version
+        config, tensors = adapter_bytes(files, torch_dtype(self.info["dtype"]))
         query = {
             "weight_version": push.weight_version,
             "base_version": self._base_version,
@@ -337,27 +285,30 @@ class VLLMServerEngine(VLLMEngine):
         call(self.address, "adapter", config + tensors, query=query, timeout_s=self.timeout_s + 5.0)
 
 
-def incompatibilities(required: Requirements, info: dict[str, Any]) -> list[str]:
-    """Reasons why a server with this `info` cannot serve the policy; empty if it can."""
+def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) -> list[str]:
+    """Reasons why a server with this `info` cannot serve contexts of `num_tokens` of the policy; empty if it can."""
+    base = base_model(unwrap(policy))
+    sizes = {**model_sizes(base.config), "architecture": type(base).__name__}
+    vocab_size = base.config.get_text_config().vocab_size
     problems = []
     wrong = [
-        f"{name} {value!r} (the policy has {required.sizes[name]!r})"
+        f"{name} {value!r} (the policy has {sizes[name]!r})"
         for name, value in info["sizes"].items()
-        if value is not None and required.sizes.get(name) not in (None, value)
+        if value is not None and sizes.get(name) not in (None, value)
     ]
     if wrong:
         problems.append(
             f"it serves {info['model']}, another model: {', '.join(wrong)}; start it with the policy's model"
         )
-    if info["vocab_size"] != required.vocab_size:
+    if info["vocab_size"] != vocab_size:
         problems.append(
-            f"its vocabulary has {info['vocab_size']} tokens, the policy's {required.vocab_size}; save the policy with "
+            f"its vocabulary has {info['vocab_size']} tokens, the policy's {vocab_size}; save the policy with "
             "its resized embeddings and serve that"
         )
-    if required.num_tokens > info["max_model_len"]:
+    if num_tokens > info["max_model_len"]:
         problems.append(
             f"its context holds {info['max_model_len']} tokens, but prompt and completion may have "
-            f"{required.num_tokens}; start it with --max-model-len {required.num_tokens} or more, or lower "
+            f"{num_tokens}; start it with --max-model-len {num_tokens} or more, or lower "
             "max_completion_length"
         )
     return problems

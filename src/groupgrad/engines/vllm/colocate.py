@@ -10,8 +10,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import torch
 from torch import nn
 
 from groupgrad import compat, dist
-from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.base import Request, Sample, SamplingOptions, TicketSession
 from groupgrad.engines.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
 from groupgrad.engines.vllm.lora import adapter_bytes, lora_rank, lora_request
 from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
 from groupgrad.engines.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel
-from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine, VLLMSession
+from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_params import (
     FINISH_REASONS,
     plain_errors,
@@ -35,7 +36,7 @@ from groupgrad.engines.vllm.vllm_params import (
     sampling_params,
     verify,
 )
-from groupgrad.engines.vllm.wire import BUCKET_BYTES, specs_of, specs_to_json, torch_dtype
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, bucket_ranges, specs_of, specs_to_json, torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights
 
@@ -57,12 +58,14 @@ class VLLMColocateEngine(VLLMEngine):
         super().__init__(options.regex)
         compat.require("vllm", 'vllm_mode="colocate"')
         inner: Any = unwrap(model)
-        check_tensor_parallel(inner.config, options.tensor_parallel_size, ranks=dist.world_size())
+        check_tensor_parallel(inner.config.get_text_config(), options.tensor_parallel_size, ranks=dist.world_size())
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="groupgrad-vllm-")
         save_config(model, tokenizer, Path(self._folder.name) / "model")
         with classes_restored(model):
             self._llm = start(str(Path(self._folder.name) / "model"), options)
+        self._engine = self._llm.llm_engine
+        self.max_model_len, self.logprobs_mode = int(self._engine.model_config.max_model_len), options.logprobs_mode
         self._asleep: set[str] = set()
         """Memory that vLLM has freed: `weights`, `kv_cache`."""
         self._has_base = False
@@ -71,61 +74,52 @@ class VLLMColocateEngine(VLLMEngine):
         """vLLM's request for the adapter that rows are sampled with."""
         self._num_adapters = 0
 
-    @property
-    def max_model_len(self) -> int:
-        return int(self._engine.model_config.max_model_len)
-
-    @property
-    def logprobs_mode(self) -> str:
-        return self._options.logprobs_mode
-
-    def push(self, model: nn.Module, policy_step: int) -> str:
-        """Load all weights, adapters merged; returns their weight version. Collective if they are sharded.
+    def _push(self, push: Push) -> str:
+        """Load the weights, or the adapter, and once the weights below it.
 
         RuntimeError if rows are being sampled, or if parameters of vLLM's model were left without new values.
+        ValueError if the engine was not started for adapters of this rank (`ColocateOptions.max_lora_rank`), or for an
+        adapter that can only be merged.
         """
-        push = self._begin_push(Push(model, "weights", policy_step))
-        self._has_base = False
-        self._load(model, merge=True)
-        self._use_adapter(None)
-        return self._finish_push(push)
-
-    def push_adapter(self, model: nn.Module, policy_step: int) -> str:
-        """Load the active LoRA adapter; returns its weight version. Collective if it is sharded.
-
-        The weights below it are loaded once. ValueError if the engine was not started for adapters of its rank
-        (`ColocateOptions.max_lora_rank`), or for an adapter that can only be merged.
-        """
-        files = adapter_files(model)
-        rank, max_rank = int(files.config["r"]), self._options.max_lora_rank
-        if rank > (lora_rank(max_rank) if max_rank else 0):
-            has = f"was started for adapters up to rank {max_rank}" if max_rank else "was started without adapters"
-            raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
-        push = self._begin_push(Push(model, "adapter", policy_step))
-        if not self._has_base:
-            self._load(model, merge=False)
-            self._has_base = True
-        self._num_adapters += 1
-        folder = Path(self._folder.name) / f"adapter-{self._num_adapters}"
-        contents = adapter_bytes(files, torch_dtype(self._options.dtype))
-        self._use_adapter(lora_request(push.weight_version, self._num_adapters, folder, *contents))
-        return self._finish_push(push)
-
-    def _begin_push(self, push: Push) -> Push:
+        adapter = self._adapter_request(push) if push.kind == "adapter" else None
         if self._engine.has_unfinished_requests():
             raise RuntimeError("weights cannot change while rows are sampled; close the session first")
         self._wake("weights")
         self._weight_version, self._last_push = None, push
-        return push
+        if adapter is None or not self._has_base:
+            self._has_base = False
+            self._load(push.model, merge=adapter is None)
+            self._has_base = adapter is not None
+        self._use_adapter(adapter)
+        # Drop everything computed with earlier weights; image features have a cache of their own.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not forget what it computed with the weights before")
+        self._engine.reset_encoder_cache()
+        self._weight_version = push.weight_version
+        return push.weight_version
+
+    def _adapter_request(self, push: Push) -> Any:
+        """vLLM's request for the adapter, in a new folder."""
+        files = adapter_files(push.model)
+        rank, max_rank = int(files.config["r"]), self._options.max_lora_rank
+        if rank > (lora_rank(max_rank) if max_rank else 0):
+            has = f"was started for adapters up to rank {max_rank}" if max_rank else "was started without adapters"
+            raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
+        self._num_adapters += 1
+        contents = adapter_bytes(files, torch_dtype(self._options.dtype))
+        return lora_request(push.weight_version, self._num_adapters, self._folder.name, *contents)
 
     def _load(self, model: nn.Module, *, merge: bool) -> None:
-        dtype = torch_dtype(self._options.dtype)
-        specs = specs_of(checkpoint_weights(model, merge=merge, shapes_only=True), dtype)
+        shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
+        specs = specs_of(shapes, torch_dtype(self._options.dtype))
         with torch.no_grad(), drained_checkpoint_weights(model, merge=merge) as weights:
             self._llm.collective_rpc("groupgrad_begin", args=(specs_to_json(specs),))
-            for tensors in _chunks(weights, dtype):
-                self._llm.collective_rpc("groupgrad_tensors", args=(tensors,))
-            self._llm.collective_rpc("groupgrad_commit", args=(len(specs),))
+            for first, end in bucket_ranges(specs, BUCKET_BYTES):
+                announced = zip(specs[first:end], weights)
+                # Tensors that have vLLM's dtype already are not copied.
+                bucket = [(name, tensor.to(torch_dtype(spec.dtype))) for spec, (name, tensor) in announced]
+                self._llm.collective_rpc("groupgrad_tensors", args=(bucket,))
+            self._llm.collective_rpc("groupgrad_commit")
 
     def _use_adapter(self, adapter: Any) -> None:
         previous, self._adapter = self._adapter, None
@@ -135,15 +129,6 @@ class VLLMColocateEngine(VLLMEngine):
             self._engine.remove_lora(previous.lora_int_id)
             shutil.rmtree(previous.lora_path, ignore_errors=True)
         self._adapter = adapter
-
-    def _finish_push(self, push: Push) -> str:
-        """Drop everything computed with earlier weights, and let sampling begin with those of the push."""
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not forget what it computed with the weights before")
-        # Image features have a cache of their own.
-        self._engine.reset_encoder_cache()
-        self._weight_version = push.weight_version
-        return push.weight_version
 
     def check(self, options: SamplingOptions, *, num_tokens: int = 0) -> None:
         """ValueError for sampling options that vLLM refuses, and for `num_tokens` of prompt and completion that exceed
@@ -159,26 +144,18 @@ class VLLMColocateEngine(VLLMEngine):
         except ValueError as error:
             raise refusal(f"vLLM refuses the sampling options: {error}", fields, self._options.regex) from None
 
-    @contextmanager
-    def session(self, options: SamplingOptions) -> Iterator[ColocateSession | TensorParallelSession]:
+    def session(self, options: SamplingOptions) -> closing[Any]:
         """A session over the engine; requests that have not ended when it is closed are aborted.
 
         Collective of the ranks that hold one model. After `sleep` the policy's present weights are loaded first, so
         samples never come from weights older than the policy's.
         """
         if "weights" in self._asleep and self._last_push is not None:
-            last = self._last_push
-            (self.push if last.kind == "weights" else self.push_adapter)(last.model, last.policy_step)
-        weight_version = self.weight_version
+            self._push(replace(self._last_push))
+        local = ColocateSession(self, sampling_fields(options, regex=self._options.regex))
         self.check(options)
         self._wake("kv_cache")
-        fields = sampling_fields(options, regex=self._options.regex)
-        local = ColocateSession(self._engine, fields, lambda: self._weight_version, weight_version, self._adapter)
-        session = local if self._options.tensor_parallel_size == 1 else _tensor_parallel(local)
-        try:
-            yield session
-        finally:
-            session.close()
+        return closing(local if self._options.tensor_parallel_size == 1 else _tensor_parallel(local))
 
     def sleep(self) -> None:
         """Free vLLM's memory, weights and cache, until the next push or sample; does nothing without `sleep_mode`.
@@ -204,29 +181,18 @@ class VLLMColocateEngine(VLLMEngine):
             self._llm.wake_up(tags=[part])
             self._asleep.discard(part)
 
-    @property
-    def _engine(self) -> Any:
-        return self._llm.llm_engine
 
-
-class ColocateSession(VLLMSession):
+class ColocateSession(TicketSession):
     """A session over vLLM's engine; each `advance` is one of its steps.
 
-    Every sample is checked: its weights are still those of `weight_version`, by `current_version` and by its adapter,
-    and vLLM's prompt is the request's, images included.
+    Every sample is checked: its weights are still those of the session's beginning, by the weight version of `owner`
+    and by its adapter, and vLLM's prompt is the request's, images included.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        fields: dict[str, Any],
-        current_version: Callable[[], str | None],
-        weight_version: str,
-        adapter: Any = None,
-    ):
+    def __init__(self, owner: VLLMColocateEngine, fields: dict[str, Any]):
         super().__init__()
-        self._engine, self._fields = engine, fields
-        self._current_version, self._weight_version, self._adapter = current_version, weight_version, adapter
+        self._owner, self._engine, self._fields = owner, owner._engine, fields
+        self._weight_version, self._adapter = owner.weight_version, owner._adapter
         self._tickets: dict[str, int] = {}
         """Tickets by vLLM's request id."""
 
@@ -265,10 +231,9 @@ class ColocateSession(VLLMSession):
     def _sample(self, ticket: int, request: Request, output: Any) -> Sample:
         """The sample of a finished row, checked."""
         check_prompt(request.prompt_ids, output.prompt_token_ids)
-        if self._current_version() != self._weight_version:
-            raise RuntimeError(
-                f"row {ticket} was begun with {self._weight_version!r} and ended with {self._current_version()!r}"
-            )
+        current = self._owner._weight_version
+        if current != self._weight_version:
+            raise RuntimeError(f"row {ticket} was begun with {self._weight_version!r} and ended with {current!r}")
         adapter = getattr(output.lora_request, "lora_name", None)
         expected = getattr(self._adapter, "lora_name", None)
         if adapter != expected:
@@ -302,18 +267,3 @@ def _tensor_parallel(local: ColocateSession) -> TensorParallelSession:
 
     group = get_tp_group()
     return TensorParallelSession(local, group.rank_in_group, lambda obj: dist.all_gather_objects(obj, group.cpu_group))
-
-
-def _chunks(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Any]]]:
-    """Lists of about `BUCKET_BYTES` of tensors in vLLM's dtype; those that have it already are not copied."""
-    chunk: list[tuple[str, torch.Tensor]] = []
-    num_bytes = 0
-    for name, tensor in tensors:
-        converted = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        if chunk and num_bytes + converted.nbytes > BUCKET_BYTES:
-            yield chunk
-            chunk, num_bytes = [], 0
-        chunk.append((name, converted))
-        num_bytes += converted.nbytes
-    if chunk:
-        yield chunk

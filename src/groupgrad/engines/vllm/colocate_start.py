@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 
 from groupgrad import dist
@@ -21,6 +22,7 @@ from groupgrad.engines.vllm.lora import lora_rank
 from groupgrad.engines.vllm.tensor_parallel import launcher_environment
 from groupgrad.engines.vllm.vllm_params import PROCESSED
 from groupgrad.engines.vllm.worker import EXTENSION
+from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.forward import unwrap
 
 
@@ -55,14 +57,10 @@ class ColocateOptions:
 
 def save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Save the files from which vLLM builds the model, without its weights."""
-    inner: Any = unwrap(model)
-    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    base.config.save_pretrained(folder)
-    # A config that was built in code has no architecture.
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["architectures"] = config.get("architectures") or [type(base).__name__]
-    path.write_text(json.dumps(config))
+    base = base_model(unwrap(model))
+    config = copy.deepcopy(base.config)
+    config.architectures = config.architectures or [type(base).__name__]  # a config that was built in code has none
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -74,7 +72,8 @@ def start(folder: str, options: ColocateOptions) -> Any:
     # Keep vLLM from binding the training threads to cores of its choice.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    with _process_state_restored(), _engine_in_this_process():
+    # vLLM's engine runs in this process; processes that are started later do not inherit the setting.
+    with _process_state_restored(), patch_environment(VLLM_ENABLE_V1_MULTIPROCESSING=0):
         from vllm.platforms import current_platform
 
         from vllm import LLM
@@ -82,54 +81,35 @@ def start(folder: str, options: ColocateOptions) -> Any:
         is_cpu = current_platform.is_cpu()
         if options.sleep_mode and is_cpu:
             raise ValueError("vllm_enable_sleep_mode=True, but vLLM cannot sleep on a CPU; set it to False")
-        arguments = _llm_arguments(folder, options)
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "dtype": options.dtype,
+            "max_num_seqs": options.max_num_seqs,
+            "max_model_len": options.max_model_len,
+            "gpu_memory_utilization": options.memory_utilization,
+            "model_impl": options.model_impl,
+            "enable_sleep_mode": options.sleep_mode,
+            "trust_remote_code": options.trust_remote_code,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "load_format": "dummy",
+            "generation_config": "vllm",
+            "logprobs_mode": options.logprobs_mode,
+            "worker_extension_cls": EXTENSION,
+        }
+        if options.max_lora_rank:
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(options.max_lora_rank)}
         if is_cpu:
             arguments["enable_chunked_prefill"] = False  # see `server_launch.whole_prompts`
-        if not dist.is_active():
+        if dist.is_active():
+            arguments |= {
+                "distributed_executor_backend": "external_launcher",
+                "tensor_parallel_size": options.tensor_parallel_size,
+                # Each engine samples the rows of all ranks that share its model.
+                "max_num_seqs": options.max_num_seqs * options.tensor_parallel_size,
+            }
+        with launcher_environment() if dist.is_active() else contextlib.nullcontext():
             return LLM(**{**arguments, **options.extra})
-        arguments["distributed_executor_backend"] = "external_launcher"
-        arguments["tensor_parallel_size"] = options.tensor_parallel_size
-        # Each engine samples the rows of all ranks that share its model.
-        arguments["max_num_seqs"] = options.max_num_seqs * options.tensor_parallel_size
-        with launcher_environment():
-            return LLM(**{**arguments, **options.extra})
-
-
-def _llm_arguments(folder: str, options: ColocateOptions) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": folder,
-        "dtype": options.dtype,
-        "max_num_seqs": options.max_num_seqs,
-        "max_model_len": options.max_model_len,
-        "gpu_memory_utilization": options.memory_utilization,
-        "model_impl": options.model_impl,
-        "enable_sleep_mode": options.sleep_mode,
-        "trust_remote_code": options.trust_remote_code,
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "load_format": "dummy",
-        "generation_config": "vllm",
-        "logprobs_mode": options.logprobs_mode,
-        "worker_extension_cls": EXTENSION,
-    }
-    if options.max_lora_rank:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(options.max_lora_rank)}
-    return arguments
-
-
-@contextmanager
-def _engine_in_this_process() -> Iterator[None]:
-    """Keep vLLM from starting a process for its engine; processes started later do not inherit the setting."""
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    previous = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = previous
 
 
 @contextmanager
@@ -138,18 +118,15 @@ def _process_state_restored() -> Iterator[None]:
 
     vLLM seeds the global random streams; on a CPU it replaces `torch.set_num_threads` and changes the thread count.
     """
-    python_stream, numpy_stream, torch_stream = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_streams = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    python_stream, numpy_stream = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     dtype = torch.get_default_dtype()
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
         random.setstate(python_stream)
         np.random.set_state(numpy_stream)
-        torch.set_rng_state(torch_stream)
-        if cuda_streams:
-            torch.cuda.set_rng_state_all(cuda_streams)
         torch.set_num_threads = set_num_threads
         with contextlib.suppress(RuntimeError):
             torch.set_num_threads(num_threads)

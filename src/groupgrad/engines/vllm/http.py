@@ -10,9 +10,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 POLL_S = 0.25
 """Seconds between two attempts to reach a server that is not up yet."""
@@ -81,34 +79,57 @@ def call(
 
     Raises `ServerUnreachable`, `ServerTimeout` or `ServerRefused`.
     """
-    connection, response = _send(address, route, body, query, timeout_s)
-    try:
-        return json.loads(_guarded(address, route, timeout_s, response.read) or b"{}")
-    except ValueError:
-        raise ServerRefused(502, f"the answer of {address}/groupgrad/{route} is no JSON") from None
-    finally:
-        connection.close()
+    lines = list(Stream(address, route, body, query=query, timeout_s=timeout_s))
+    return lines[0] if lines else {}
 
 
 class Stream:
-    """An answer that is read line by line."""
+    """A call whose answer has one JSON object a line. Parameters and errors are those of `call`."""
 
-    def __init__(self, address: Address, route: str, body: Mapping[str, Any], *, timeout_s: float):
+    def __init__(
+        self,
+        address: Address,
+        route: str,
+        body: bytes | memoryview | Mapping[str, Any] | None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float,
+    ):
         self._address, self._route, self._timeout_s = address, route, timeout_s
-        self._connection, self._response = _send(address, route, body, None, timeout_s)
+        connection_type = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
+        self._connection = connection_type(address.host, address.port, timeout=timeout_s)
+        self._path = f"{address.path}/groupgrad/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        self._data = json.dumps(body).encode() if isinstance(body, Mapping) else body
+        self._is_closed = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Lines of JSON until the answer ends. Raises `ServerUnreachable` or `ServerTimeout`."""
+        """Make the call; yields the objects as they come."""
+        address = self._address
         try:
-            while line := _guarded(self._address, self._route, self._timeout_s, self._response.readline):
+            self._connection.request("GET" if self._data is None else "POST", self._path, body=self._data)
+            response = self._connection.getresponse()
+            if response.status != 200:
+                raise ServerRefused(response.status, _reason(response.read()))
+            if self._is_closed:  # before there was a connection to close
+                return
+            for line in response:
                 yield json.loads(line)
-        except ValueError as error:
-            raise ServerUnreachable(f"{self._address} ended in the middle of a line: {error}") from None
+        except TimeoutError:
+            story = f"{address} did not answer /groupgrad/{self._route} within {self._timeout_s:g} s"
+            raise ServerTimeout(story) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerUnreachable(f"{address} is not there: {type(error).__name__}: {error}") from None
+        except json.JSONDecodeError as error:
+            story = f"{address} ended in the middle of a line, or its answer to /groupgrad/{self._route} is no JSON"
+            raise ServerUnreachable(f"{story}: {error}") from None
+        except (AttributeError, ValueError) as error:  # another thread closed the connection meanwhile
+            raise ServerUnreachable(f"the connection to {address} was closed: {error}") from None
         finally:
             self._connection.close()
 
     def close(self) -> None:
         """Close the connection, from any thread; the server then stops its work for this call."""
+        self._is_closed = True
         if self._connection.sock is not None:
             with contextlib.suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
@@ -126,16 +147,14 @@ def wait_until_up(
     while True:
         try:
             return call(address, "info", timeout_s=max(0.1, min(deadline - time.monotonic(), 10.0)))
-        except ServerRefused as refused:
-            if refused.status in (404, 405):
+        except (ServerRefused, ConnectionError) as error:
+            failure = error
+            if isinstance(error, ServerRefused) and error.status in (404, 405):
                 raise ServerRefused(
-                    refused.status,
+                    error.status,
                     f"a server answers at {address}, but it has no /groupgrad/info: it was not started by "
                     "`groupgrad vllm-serve`, or something else uses that port",
                 ) from None
-            failure: Exception = refused
-        except ConnectionError as error:
-            failure = error
         if time.monotonic() >= deadline:
             raise TimeoutError(
                 f"no vLLM server came up at {address} within {timeout_s:g} s (last: {failure}); start one with "
@@ -145,40 +164,6 @@ def wait_until_up(
         if is_given_up():
             raise RuntimeError(GIVEN_UP)
         time.sleep(POLL_S)
-
-
-def _send(
-    address: Address, route: str, body: Any, query: Mapping[str, Any] | None, timeout_s: float
-) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection_type = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
-    connection = connection_type(address.host, address.port, timeout=timeout_s)
-    path = f"{address.path}/groupgrad/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
-    data = json.dumps(body).encode() if isinstance(body, Mapping) else body
-
-    def exchange() -> http.client.HTTPResponse:
-        connection.request("GET" if data is None else "POST", path, body=data)
-        return connection.getresponse()
-
-    try:
-        response = _guarded(address, route, timeout_s, exchange)
-        if response.status != 200:
-            raise ServerRefused(response.status, _reason(_guarded(address, route, timeout_s, response.read)))
-    except BaseException:
-        connection.close()
-        raise
-    return connection, response
-
-
-def _guarded(address: Address, route: str, timeout_s: float, action: Callable[[], T]) -> T:
-    """Run `action`, turning its failures into `ServerUnreachable` or `ServerTimeout`."""
-    try:
-        return action()
-    except TimeoutError:
-        raise ServerTimeout(f"{address} did not answer /groupgrad/{route} within {timeout_s:g} s") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise ServerUnreachable(f"{address} is not there: {type(error).__name__}: {error}") from None
-    except (AttributeError, ValueError) as error:  # another thread closed the connection meanwhile
-        raise ServerUnreachable(f"the connection to {address} was closed: {error}") from None
 
 
 def _reason(data: bytes) -> str:

@@ -33,10 +33,11 @@ def adapter_bytes(files: AdapterFiles, dtype: torch.dtype) -> tuple[bytes, bytes
     return json.dumps(files.config, default=str).encode(), save(tensors)
 
 
-def lora_request(weight_version: str, number: int, folder: Path, config: bytes, tensors: bytes) -> Any:
-    """Write an adapter into a new folder; returns vLLM's request for it, which needs a `number` of its own."""
+def lora_request(weight_version: str, number: int, parent: str, config: bytes, tensors: bytes) -> Any:
+    """Write an adapter into a new folder of `parent`; returns vLLM's request for it, which needs its own `number`."""
     from vllm.lora.request import LoRARequest
 
+    folder = Path(parent) / f"adapter-{number}"
     folder.mkdir()
     (folder / "adapter_config.json").write_bytes(config)
     (folder / "adapter_model.safetensors").write_bytes(tensors)

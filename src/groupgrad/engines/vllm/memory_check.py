@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
-from groupgrad.engines.vllm.wire import torch_dtype
+from groupgrad.engines.vllm.wire import specs_of, torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import free_bytes
 from groupgrad.modeling.weights import checkpoint_weights
@@ -38,25 +38,6 @@ class TrainingBytes:
     activations: int
     """Those of the largest micro-batch, scratch memory included."""
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        *,
-        activations: int = 0,
-        other_weights: int = 0,
-        optimizer_states: int = 2,
-        has_gradients: bool = True,
-    ) -> TrainingBytes:
-        """From this rank's parameters, with `optimizer_states` numbers for each trained weight (two for Adam).
-
-        `other_weights` are the bytes of other models; `has_gradients` is False where ranks hold shards of gradients.
-        """
-        parameters = list(model.parameters())
-        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        weights = sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + other_weights
-        return cls(weights, trained if has_gradients else 0, optimizer_states * trained, activations)
-
     @property
     def while_sampling(self) -> int:
         """Memory that stays allocated during sampling."""
@@ -77,7 +58,7 @@ class Memory:
     available: int
     """Free, or held by this process."""
     held: int = 0
-    """Held by this process, outside of vLLM."""
+    """Held by this process on a CPU, where vLLM counts it into its share; 0 on a GPU."""
     cache: int | None = None
     """Size set for the cache on a CPU; None: it follows from the share."""
     is_cpu: bool = False
@@ -87,7 +68,7 @@ class Memory:
         """The present state of the device."""
         if device.type == "cuda":
             held = torch.cuda.memory_allocated(device)
-            return cls(torch.cuda.mem_get_info(device)[1], free_bytes(device) + held, held)
+            return cls(torch.cuda.mem_get_info(device)[1], free_bytes(device) + held)
         held = psutil.Process().memory_info().rss
         setting = os.environ.get(CACHE_VARIABLE, "")
         cache = int(setting) * GIB if setting.isdigit() and int(setting) else None
@@ -109,12 +90,9 @@ class ServedBytes:
         """From the policy's shapes; nothing is gathered."""
         dtype = torch_dtype(options.dtype)
         shapes = checkpoint_weights(model, merge=False, shapes_only=True)
-        weights = sum(
-            empty.numel() * (dtype.itemsize if empty.is_floating_point() else empty.itemsize) for _, empty in shapes
-        )
+        weights = sum(spec.num_bytes for spec in specs_of(shapes, dtype))
         inner: Any = unwrap(model)
-        config = inner.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = inner.config.get_text_config()
         context = options.max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
         one_row = cache_bytes(text, context, dtype.itemsize, options.tensor_parallel_size)
         return cls(weights // options.tensor_parallel_size, one_row, context)
@@ -184,13 +162,9 @@ def misfit(served: ServedBytes, training: TrainingBytes, memory: Memory, options
 
 def taken_by_vllm(served: ServedBytes, memory: Memory, options: ColocateOptions) -> int:
     """Bytes that vLLM allocates with these options."""
-    share = int(options.memory_utilization * memory.total)
-    if not memory.is_cpu:
-        return share
     if memory.cache is not None:
         return served.total - served.one_row + memory.cache
-    # On a CPU vLLM counts all memory of the process into its share.
-    return max(0, share - memory.held)
+    return max(0, int(options.memory_utilization * memory.total) - memory.held)
 
 
 def _shares_that_fit(served: ServedBytes, room: int, memory: Memory) -> str:
@@ -200,9 +174,8 @@ def _shares_that_fit(served: ServedBytes, room: int, memory: Memory) -> str:
         if high < low:
             return f"unset {CACHE_VARIABLE} and set vllm_gpu_memory_utilization"
         return f"set {CACHE_VARIABLE} (GiB) between {low} and {high}"
-    counted = memory.held if memory.is_cpu else 0
-    low = math.ceil(1000 * (served.total + counted) / memory.total) / 1000
-    high = math.floor(1000 * (room + counted) / memory.total) / 1000
+    low = math.ceil(1000 * (served.total + memory.held) / memory.total) / 1000
+    high = math.floor(1000 * (room + memory.held) / memory.total) / 1000
     return f"set vllm_gpu_memory_utilization between {low:g} and {max(low, high):g}"
 
 

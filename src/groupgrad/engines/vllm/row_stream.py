@@ -30,16 +30,16 @@ class RowStream:
     """The rows of one `generate` call; each is sampled independently, from its own seed, from construction on.
 
     `body` has `weight_version`, `sampling`, `prompts` (lists of ids) and `rows`, each with `row` (its name in the
-    answer), `prompt` (index into `prompts`), `seed` and `max_tokens`. With images it has `images`, PNG in base64, and
-    `prompt_images`: for each prompt its indices into `images`. `load` counts over all calls, since a row may have to
-    wait for those of another rank. ValueError if vLLM refuses the options.
+    answer), `prompt` (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's
+    `images`, which holds lists of PNGs in base64. `load` counts over all calls, since a row may have to wait for those
+    of another rank. ValueError if vLLM refuses the options.
     """
 
     def __init__(self, engine: Any, body: dict[str, Any], adapter: Any, load: ServerLoad):
         from vllm.sampling_params import RequestOutputKind
 
         self._engine, self._body, self._adapter, self._load = engine, body, adapter, load
-        self._decoded: dict[int, asyncio.Future[Any]] = {}
+        self._decoded: dict[str, asyncio.Future[Any]] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         fields = [{"seed": row["seed"], "max_tokens": row["max_tokens"]} for row in body["rows"]]
         params = [sampling_params(body["sampling"], own, output_kind=RequestOutputKind.DELTA) for own in fields]
@@ -76,8 +76,7 @@ class RowStream:
         logprobs: list[float] = []
         try:
             prompt = self._body["prompts"][row["prompt"]]
-            indices = self._body["prompt_images"][row["prompt"]] if "prompt_images" in self._body else ()
-            images = [await self._image(index) for index in indices]
+            images = await self._images(row["images"]) if "images" in row else ()
             outputs = self._engine.generate(
                 vllm_prompt(prompt, images, self._engine),
                 params,
@@ -97,8 +96,9 @@ class RowStream:
             line["error"] = f"{type(error).__name__}: {error}"
         self._lines.put_nowait(line)
 
-    async def _image(self, index: int) -> Any:
-        """The image at this index, decoded once, in a thread."""
-        if index not in self._decoded:
-            self._decoded[index] = asyncio.ensure_future(asyncio.to_thread(decode, self._body["images"][index]))
-        return await asyncio.shield(self._decoded[index])
+    async def _images(self, key: str) -> list[Any]:
+        """The images with this key, decoded once, in a thread."""
+        if key not in self._decoded:
+            decoding = asyncio.to_thread(lambda: [decode(text) for text in self._body["images"][key]])
+            self._decoded[key] = asyncio.ensure_future(decoding)
+        return await asyncio.shield(self._decoded[key])

@@ -5,9 +5,8 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 - GET `/groupgrad/info`: the model, this start of the server, and its weights.
 - POST `/groupgrad/check`: reject sampling options that vLLM refuses.
 - POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and a heartbeat every second.
-- POST `/groupgrad/reads`: whether the workers can read this machine's shared memory.
-- GET `/groupgrad/devices`; POST `/groupgrad/open`, `/groupgrad/join`, `/groupgrad/leave`: a process group of the
-  trainer and all workers, for buckets.
+- POST `/groupgrad/reads`, `/groupgrad/devices`, `/groupgrad/open`, `/groupgrad/join`, `/groupgrad/leave`: call that
+  method of all workers, to find out and set up how buckets come to them.
 - POST `/groupgrad/begin`, `/groupgrad/bucket`, `/groupgrad/commit`: a push of weights.
 - POST `/groupgrad/adapter`: a push of an adapter.
 
@@ -29,7 +28,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from groupgrad import compat
@@ -48,6 +46,8 @@ RETRY_S = 1
 """Seconds after which a caller that was refused during a push may retry."""
 AS_LOADED = "as loaded"
 """Version of the weights that the server read from disk when it started."""
+WORKER_ROUTES = frozenset({"reads", "devices", "open", "join", "leave"})
+"""Routes that call the method `groupgrad_<route>` of all workers, with the fields of the body."""
 
 
 class Refusal(Exception):
@@ -70,8 +70,6 @@ class ServerWeights:
     """False from the start of a push until one has been verified."""
     pending_version: str | None = None
     """Weight version of the push under way, or of the last that broke off."""
-    num_announced: int = 0
-    """Number of tensors in that push."""
     adapter: Any = None
     """vLLM's request for the adapter that rows are sampled with."""
     num_adapters: int = 0
@@ -87,12 +85,8 @@ class ServerWeights:
         )
 
     def begin(self, version: str) -> None:
-        """Mark the weights incomplete until `complete`."""
+        """Mark the weights incomplete until the push ends."""
         self.is_complete, self.pending_version = False, version
-
-    def complete(self, version: str) -> None:
-        """Mark the weights as those of this push."""
-        self.version, self.is_complete, self.pending_version = version, True, None
 
 
 class Routes:
@@ -104,19 +98,6 @@ class Routes:
         self._load = ServerLoad()
         self._start_id = uuid.uuid4().hex
         self._adapters = tempfile.TemporaryDirectory(prefix="groupgrad-adapters-")
-        self._handlers = {
-            "info": self._info,
-            "check": self._check,
-            "reads": self._reads,
-            "devices": self._devices,
-            "open": self._open,
-            "join": self._join,
-            "leave": self._leave,
-            "begin": self._begin,
-            "bucket": self._bucket,
-            "commit": self._commit,
-            "adapter": self._adapter,
-        }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer groupgrad's routes; refuse vLLM's own POST routes while weights are incomplete."""
@@ -143,21 +124,27 @@ class Routes:
 
         request = Request(scope, receive)
         engine = scope["app"].state.engine_client
-        name = scope["path"].removeprefix(PREFIX).strip("/")
+        route = scope["path"].removeprefix(PREFIX).strip("/")
+        handler = getattr(self, f"route_{route}", None)
         try:
-            if name == "generate":
-                await _stream(self._generate(engine, await request.json()), scope, receive, send)
-                return
-            if name not in self._handlers:
+            if route in WORKER_ROUTES:
+                async with self._weights.lock:
+                    workers = engine.collective_rpc(f"groupgrad_{route}", kwargs=await request.json())
+                    status, answer = 200, {"workers": await workers}
+            elif handler is not None:
+                status, answer = 200, await handler(engine, request)
+            else:
                 raise Refusal(404, f"there is no route {scope['path']}")
-            status, answer = 200, await self._handlers[name](engine, request)
         except Refusal as refusal:
             status, answer = refusal.status, {"error": str(refusal)}
         except Exception as error:  # vLLM's own failures, reported to the trainer as they are
             status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
-        await _reply(status, answer or {}, send)
+        if isinstance(answer, RowStream):
+            await _stream(answer, scope, receive, send)
+        else:
+            await _reply(status, answer or {}, send)
 
-    async def _info(self, engine: Any, request: Any) -> dict[str, Any]:
+    async def route_info(self, engine: Any, request: Any) -> dict[str, Any]:
         if engine.errored:
             raise Refusal(503, "the engine of this server has died; the server is about to end")
         config = engine.model_config
@@ -183,14 +170,15 @@ class Routes:
             "push_is_waiting": weights.push_is_waiting,
         }
 
-    async def _check(self, engine: Any, request: Any) -> None:
+    async def route_check(self, engine: Any, request: Any) -> None:
         with _refused_options():
             params = sampling_params((await request.json())["sampling"], {"seed": 0, "max_tokens": 1})
             await asyncio.to_thread(verify, params, engine)  # a regex may take a while
 
-    def _generate(self, engine: Any, body: dict[str, Any]) -> RowStream:
-        """Start the rows. Not async: no push can begin between the check of the version and the rows' start."""
-        weights = self._weights
+    async def route_generate(self, engine: Any, request: Any) -> RowStream:
+        """Start the rows."""
+        body, weights = await request.json(), self._weights
+        # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
         if not weights.is_complete:
             raise weights.not_complete()
         if weights.version != body["weight_version"]:
@@ -198,62 +186,29 @@ class Routes:
         with _refused_options():
             return RowStream(engine, body, weights.adapter, self._load)
 
-    async def _begin(self, engine: Any, request: Any) -> None:
+    async def route_begin(self, engine: Any, request: Any) -> None:
         body = await request.json()
         weights = self._weights
         async with weights.lock:
             await self._drain(float(body["timeout_s"]))
             weights.begin(str(body["weight_version"]))
-            weights.adapter, weights.num_announced = None, len(body["tensors"])
+            weights.adapter = None
             await engine.collective_rpc("groupgrad_begin", args=(body["tensors"],))
 
-    async def _bucket(self, engine: Any, request: Any) -> None:
-        query = request.query_params
-        data = await request.body()
+    async def route_bucket(self, engine: Any, request: Any) -> None:
+        query, body = dict(request.query_params), await request.body()
         async with self._weights.lock:
             self._check_pending(query["weight_version"])
-            tensors = int(query["first"]), int(query["count"])
-            if "group" in query:
-                # Another trainer may have met the workers meanwhile.
-                with _refused_as(GROUP_LEFT_STATUS, OTHER_GROUP):
-                    arguments = query["group"], int(query["num_bytes"]), *tensors
-                    await engine.collective_rpc("groupgrad_received", args=arguments)
-            elif "shared" in query:
-                await engine.collective_rpc("groupgrad_shared", args=(query["shared"], *tensors))
-            else:
-                await engine.collective_rpc("groupgrad_bucket", args=(data, *tensors))
+            with _refused_as(GROUP_LEFT_STATUS, OTHER_GROUP):  # another trainer may have met the workers meanwhile
+                await engine.collective_rpc("groupgrad_bucket", args=(body, query))
 
-    async def _reads(self, engine: Any, request: Any) -> dict[str, Any]:
-        name = (await request.json())["shared"]
-        return {"reads": all(await engine.collective_rpc("groupgrad_reads", args=(name,)))}
-
-    async def _devices(self, engine: Any, request: Any) -> dict[str, Any]:
-        return {"workers": await engine.collective_rpc("groupgrad_device")}
-
-    async def _open(self, engine: Any, request: Any) -> None:
-        body = await request.json()
-        async with self._weights.lock:
-            await engine.collective_rpc("groupgrad_open", args=(int(body["port"]), float(body["timeout_s"])))
-
-    async def _join(self, engine: Any, request: Any) -> None:
-        body = await request.json()
-        numbers = int(body["port"]), int(body["size"]), float(body["timeout_s"])
-        async with self._weights.lock:
-            arguments = (body["name"], body["backend"], body["host"], *numbers)
-            await engine.collective_rpc("groupgrad_join", args=arguments)
-
-    async def _leave(self, engine: Any, request: Any) -> None:
-        async with self._weights.lock:
-            await engine.collective_rpc("groupgrad_leave", args=(request.query_params["group"],))
-
-    async def _commit(self, engine: Any, request: Any) -> None:
+    async def route_commit(self, engine: Any, request: Any) -> None:
         body = await request.json()
         weights, version = self._weights, body["weight_version"]
         async with weights.lock:
             self._check_pending(version)
             with _refused_as(422, REFUSED):
-                arguments = (weights.num_announced, int(body["checksum"]))
-                await engine.collective_rpc("groupgrad_commit", args=arguments)
+                await engine.collective_rpc("groupgrad_commit", args=(int(body["checksum"]),))
             weights.base_version = version
             await self._finish_push(engine, version)
 
@@ -261,7 +216,7 @@ class Routes:
         if self._weights.is_complete or self._weights.pending_version != version:
             raise Refusal(409, f"the push {version!r} is not under way on this server")
 
-    async def _adapter(self, engine: Any, request: Any) -> None:
+    async def route_adapter(self, engine: Any, request: Any) -> None:
         """Load an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
         query, data = request.query_params, await request.body()
         version, config_bytes = query["weight_version"], int(query["config_bytes"])
@@ -275,9 +230,9 @@ class Routes:
                     409,
                     f"the adapter {version!r} belongs to other weights than {weights.base_version!r}, which are here",
                 )
-            folder = Path(self._adapters.name) / str(weights.num_adapters)
             weights.num_adapters += 1
-            adapter = lora_request(version, weights.num_adapters, folder, data[:config_bytes], data[config_bytes:])
+            contents = data[:config_bytes], data[config_bytes:]
+            adapter = lora_request(version, weights.num_adapters, self._adapters.name, *contents)
             previous = weights.adapter
             weights.begin(version)
             if not await engine.add_lora(adapter):
@@ -308,7 +263,7 @@ class Routes:
         # Image features have a cache of their own.
         await engine.reset_encoder_cache()
         await engine.update_weight_version(version)
-        self._weights.complete(version)
+        self._weights.version, self._weights.is_complete, self._weights.pending_version = version, True, None
 
 
 @contextmanager

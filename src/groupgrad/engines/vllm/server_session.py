@@ -7,15 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.engines.base import Sample
+from groupgrad.engines.base import Sample, TicketSession
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
 from groupgrad.engines.vllm.media import encode
-from groupgrad.engines.vllm.vllm_engine import VLLMSession
 from groupgrad.engines.vllm.vllm_params import FINISH_REASONS, row_fields
-from groupgrad.types import Media
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +26,7 @@ FRUITLESS_ATTEMPTS = 3
 _ENGINE_DIED = ("EngineDeadError", "EngineCore")
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One call of `generate` under way."""
-
-    open: set[int]
-    """Tickets of rows that have not ended."""
-    stream: Stream | None = None
-    num_tokens: int = 0
-    """Tokens that the server has sampled for all its clients, by its last heartbeat."""
-    is_closed: bool = False
-
-
-class ServerSession(VLLMSession):
+class ServerSession(TicketSession):
     """A session whose requests may come at any time; each `advance` sends the new ones in one call.
 
     `recover(reason)` brings the server back with the weights of `weight_version`, and raises if it cannot.
@@ -58,13 +43,16 @@ class ServerSession(VLLMSession):
         super().__init__()
         self._address, self._weight_version, self._fields = address, weight_version, fields
         self._recover, self._timeout_s = recover, timeout_s
-        self._calls: list[_Call] = []
-        self._events: queue.SimpleQueue[tuple[_Call, dict[str, Any] | Exception | None]] = queue.SimpleQueue()
+        self._calls: dict[Stream, set[int]] = {}
+        """Calls of `generate` under way, with the tickets of their rows that have not ended."""
+        self._events: queue.SimpleQueue[tuple[Stream, dict[str, Any] | Exception | None]] = queue.SimpleQueue()
         """From the reading threads: a line of the answer, the exception that the call failed with, or None at its
         end."""
         self._encoded: dict[str, list[str]] = {}
         """Images as they are sent, by the key of their media."""
         self._failures = 0
+        self._num_tokens = 0
+        """Tokens that the server has sampled for all its clients, by its last heartbeat."""
         self._last_progress = time.monotonic()
         """When a token was last sampled."""
 
@@ -81,12 +69,14 @@ class ServerSession(VLLMSession):
         failure: str | None = None
         for call, event in self._next_events():
             if isinstance(event, dict):
-                self._read_line(call, event, ended)
+                self._read_line(self._calls[call], event, ended)
             elif isinstance(event, ServerRefused) and event.status == 400:
                 raise ValueError(str(event))
-            elif event is not None or call.open:
+            elif event is not None or self._calls[call]:
                 failure = failure or str(event or "its answer ended before all rows had")
                 self._close_call(call)
+            else:
+                del self._calls[call]
         for ticket in ended:
             del self._open[ticket]
         if ended:
@@ -109,51 +99,35 @@ class ServerSession(VLLMSession):
 
     def _send(self) -> None:
         tickets, self._unsent = self._unsent, []
-        prompts: dict[tuple[tuple[int, ...], str], int] = {}
-        media: list[Media | None] = []
+        prompts: dict[tuple[int, ...], int] = {}
+        images: dict[str, list[str]] = {}
         rows = []
         for ticket in tickets:
             request = self._open[ticket]
-            key = tuple(request.prompt_ids), "" if request.media is None else request.media.key
-            prompt = prompts.setdefault(key, len(prompts))
-            if prompt == len(media):
-                media.append(request.media)
+            prompt = prompts.setdefault(tuple(request.prompt_ids), len(prompts))
             rows.append({"row": ticket, "prompt": prompt, **row_fields(request)})
+            if request.media is not None:
+                rows[-1]["images"] = key = request.media.key
+                if key not in self._encoded:
+                    self._encoded[key] = [encode(image) for image in request.media.images]
+                images[key] = self._encoded[key]
         body = {"weight_version": self._weight_version, "sampling": self._fields, "rows": rows}
-        body |= {"prompts": [list(ids) for ids, _ in prompts], **self._image_fields(media)}
-        call = _Call(set(tickets))
-        self._calls.append(call)
+        body |= {"prompts": list(map(list, prompts)), "images": images}
+        call = Stream(self._address, "generate", body, timeout_s=self._timeout_s)
+        self._calls[call] = set(tickets)
         self._last_progress = time.monotonic()
-        threading.Thread(target=self._read, args=(call, body), name="vllm-rows", daemon=True).start()
+        threading.Thread(target=self._read, args=(call,), name="vllm-rows", daemon=True).start()
 
-    def _image_fields(self, media: list[Media | None]) -> dict[str, Any]:
-        """Fields of a call for the prompts' images: each image once, and each prompt's indices into them."""
-        if not any(media):
-            return {}
-        images: list[str] = []
-        indices: dict[str, list[int]] = {}
-        for item in media:
-            if item is not None and item.key not in indices:
-                if item.key not in self._encoded:
-                    self._encoded[item.key] = [encode(image) for image in item.images]
-                indices[item.key] = list(range(len(images), len(images) + len(item.images)))
-                images += self._encoded[item.key]
-        return {"images": images, "prompt_images": [[] if item is None else indices[item.key] for item in media]}
-
-    def _read(self, call: _Call, body: dict[str, Any]) -> None:
+    def _read(self, call: Stream) -> None:
         """Make the call, in a thread of its own, and queue its lines and its end."""
         try:
-            call.stream = Stream(self._address, "generate", body, timeout_s=self._timeout_s)
-            if call.is_closed:  # before there was a stream to close
-                call.stream.close()
-                return
-            for line in call.stream:
+            for line in call:
                 self._events.put((call, line))
             self._events.put((call, None))
         except Exception as error:  # raised or handled by the thread that waits
             self._events.put((call, error))
 
-    def _next_events(self) -> list[tuple[_Call, dict[str, Any] | Exception | None]]:
+    def _next_events(self) -> list[tuple[Stream, dict[str, Any] | Exception | None]]:
         events = []
         try:
             events.append(self._events.get(timeout=WAIT_S))
@@ -163,13 +137,13 @@ class ServerSession(VLLMSession):
             # A closed call may still queue events.
             return [event for event in events if event[0] in self._calls]
 
-    def _read_line(self, call: _Call, line: dict[str, Any], ended: dict[int, Sample]) -> None:
+    def _read_line(self, open_tickets: set[int], line: dict[str, Any], ended: dict[int, Sample]) -> None:
         if "row" not in line:
-            if line["num_tokens"] != call.num_tokens:
-                call.num_tokens, self._last_progress = line["num_tokens"], time.monotonic()
+            if line["num_tokens"] != self._num_tokens:
+                self._num_tokens, self._last_progress = line["num_tokens"], time.monotonic()
             return
         ticket = line["row"]
-        if ticket not in call.open:
+        if ticket not in open_tickets:
             return
         if "error" in line:
             if any(word in line["error"] for word in _ENGINE_DIED):
@@ -183,17 +157,14 @@ class ServerSession(VLLMSession):
             )
         if line["finish_reason"] not in FINISH_REASONS:
             return  # aborted by the server: as for an engine that died
-        call.open.discard(ticket)
+        open_tickets.discard(ticket)
         self._last_progress = time.monotonic()
         ended[ticket] = Sample(line["ids"], FINISH_REASONS[line["finish_reason"]], line["logprobs"])
 
-    def _close_call(self, call: _Call) -> None:
+    def _close_call(self, call: Stream) -> None:
         """Abort a call; its open rows are sent again by the next `advance`."""
-        self._calls.remove(call)
-        call.is_closed = True
-        self._unsent.extend(sorted(call.open))
-        if call.stream is not None:
-            call.stream.close()
+        self._unsent.extend(sorted(self._calls.pop(call)))
+        call.close()
 
     def _restore(self, failure: str) -> None:
         """Bring the server back. ConnectionError if it fails again and again."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 
 from groupgrad import dist
-from groupgrad.engines.base import Sample
-from groupgrad.engines.vllm.vllm_engine import VLLMSession
+from groupgrad.engines.base import Sample, TicketSession
 
 
 def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
-    """ValueError if groups of `size` of the `ranks` cannot share a model with this transformers config."""
+    """ValueError if groups of `size` of the `ranks` cannot share a text model with this transformers config."""
     if size == 1:
         return
     if size > ranks or ranks % size:
@@ -29,14 +29,13 @@ def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
             f"shared out in groups of {size}: set it to a number that divides {ranks}, start more ranks, or use "
             'vllm_mode="server" and give it to `groupgrad vllm-serve`'
         )
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = int(getattr(text, "num_attention_heads", None) or size)
+    heads = int(getattr(config, "num_attention_heads", None) or size)
     if heads % size:
         raise ValueError(
             f"vllm_tensor_parallel_size is {size}, but the model's {heads} attention heads cannot be shared out in "
             f"{size} equal parts: set it to a number that divides {heads}"
         )
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     if kv_heads % size and size % kv_heads:
         raise ValueError(
             f"vllm_tensor_parallel_size is {size}, which neither divides the model's {kv_heads} key-value heads nor is "
@@ -44,42 +43,30 @@ def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
         )
 
 
-@contextmanager
-def launcher_environment() -> Iterator[None]:
-    """Collective. Set the launcher's environment variables that vLLM reads, where torchrun or the user has not.
+def launcher_environment() -> AbstractContextManager[None]:
+    """Collective. Sets the launcher's environment variables that vLLM reads, where torchrun or the user has not.
 
     Added variables, a free port among them, are removed afterwards.
     """
-    port = dist.all_gather_objects(_free_port())[0]
-    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.rank()
-    defaults = {
-        "RANK": str(dist.rank()),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(dist.world_size()),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
-def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+        port = dist.all_gather_objects(probe.getsockname()[1])[0]
+    defaults = {
+        "RANK": dist.rank(),
+        "LOCAL_RANK": torch.cuda.current_device() if torch.cuda.is_available() else dist.rank(),
+        "WORLD_SIZE": dist.world_size(),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
+    return patch_environment(**{name: value for name, value in defaults.items() if name not in os.environ})
 
 
-class TensorParallelSession(VLLMSession):
+class TensorParallelSession(TicketSession):
     """A session of the ranks that hold one model together: the rows of every rank are sampled by all of them.
 
     `advance` and `close` are collectives of these ranks, in any combination: a rank without rows goes on sampling for
-    the others in `close`, until all have called it. `local` is this rank's
-    `ColocateSession`; `gather` returns each rank's object, in the same order everywhere.
+    the others in `close`, until all have called it. `local` is this rank's `ColocateSession`; `gather` returns each
+    rank's object, in the same order everywhere.
     """
 
     def __init__(self, local: Any, rank: int, gather: Callable[[Any], list[Any]]):

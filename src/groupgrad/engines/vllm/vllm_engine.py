@@ -1,8 +1,9 @@
-"""Base classes of the two engines over vLLM and of their sessions."""
+"""Base class of the two engines over vLLM."""
 
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -28,11 +29,16 @@ class Push:
         self.weight_version = f"{self.policy_step}-{uuid.uuid4().hex[:8]}"
 
 
-class VLLMEngine:
+class VLLMEngine(ABC):
     """An engine whose weights are those of the last push. Subclasses push and sample.
 
     `regex` is an expression that every completion must match.
     """
+
+    max_model_len: int
+    """Limit on the tokens of a prompt and its completion together."""
+    logprobs_mode: str = PROCESSED
+    """vLLM's setting of this name, see `vllm_params`."""
 
     def __init__(self, regex: str | None = None):
         self._regex = regex
@@ -53,21 +59,6 @@ class VLLMEngine:
             )
         return self._weight_version
 
-    @property
-    def policy_step(self) -> int:
-        """Optimizer step of the weights that samples come from. ValueError as for `weight_version`."""
-        return int(self.weight_version.rpartition("-")[0])
-
-    @property
-    def max_model_len(self) -> int:
-        """Limit on the tokens of a prompt and its completion together."""
-        raise NotImplementedError
-
-    @property
-    def logprobs_mode(self) -> str:
-        """vLLM's setting of this name, see `vllm_params`."""
-        return PROCESSED
-
     def plain_logprobs(self, options: SamplingOptions) -> bool:
         """True if log-probs of samples are those of the temperature softmax, as training scores tokens.
 
@@ -77,65 +68,33 @@ class VLLMEngine:
 
     def push(self, model: nn.Module, policy_step: int) -> str:
         """Send all weights, adapters merged; returns their weight version. Collective if they are sharded."""
-        raise NotImplementedError
+        return self._push(Push(model, "weights", policy_step))
 
     def push_adapter(self, model: nn.Module, policy_step: int) -> str:
-        """Send the active LoRA adapter alone; returns its weight version. The weights below it are sent once."""
-        raise NotImplementedError
+        """Send the active LoRA adapter alone; returns its weight version. Collective if it is sharded.
 
-    def share_weight_version(self) -> None:
+        The weights below it are sent once.
+        """
+        return self._push(Push(model, "adapter", policy_step))
+
+    @abstractmethod
+    def _push(self, push: Push) -> str:
+        """Send a push; returns its weight version."""
+
+    def share_weight_version(self) -> None:  # noqa: B027
         """Collective after a push on all ranks; does nothing where each rank has an engine with its own weights."""
 
+    @abstractmethod
     def session(self, options: SamplingOptions) -> AbstractContextManager[Session]:
         """A session over the engine; requests that have not ended when it is closed are aborted."""
-        raise NotImplementedError
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample a request, in order."""
         with self.session(options) as session:
             return sample_all(session, requests)
 
-    def sleep(self) -> None:
+    def sleep(self) -> None:  # noqa: B027
         """Free vLLM's memory until the next push or sample, where it was started for that."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End what this process started of vLLM."""
-
-
-class VLLMSession:
-    """Base of sessions over vLLM: numbers requests, and collects new ones until subclasses send them."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, Request] = {}
-        """Requests that have not ended, by ticket."""
-        self._unsent: list[int] = []
-        """Tickets of requests that `advance` has to send."""
-        self._num_submitted = 0
-
-    def submit(self, request: Request) -> int:
-        """Ticket of a request that the next `advance` sends."""
-        self._unsent.append(self._register(request))
-        return self._unsent[-1]
-
-    def _register(self, request: Request) -> int:
-        """A new ticket for this request."""
-        ticket = self._num_submitted
-        self._num_submitted += 1
-        self._open[ticket] = request
-        return ticket
-
-    def advance(self) -> list[tuple[int, Sample]]:
-        """Send new requests and sample a little; returns the rows that ended, in ticket order."""
-        raise NotImplementedError
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests submitted that have not ended."""
-        return len(self._open)
-
-    def release(self, ticket: int) -> None:
-        """Do nothing: vLLM's prefix cache is all that is kept of a request."""
-
-    def close(self) -> None:
-        """Abort requests that have not ended."""
-        raise NotImplementedError

@@ -30,9 +30,6 @@ _RESERVED = frozenset(
 
 STRUCTURE = "structured_outputs"
 """Field for a regex, a grammar or a choice."""
-THINKING = "thinking_token_budget"
-"""Field for the number of tokens, possibly 0, after which vLLM inserts tokens that end thinking."""
-_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _SHAPING = (
     "presence_penalty",
     "frequency_penalty",
@@ -78,15 +75,15 @@ def row_fields(request: Request) -> dict[str, int]:
 
 def shaping(fields: Mapping[str, Any]) -> list[str]:
     """Names of the fields that change the tokens' distribution from the temperature softmax."""
-    names = [name for name, neutral in _NEUTRAL.items() if fields[name] != neutral and not _is_off(name, fields[name])]
-    names += [name for name in _SHAPING if fields.get(name)]
-    if fields.get(THINKING) is not None:
-        names.append(THINKING)
-    return names
-
-
-def _is_off(name: str, value: Any) -> bool:
-    return (name == "top_k" and value <= 0) or (name == "top_p" and value >= 1.0)
+    is_on = {
+        "top_p": fields["top_p"] < 1.0,
+        "top_k": fields["top_k"] > 0,
+        "min_p": fields["min_p"] != 0.0,
+        "repetition_penalty": fields["repetition_penalty"] != 1.0,
+        **{name: bool(fields.get(name)) for name in _SHAPING},
+        "thinking_token_budget": fields.get("thinking_token_budget") is not None,  # a budget of 0 counts
+    }
+    return [name for name, on in is_on.items() if on]
 
 
 def logprobs_mode(fields: Mapping[str, Any]) -> str | None:

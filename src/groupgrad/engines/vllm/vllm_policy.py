@@ -29,12 +29,8 @@ class VLLMPolicy:
     ):
         self.engine, self._model = engine, model
         self._sends_adapter, self._keeps_logprobs = sends_adapter, keeps_logprobs
-        self._policy_step: int | None = None
-
-    @property
-    def policy_step(self) -> int | None:
+        self.policy_step: int | None = None
         """Optimizer step of the weights that samples come from; None before the first `refresh`."""
-        return self._policy_step
 
     @property
     def max_model_len(self) -> int:
@@ -47,18 +43,18 @@ class VLLMPolicy:
         Nothing may be sampled meanwhile.
         """
         self.engine.is_stopped = False
-        if self._policy_step == policy_step:
+        if self.policy_step == policy_step:
             return
-        self._policy_step = None
+        self.policy_step = None
         with dist.errors_on_all_ranks():
             push = self.engine.push_adapter if self._sends_adapter else self.engine.push
             push(self._model, policy_step)
         self.engine.share_weight_version()
-        self._policy_step = policy_step
+        self.policy_step = policy_step
 
     def invalidate(self) -> None:
         """Have the next `refresh` push the weights even if the step is the same: the policy may have changed."""
-        self._policy_step = None
+        self.policy_step = None
 
     def sleep(self) -> None:
         """Free vLLM's memory until the next `refresh`, where it was started for that."""

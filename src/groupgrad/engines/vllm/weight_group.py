@@ -52,7 +52,7 @@ class WeightGroup:
         if int(hello[0]):
             raise GroupBroken(f"rank {rank} of {size} got {int(hello[0])} over {backend} where 0 was sent")
 
-    def send(self, data: torch.Tensor, problem: Callable[[], Exception | None]) -> None:
+    def send(self, data: torch.Tensor, problem: Callable[[], BaseException | None]) -> None:
         """Rank 0: broadcast (bytes,) uint8 data to all others; GroupBroken if they do not take it in time.
 
         An exception that `problem` returns, because the receivers refused the data, is raised at once.

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 import torch
 
+from groupgrad.concurrency.daemon_threads import DaemonThreads
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, call
 from groupgrad.engines.vllm.weight_group import Backend, GroupBroken, WeightGroup, describe_device, open_store
-from groupgrad.engines.vllm.wire import Bucket, remove_shared, remove_stale, write_shared
+from groupgrad.engines.vllm.wire import Bucket, remove_stale, shared_file
 
 logger = logging.getLogger(__name__)
 
 GROUP_PORT = 51216
 MEETING_S = 60.0
 """Longest that trainer and workers wait for each other to form a group."""
+
+_THREADS = DaemonThreads("vllm-weights")
 
 
 class HttpTransport:
@@ -42,11 +44,8 @@ class SharedMemoryTransport(HttpTransport):
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
-        name = write_shared(bucket.data.numpy().data)
-        try:
+        with shared_file(bucket.data.numpy().data) as name:
             call(address, "bucket", b"", query=_query(weight_version, bucket, shared=name), timeout_s=timeout_s)
-        finally:
-            remove_shared(name)
 
 
 class GroupTransport(HttpTransport):
@@ -69,7 +68,7 @@ class GroupTransport(HttpTransport):
         self.close()
         meeting_s = min(timeout_s, MEETING_S)
         try:
-            size = 1 + len(call(address, "devices", timeout_s=timeout_s)["workers"])
+            size = 1 + len(call(address, "devices", {}, timeout_s=timeout_s)["workers"])
             call(address, "open", {"port": self._port, "timeout_s": meeting_s}, timeout_s=timeout_s)
         except ServerRefused as refused:
             raise GroupBroken(f"the server says: {refused}") from None
@@ -89,16 +88,18 @@ class GroupTransport(HttpTransport):
         """Return when all workers have loaded the bucket."""
         group = self._group or self.meet(address, timeout_s=timeout_s)
         query = _query(weight_version, bucket, group=self._name, num_bytes=len(bucket.data))
-        loading = _Background(lambda: call(address, "bucket", b"", query=query, timeout_s=timeout_s))
+        loading = _THREADS.submit(call, address, "bucket", b"", query=query, timeout_s=timeout_s)
         try:
-            group.send(bucket.data, lambda: loading.error)
-            loading.join(timeout_s)
+            group.send(bucket.data, lambda: _error(loading))
+            if not wait([loading], timeout_s).done:
+                raise GroupBroken(f"the server did not say within {timeout_s:g} s that it has loaded a bucket")
+            loading.result()
         except BaseException as error:
             self.close()
             if isinstance(error, ServerRefused) and error.status == GROUP_LEFT_STATUS:
                 raise GroupBroken(f"{len(bucket.data)} bytes were not taken; the server says: {error}") from None
-            if isinstance(error, GroupBroken) and loading.error is not None:
-                raise GroupBroken(f"{error}; the server says: {loading.error}") from None
+            if isinstance(error, GroupBroken) and _error(loading) is not None:
+                raise GroupBroken(f"{error}; the server says: {_error(loading)}") from None
             raise
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class GroupTransport(HttpTransport):
             return
         group.close()
         with contextlib.suppress(ConnectionError, ServerRefused):
-            call(self._address, "leave", b"", query={"group": self._name}, timeout_s=5.0)
+            call(self._address, "leave", {"name": self._name}, timeout_s=5.0)
 
 
 def choose_transport(
@@ -120,7 +121,7 @@ def choose_transport(
     HTTP. A group that cannot be formed logs one warning.
     """
     if device is not None and device.type == "cuda":
-        workers = call(address, "devices", timeout_s=timeout_s)["workers"]
+        workers = call(address, "devices", {}, timeout_s=timeout_s)["workers"]
         if can_meet(describe_device(device), workers):
             transport = GroupTransport(group_port, device)
             try:
@@ -130,14 +131,13 @@ def choose_transport(
                 logger.warning("weights go to the vLLM server %s without NCCL, which is slower: %s", address, broken)
     remove_stale()
     try:
-        name = write_shared(b"seen")
-    except OSError:
-        return HttpTransport()
-    try:
-        is_shared = call(address, "reads", {"shared": name}, timeout_s=timeout_s)["reads"]
-    finally:
-        remove_shared(name)
-    return SharedMemoryTransport() if is_shared else HttpTransport()
+        with shared_file(b"seen") as name:
+            if all(call(address, "reads", {"name": name}, timeout_s=timeout_s)["workers"]):
+                return SharedMemoryTransport()
+    except OSError as error:
+        if isinstance(error, ConnectionError):  # any other error: no shared memory here
+            raise
+    return HttpTransport()
 
 
 def can_meet(ours: dict[str, Any], workers: list[dict[str, Any]]) -> bool:
@@ -151,44 +151,18 @@ def _query(weight_version: str, bucket: Bucket, **more: Any) -> dict[str, Any]:
     return {"weight_version": weight_version, "first": bucket.first, "count": bucket.count, **more}
 
 
-class _Background:
-    """Runs an action, which has a deadline of its own, in a daemon thread that nothing waits for at exit."""
-
-    def __init__(self, action: Callable[[], Any]):
-        self.error: Exception | None = None
-
-        def run() -> None:
-            try:
-                action()
-            except Exception as error:  # raised or reported by the waiting thread
-                self.error = error
-
-        self._thread = threading.Thread(target=run, name="vllm-weights", daemon=True)
-        self._thread.start()
-
-    @property
-    def status(self) -> str | None:
-        """Why the action has not succeeded; None if it has."""
-        return "still waiting" if self._thread.is_alive() else self.error and str(self.error)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end of the action, and raise its error."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise GroupBroken(f"the server did not say within {timeout_s:g} s that it has loaded a bucket")
-        if self.error is not None:
-            raise self.error
+def _error(future: Future[Any]) -> BaseException | None:
+    """The exception that the future's function has raised so far."""
+    return future.exception() if future.done() else None
 
 
 def _run_both(here: Callable[[], None], there: Callable[[], Any], timeout_s: float) -> None:
     """Run both actions at once. GroupBroken, with the state of both, as soon as one fails or after `timeout_s`."""
-    sides = {"here": _Background(here), "the server": _Background(there)}
-    deadline = time.monotonic() + timeout_s
-    while any(side.status is not None for side in sides.values()):
-        if any(side.error is not None for side in sides.values()) or time.monotonic() > deadline:
-            # The other side may be about to report its reason.
-            time.sleep(0.2)
-            problems = [f"{name}: {side.status}" for name, side in sides.items() if side.status is not None]
-            if problems:
-                raise GroupBroken("; ".join(problems))
-        time.sleep(0.01)
+    sides = {"here": _THREADS.submit(here), "the server": _THREADS.submit(there)}
+    if wait(sides.values(), timeout_s, return_when=FIRST_EXCEPTION).not_done or any(map(_error, sides.values())):
+        # The other side may be about to report its reason.
+        wait(sides.values(), 0.2)
+        states = {name: _error(side) if side.done() else "still waiting" for name, side in sides.items()}
+        problems = [f"{name}: {state}" for name, state in states.items() if state is not None]
+        if problems:
+            raise GroupBroken("; ".join(problems))

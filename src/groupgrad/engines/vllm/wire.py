@@ -73,7 +73,7 @@ class Bucket:
 
 def model_sizes(config: Any) -> dict[str, Any]:
     """The `architecture` and the sizes in a transformers config, which together identify a model."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     sizes = {name: getattr(text, name) for name in _SIZES if isinstance(getattr(text, name, None), int)}
     architectures = getattr(config, "architectures", None) or [None]
     return {"architecture": architectures[0], **sizes}
@@ -120,7 +120,7 @@ def pack(
     """
     remaining = iter(tensors)
     checksum = 0
-    for number, (first, end) in enumerate(_bucket_ranges(specs, bucket_bytes)):
+    for number, (first, end) in enumerate(bucket_ranges(specs, bucket_bytes)):
         own = specs[first:end]
         data = torch.zeros(sum(map(_padded_bytes, own)), dtype=torch.uint8, device=device)
         for index, (name, place) in enumerate(unpack(own, data), first):
@@ -136,8 +136,8 @@ def pack(
         raise _unannounced(len(specs), tensor, "no more tensors")
 
 
-def _bucket_ranges(specs: list[TensorSpec], bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """First and last+1 index of the tensors in each bucket."""
+def bucket_ranges(specs: list[TensorSpec], bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """First and last+1 index of the tensors in each bucket; a tensor longer than a bucket has one of its own."""
     first = num_bytes = 0
     for index, spec in enumerate(specs):
         # An empty tensor starts no bucket: it would be one without data.
@@ -192,28 +192,27 @@ def digest(data: torch.Tensor, before: int = 0) -> int:
     return int(total) % 2**64
 
 
-def write_shared(data: bytes | memoryview) -> str:
-    """Write bytes to shared memory, readable by this user's processes; returns the file's name.
+@contextlib.contextmanager
+def shared_file(data: bytes | memoryview) -> Iterator[str]:
+    """Name of a file in shared memory with these bytes, readable by this user's processes and removed afterwards.
 
-    OSError if that fails. The caller removes the file.
+    Existing mappings of it stay valid. OSError if it cannot be written.
     """
-    name = f"groupgrad-{uuid.uuid4().hex}"
-    with open(SHARED_MEMORY / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        file.write(data)
-    return name
+    path = SHARED_MEMORY / f"groupgrad-{uuid.uuid4().hex}"
+    try:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def read_shared(name: str) -> mmap.mmap:
-    """Map the bytes of `write_shared` without a copy; writes stay private to this process. OSError if they are gone."""
+    """Map a `shared_file` without a copy; writes stay private to this process. OSError if the file is gone."""
     if not re.fullmatch(r"groupgrad-[0-9a-f]{32}", name):
         raise OSError(f"{name!r} is not the name of a bucket of weights")
     with open(SHARED_MEMORY / name, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def remove_shared(name: str) -> None:
-    """Remove the file; existing mappings stay valid."""
-    (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
 def remove_stale(older_than_s: float = 3600.0) -> None:

@@ -32,43 +32,25 @@ class _Push:
     """State of a push under way."""
 
     specs: list[TensorSpec]
-    ties: list[_Tie]
+    ties: dict[str, tuple[Any, Any]]
     num_tensors: int = 0
     """Tensors that have arrived."""
     checksum: int = 0
-    loaded: set[str] = field(default_factory=set)
-    """vLLM's names of the parameters that were written."""
-    names_are_known: bool = True
-    """False if the model does not return the names that it loads."""
+    loaded: set[str] | None = field(default_factory=set)
+    """vLLM's names of the parameters that were written; None if the model does not return the names that it loads."""
 
 
-@dataclass(slots=True, frozen=True)
-class _Tie:
-    """A layer that shares its weight with another, as an output head may with the embedding."""
+def _find_ties(model: Any) -> dict[str, tuple[Any, Any]]:
+    """Layers that share their weight with an earlier one, as an output head may with the embedding.
 
-    name: str
-    """Checkpoint name of the weight."""
-    layer: Any
-    owner: Any
-
-    def restore(self) -> None:
-        """Share the weight again, and process it as after loading: vLLM's reload handles layers one by one."""
-        self.layer.weight = self.owner.weight
-        method: Any = getattr(self.layer, "quant_method", None)
-        if hasattr(method, "process_weights_after_loading"):
-            method.process_weights_after_loading(self.layer)
-
-
-def _find_ties(model: Any) -> list[_Tie]:
+    By the weight's checkpoint name: the layer, and the one that owns the weight.
+    """
     owners: dict[int, Any] = {}
-    ties = []
+    ties = {}
     for name, layer in model.named_modules():
         weight = layer._parameters.get("weight")
-        if weight is None:
-            continue
-        owner = owners.setdefault(id(weight), layer)
-        if owner is not layer:
-            ties.append(_Tie(_checkpoint_name(f"{name}.weight"), layer, owner))
+        if weight is not None and owners.setdefault(id(weight), layer) is not layer:
+            ties[_checkpoint_name(f"{name}.weight")] = layer, owners[id(weight)]
     return ties
 
 
@@ -114,6 +96,26 @@ class WeightReceiver:
             initialize_layerwise_reload(self._groupgrad_model())
         self._groupgrad_push = _Push(specs_from_json(specs), ties)
 
+    def groupgrad_bucket(self, body: bytes, query: dict[str, str]) -> None:
+        """Load the tensors `first` to `first + count` of the push; buckets come in order.
+
+        Their bytes come over the process group `group` (`num_bytes` of them), are in the shared-memory file `shared`,
+        or are the body. RuntimeError, starting with `OTHER_GROUP`, if this worker is not in that group.
+        """
+        if "group" in query:
+            # Receive before any check of the push: else the trainer would wait for the transfer until its deadline.
+            data = self._groupgrad_receive(query["group"], int(query["num_bytes"]))
+        else:
+            source = read_shared(query["shared"]) if "shared" in query else bytearray(body)
+            data = torch.frombuffer(source, dtype=torch.uint8)
+        push, first = self._groupgrad_push, int(query["first"])
+        if push is None:
+            raise RuntimeError("a bucket of weights came before a push was begun")
+        if first != push.num_tensors:
+            raise RuntimeError(f"a bucket begins with tensor {first}, but {push.num_tensors} is the next")
+        push.checksum = running_checksum(data, push.checksum)
+        self.groupgrad_tensors(unpack(push.specs[first : first + int(query["count"])], data))
+
     def groupgrad_reads(self, name: str) -> bool:
         """True if this worker can read the shared memory of that name."""
         try:
@@ -122,15 +124,7 @@ class WeightReceiver:
             return False
         return True
 
-    def groupgrad_shared(self, name: str, first: int, count: int) -> None:
-        """Load a bucket from shared memory."""
-        self._groupgrad_load_bucket(torch.frombuffer(read_shared(name), dtype=torch.uint8), first, count)
-
-    def groupgrad_bucket(self, data: bytes, first: int, count: int) -> None:
-        """Load a bucket; buckets come in order."""
-        self._groupgrad_load_bucket(torch.frombuffer(bytearray(data), dtype=torch.uint8), first, count)
-
-    def groupgrad_device(self) -> dict[str, Any]:
+    def groupgrad_devices(self) -> dict[str, Any]:
         """This worker's rank, GPU and NCCL release."""
         return {"rank": int(self.rank), **describe_device(self.device)}
 
@@ -147,13 +141,11 @@ class WeightReceiver:
         group = WeightGroup(backend, store, self.rank + 1, size, timeout_s=timeout_s, device=device)
         self._groupgrad_group = name, group
 
-    def groupgrad_received(self, name: str, num_bytes: int, first: int, count: int) -> None:
-        """Load a bucket that the trainer sends over the group of that name."""
+    def _groupgrad_receive(self, name: str, num_bytes: int) -> torch.Tensor:
         own_name, group = self._groupgrad_group or (None, None)
         if group is None or own_name != name:
             raise RuntimeError(f"{OTHER_GROUP} {own_name}, and weights are to come over {name}")
-        # Receive before any check of the push: otherwise the trainer would wait for the transfer until its deadline.
-        self._groupgrad_load_bucket(group.receive(num_bytes), first, count)
+        return group.receive(num_bytes)
 
     def groupgrad_leave(self, name: str | None = None) -> None:
         """Leave the group of that name, if this worker is in it; without a name, any group."""
@@ -172,42 +164,29 @@ class WeightReceiver:
         with self._groupgrad_config():
             loaded = model.load_weights(iter(_rename_vision_tower(model, tensors)))
         push.num_tensors += len(tensors)
-        if loaded is None:
-            push.names_are_known = False
-        else:
-            push.loaded |= set(loaded)
+        push.loaded = None if loaded is None or push.loaded is None else push.loaded | set(loaded)
 
-    def groupgrad_commit(self, num_tensors: int, checksum: int | None = None) -> None:
+    def groupgrad_commit(self, checksum: int | None = None) -> None:
         """End the push. RuntimeError, starting with `REFUSED`, if it is not complete.
 
-        It is complete with `num_tensors` tensors of this checksum (None: nothing was sent as bytes), among them every
-        parameter of the model.
+        It is complete with all announced tensors, of this checksum (None: nothing was sent as bytes), if every
+        parameter of the model is among them.
         """
         push = self._groupgrad_push
         if push is None:
             raise RuntimeError("a push was ended that had not begun")
         # Collected before finishing, which adds parameters that vLLM derives from others.
-        parameters = self._groupgrad_model().named_parameters() if push.names_are_known else ()
-        names = {_checkpoint_name(name) for name, _ in parameters} - {tie.name for tie in push.ties}
+        names = {_checkpoint_name(name) for name, _ in self._groupgrad_model().named_parameters()} - push.ties.keys()
         self._groupgrad_finish()
         problem = None
-        if push.num_tensors != num_tensors:
-            problem = f"{num_tensors} tensors were announced, {push.num_tensors} came"
+        if push.num_tensors != len(push.specs):
+            problem = f"{len(push.specs)} tensors were announced, {push.num_tensors} came"
         elif checksum is not None and push.checksum != checksum:
             problem = f"its bytes have the checksum {push.checksum:08x}, those sent {checksum:08x}"
-        elif missing := sorted(names - push.loaded):
+        elif missing := sorted(names - push.loaded if push.loaded is not None else ()):
             problem = f"nothing was sent for {', '.join(missing[:20])}"
         if problem is not None:
             raise RuntimeError(f"{REFUSED} {self.rank} refuses the push: {problem}")
-
-    def _groupgrad_load_bucket(self, data: torch.Tensor, first: int, count: int) -> None:
-        push = self._groupgrad_push
-        if push is None:
-            raise RuntimeError("a bucket of weights came before a push was begun")
-        if first != push.num_tensors:
-            raise RuntimeError(f"a bucket begins with tensor {first}, but {push.num_tensors} is the next")
-        push.checksum = running_checksum(data, push.checksum)
-        self.groupgrad_tensors(unpack(push.specs[first : first + count], data))
 
     def _groupgrad_finish(self) -> None:
         """Process the loaded weights of every layer: packing for CPU kernels, quantization, attention scales."""
@@ -223,8 +202,12 @@ class WeightReceiver:
                 finalize_layerwise_reload(self._groupgrad_model(), self.model_runner.model_config)
         finally:
             log.setLevel(level)
-        for tie in push.ties if push is not None else ():
-            tie.restore()
+        # vLLM's reload handles layers one by one: share tied weights again, and process them as after loading.
+        for layer, owner in push.ties.values() if push is not None else ():
+            layer.weight = owner.weight
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading(layer)
         self.model_runner.reset_lora_state()
 
     def _groupgrad_model(self) -> Any:
