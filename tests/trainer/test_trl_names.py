@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,28 @@ def test_the_page_lists_the_same_names():
     for table in (NEVER_CALLED, REPLACED):
         for name, remedy in table.items():
             assert f"| `{name}` | {remedy} |" in text
+
+
+def test_rewards_and_advantages_of_a_subclass(make_trainer, make_policy, tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def score_rollouts(self, rollouts, *, trainer_state, step):
+            table = super().score_rollouts(rollouts, trainer_state=trainer_state, step=step)
+            return replace(table, rewards=table.rewards * 0 + torch.arange(len(rollouts)).unsqueeze(1))
+
+        def compute_advantages(self, rewards, num_generations):
+            result = super().compute_advantages(rewards, num_generations)
+            return replace(result, advantages=torch.sign(result.advantages) * 3)
+
+        def batch_loss(self, model, batch, **known):
+            advantages.append(batch.advantages.tolist())
+            return super().batch_loss(model, batch, **known)
+
+    advantages = []
+    config = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4, num_generations=4
+    )
+    trainer = Mine(make_policy(), len_reward, config, make_trainer().train_dataset, processing_class=tokenizer)
+    trainer.train()
+    assert advantages == [[-3.0, -3.0, 3.0, 3.0]]
+    assert trainer.state.log_history[0]["reward"] == 1.5
+    assert trainer.evaluate(trainer.train_dataset)["eval_reward"] == 3.5, "eight rows at once"

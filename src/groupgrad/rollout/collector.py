@@ -14,7 +14,7 @@ from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.metrics import Metric, maximum
-from groupgrad.objectives import Aggregation, ScaleRewards, compute_advantages, reward_metrics
+from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
@@ -61,7 +61,8 @@ class ExperienceCollector:
     """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
 
     vLLM, given as `weights`, gets the policy's weights first and may sample `ahead` generation batches in advance. Any
-    other engine samples inside the context that `around` makes, which all ranks enter and leave together.
+    other engine samples inside the context that `around` makes, which all ranks enter and leave together. `hooks` is
+    the trainer, whose `score_rollouts` and `compute_advantages` a subclass may define; None for those of this room.
     """
 
     def __init__(
@@ -74,8 +75,11 @@ class ExperienceCollector:
         *,
         ahead: int = 0,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        hooks: Any = None,
     ):
         self.rollouts, self.rewards = rollouts, rewards
+        self._score = rewards.score if hooks is None else hooks.score_rollouts
+        self._advantages = self.compute_advantages if hooks is None else hooks.compute_advantages
         self.options, self.timings = options, timings
         self._around = around
         self._prefetcher = None if weights is None else RolloutPrefetcher(rollouts, timings, weights, ahead=ahead)
@@ -92,17 +96,11 @@ class ExperienceCollector:
         table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
         with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
             if rollouts:
-                table = self.rewards.score(rollouts, trainer_state=trainer_state, step=request.step)
+                table = self._score(rollouts, trainer_state=trainer_state, step=request.step)
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
         if problems:
             report_failures(problems, request)
-        result = compute_advantages(
-            rewards,
-            torch.tensor(self.options.reward_weights, dtype=torch.float64),
-            request.num_generations,
-            self.options.scale_rewards,
-            self.options.aggregation,
-        )
+        result = self._advantages(rewards, request.num_generations)
         advantages = result.advantages[[rollout.index for rollout in rollouts]]
         metrics = {
             **completion_metrics(rollouts),
@@ -117,6 +115,13 @@ class ExperienceCollector:
         records = self._records(rollouts, table, advantages, request.step)
         mean_reward = float(result.combined.nanmean())
         return Experience(rollouts, advantages, batch, metrics, tokens, mean_reward, records)
+
+    def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
+        """The advantages of all N rows of a generation batch from (N, R) rewards, NaN where not scored."""
+        weights = torch.tensor(self.options.reward_weights, dtype=torch.float64)
+        return compute_advantages(
+            rewards, weights, num_generations, self.options.scale_rewards, self.options.aggregation
+        )
 
     def close(self) -> None:
         """Releases the engine, tools and environments that make rollouts. May be called any number of times."""

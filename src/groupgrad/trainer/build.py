@@ -322,7 +322,7 @@ def build_components(
     vllm_policy = execution.engine.engine if isinstance(execution.engine.engine, VLLMPolicy) else None
     around = nullcontext if vllm_policy is not None else partial(gather_all, policy.model)
     collector = ExperienceCollector(
-        rollouts, rewards, scoring, timings, vllm_policy, ahead=config.rollout_ahead, around=around
+        rollouts, rewards, scoring, timings, vllm_policy, ahead=config.rollout_ahead, around=around, hooks=trainer
     )
     evaluator = Evaluator(
         model=policy.model,

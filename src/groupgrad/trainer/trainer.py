@@ -34,7 +34,7 @@ from groupgrad.metrics import latest
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.oom_retry import memory_guard
 from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
-from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, OnPolicyInfo, PolicyLoss, policy_loss
+from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, Advantages, OnPolicyInfo, PolicyLoss, policy_loss
 from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.requests import training_request
 from groupgrad.rollout.sources import build_rollout_components
@@ -57,6 +57,7 @@ from groupgrad.trainer.sampler_logprobs import SamplerLogprobs, known_scores
 from groupgrad.trainer.step_log import StepLog
 from groupgrad.trainer.training_run import TrainingRun
 from groupgrad.trainer.trl_names import check_overrides
+from groupgrad.types import RewardTable, Rollout
 
 
 @dataclass(slots=True, frozen=True)
@@ -310,6 +311,20 @@ class GRPOTrainer(TrainingRun):
         )
         mismatch = {} if known else self.sampler_logprobs.metrics(scores, batch, self._on_policy)
         return PolicyLoss(result.loss, {**result.metrics, **mismatch})
+
+    def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable:
+        """The rewards of finished rollouts of this rank, at least one, (B, R) in their order; NaN where not scored.
+
+        A subclass may change them, in training and evaluation.
+        """
+        return self.rewards.score(rollouts, trainer_state=trainer_state, step=step)
+
+    def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
+        """The advantages of all ranks' rows, (N,), from their (N, R) rewards; rows of a group are contiguous.
+
+        Every rank gets the same rewards and must return the same advantages. A subclass may change them.
+        """
+        return self.components.collector.compute_advantages(rewards, num_generations)
 
     def _end_step(self, step: int) -> None:
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
