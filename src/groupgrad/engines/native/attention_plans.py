@@ -218,7 +218,7 @@ class DecodePlan:
         if self._shape is None:
             self._num_suffix += num_tokens
         for table in self._tables.values():
-            table[1] += num_tokens
+            table[1].add_(num_tokens)
         if self._spans is not None:
             self._spans[:, OFFSET] += num_tokens
         # Masks of prompts stay valid unless a window moves over them.
