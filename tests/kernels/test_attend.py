@@ -10,8 +10,34 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from groupgrad.kernels.attend import Span, Stored, attend, flat_spans
+from groupgrad.kernels.attend import attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention import AttentionCall
+
+
+@dataclass
+class Stored:
+    """Keys and values of a sequence, each (Hkv, places, D)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass
+class Span:
+    """Query tokens from `start` on, behind `offset` tokens of their sequence and its prompt."""
+
+    start: int
+    length: int
+    own: Stored
+    offset: int = 0
+    prompt: Stored | None = None
+    prompt_length: int = 0
+
+    def record(self) -> torch.Tensor:
+        """(10,) for the kernel."""
+        numbers = (self.start, self.length, self.offset, self.prompt_length, 0, 0)
+        prompt, own = ((x.keys[None], x.values[None]) for x in (self.prompt or self.own, self.own))
+        return slot_spans(span_table(torch.tensor([numbers])), prompt, own)[0]
 
 
 @dataclass
@@ -38,7 +64,7 @@ def make_call(heads: Heads, window: int | None = None, **changes: object) -> Att
 
 
 def computed(kernels: ctypes.CDLL, query: torch.Tensor, spans: Sequence[Span], call: AttentionCall) -> torch.Tensor:
-    records = torch.tensor([span.record() for span in spans])
+    records = torch.stack([span.record() for span in spans])
     return attend(kernels, query, records, len(spans[0].own.keys), call)
 
 
@@ -184,8 +210,10 @@ def test_keys_may_lie_among_those_of_the_other_tokens(kernels: ctypes.CDLL):
         Span(start, length, part(start, length), 0, part(before, many) if many else None, many)
         for start, length, before, many in rows.tolist()
     ]
-    call = make_call(heads)
-    found = attend(kernels, query, flat_spans(rows, key, value), 2, call)
+    call, (start, length, before, many) = make_call(heads), rows.unbind(1)
+    tokens = key.transpose(0, 1), value.transpose(0, 1)
+    table = span_table(torch.stack([start, length, torch.zeros_like(start), many, before, start], dim=1))
+    found = attend(kernels, query, slot_spans(table, tokens, tokens), 2, call)
     assert torch.equal(found, computed(kernels, query, spans, call))
     torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=1e-6)
 

@@ -101,11 +101,11 @@ def test_an_adapter_by_its_directory(build, batch, tmp_path: Path):
     base = load_policy(str(tmp_path / "base"), {}, **LOADING)
     trained = add_adapter(base, lora(modules_to_save=["lm_head"]))
     trained.save_pretrained(tmp_path / "adapter")
-    found = load_policy(str(tmp_path / "adapter"), {"dtype": "float32"}, **LOADING)
-    assert is_adapted(found)
-    assert active_adapters(found) == ["default"]
-    torch.testing.assert_close(logprobs(found, batch), logprobs(trained, batch), rtol=0, atol=0)
-    trainable = {name for name, p in found.named_parameters() if p.requires_grad}
+    actual = load_policy(str(tmp_path / "adapter"), {"dtype": "float32"}, **LOADING)
+    assert is_adapted(actual)
+    assert active_adapters(actual) == ["default"]
+    torch.testing.assert_close(logprobs(actual, batch), logprobs(trained, batch), rtol=0, atol=0)
+    trainable = {name for name, p in actual.named_parameters() if p.requires_grad}
     assert trainable == {name for name, p in trained.named_parameters() if p.requires_grad}
 
 

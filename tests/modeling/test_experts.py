@@ -65,11 +65,11 @@ def load_balancing(model: Any, batch: Batch) -> float:
     with router_inputs(model) as seen, torch.no_grad():
         for row in rows_of(batch):
             model(input_ids=row[None], use_cache=False)
-    found = np.concatenate(
+    actual = np.concatenate(
         [router_probabilities(router, torch.cat(hidden)) for router, hidden in zip(routers(model), seen)]
     )
-    ranks = np.argsort(np.argsort(-found, axis=-1), axis=-1)
-    return float(NUM_EXPERTS * ((ranks < CHOSEN).mean(0) * found.mean(0)).sum())
+    ranks = np.argsort(np.argsort(-actual, axis=-1), axis=-1)
+    return float(NUM_EXPERTS * ((ranks < CHOSEN).mean(0) * actual.mean(0)).sum())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,8 +94,8 @@ def test_its_gradient_is_the_same_in_every_layout(family: str, build: Any, batch
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert float(gradients[0].norm()) > 1e-3
-    for found in gradients[1:]:
-        assert float((found - gradients[0]).norm() / gradients[0].norm()) < 1e-5
+    for actual in gradients[1:]:
+        assert float((actual - gradients[0]).norm() / gradients[0].norm()) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,9 +147,9 @@ def test_sampling_and_training_choose_the_same_experts(family: str, build: Any) 
     for row, by_layer in enumerate(chosen):
         for layer, hidden in enumerate(by_layer):
             trained = torch.cat(seen[layer])[starts[row] : starts[row] + len(hidden)]
-            found = [router_probabilities(routers(model)[layer], part) for part in (hidden, trained)]
-            np.testing.assert_allclose(found[0], found[1], atol=1e-5)
-            first, second = (np.sort(np.argsort(-part, axis=-1)[:, :CHOSEN]) for part in found)
+            actual = [router_probabilities(routers(model)[layer], part) for part in (hidden, trained)]
+            np.testing.assert_allclose(actual[0], actual[1], atol=1e-5)
+            first, second = (np.sort(np.argsort(-part, axis=-1)[:, :CHOSEN]) for part in actual)
             np.testing.assert_array_equal(first, second)
     known = torch.tensor([value for sample in sampled for value in sample.logprobs or ()])
     torch.testing.assert_close(scores.logprobs.detach(), known, atol=1e-5, rtol=0)

@@ -46,10 +46,10 @@ def test_numbers_and_gradients_are_those_of_float64(kind: Any):
     wide, weight = x.detach().double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
     grad_output = torch.randn_like(x)
     with compiled_parts(model):
-        found = model(x)
+        actual = model(x)
     expected = exact(wide, weight)
-    assert ((found.double() - expected).abs() <= 1.001 * HALF_UNIT * expected.abs()).all(), "rounded once"
-    grads = torch.autograd.grad(found, [x, model[0].weight], grad_output)
+    assert ((actual.double() - expected).abs() <= 1.001 * HALF_UNIT * expected.abs()).all(), "rounded once"
+    grads = torch.autograd.grad(actual, [x, model[0].weight], grad_output)
     wanted = torch.autograd.grad(expected, [wide, weight], grad_output.double())
     for grad, want in zip(grads, wanted):
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
@@ -107,8 +107,8 @@ def test_checkpointing_by_other_code_computes_again_what_it_saved(is_flagged: bo
     model, x = make(Qwen3RMSNorm), torch.randn(3, 48, requires_grad=True)
     model.gradient_checkpointing = is_flagged
     with compiled_parts(model):
-        found = checkpoint(model, x, use_reentrant=False)
-    (grad,) = torch.autograd.grad(found.square().sum(), x)
+        actual = checkpoint(model, x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(actual.square().sum(), x)
     own_parts(model)
     (expected,) = torch.autograd.grad(model(x).square().sum(), x)
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
@@ -174,8 +174,8 @@ def test_weights_that_are_others_at_the_time_go_through_the_module_itself():
     model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
     wide = {name: p.detach().double() for name, p in model.named_parameters()}
     with compiled_parts(model):
-        found = torch.func.functional_call(model, wide, (x.double(),))
-    torch.testing.assert_close(found, model.double()(x.double()))
+        actual = torch.func.functional_call(model, wide, (x.double(),))
+    torch.testing.assert_close(actual, model.double()(x.double()))
 
 
 @pytest.mark.usefixtures("compiler")
@@ -211,8 +211,8 @@ def test_a_patch_of_all_linear_layers_is_respected(monkeypatch: pytest.MonkeyPat
 def test_tangents_flow():
     model, x, tangent = nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), torch.randn(2, 64), torch.randn(2, 64)
     with compiled_parts(model), forward_ad.dual_level():
-        found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
-    torch.testing.assert_close(found.tangent, tangent @ model[0].weight.T)
+        actual = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+    torch.testing.assert_close(actual.tangent, tangent @ model[0].weight.T)
 
 
 @pytest.fixture
@@ -233,12 +233,12 @@ def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype
     wanted = torch.autograd.grad(expected, [wide, weight], grad_output.double())
     model, x = to_cuda(model), SimulatedTensor(x).requires_grad_()
     with compiled_parts(model):
-        found = model(x)
+        actual = model(x)
     assert calls
     half_unit = torch.finfo(dtype).eps / 2
     # The CPU's stand-in for the kernel multiplies in float32, a few roundings of it on top.
-    assert ((found.inner.double() - expected).abs() <= half_unit * expected.abs() + 4e-7 * expected.abs()).all()
-    for grad, want in zip(torch.autograd.grad(found, [x, model[0].weight], SimulatedTensor(grad_output)), wanted):
+    assert ((actual.inner.double() - expected).abs() <= half_unit * expected.abs() + 4e-7 * expected.abs()).all()
+    for grad, want in zip(torch.autograd.grad(actual, [x, model[0].weight], SimulatedTensor(grad_output)), wanted):
         close = 1e-5 if dtype == torch.float32 else 0.02
         torch.testing.assert_close(grad.inner.double(), want, rtol=close, atol=close * float(want.abs().max()))
     assert "forward" not in model[0].__dict__

@@ -87,8 +87,8 @@ def test_a_forward_pass_with_a_fused_loss_keeps_the_tiled_head(build: Any, batch
     report = check_layout(model, ForwardOptions())
     assert (report.layout, report.tiled_head, report.reason) == ("shared", True, None)
     model.lm_head.register_forward_hook(lambda module, inputs, output: heights.append(output.shape[-2]))
-    found = score_tokens(model.train(), batch, ForwardOptions()).logprobs
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    actual = score_tokens(model.train(), batch, ForwardOptions()).logprobs
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     assert heights == [1]
 
 
@@ -104,8 +104,8 @@ def test_kernels_change_no_score_beyond_their_tolerance(build: Any, batch: Batch
     model.zero_grad()
     apply_kernels(model, None)
     assert check_layout(model, ForwardOptions()).reason is None
-    found = score_tokens(model, batch, ForwardOptions())
-    found.logprobs.sum().backward()
+    actual = score_tokens(model, batch, ForwardOptions())
+    actual.logprobs.sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-3, rtol=0)
+    torch.testing.assert_close(actual.logprobs, expected.logprobs, atol=1e-3, rtol=0)
     assert float((gradient - reference).norm() / reference.norm()) < 1e-3

@@ -211,9 +211,9 @@ def test_an_adapter_reference_is_synced_with_its_mixup(fresh: bool, build):
     start = {n: p.detach().clone() for n, p in policy.named_parameters()}
     shift(policy, 1.0)
     reference.sync(policy, 0.25)
-    found = reference.state_dict()
-    assert len(found) == len(trainable(policy)) == 8
-    for name, value in found.items():
+    actual = reference.state_dict()
+    assert len(actual) == len(trainable(policy)) == 8
+    for name, value in actual.items():
         torch.testing.assert_close(value, start[name] + 0.25, rtol=1e-5, atol=1e-6)
     for name, parameter in policy.named_parameters():
         if "lora" not in name:
@@ -238,9 +238,9 @@ def test_the_state_of_a_synced_reference_is_restored(adapted: bool, build, batch
     policy, expected = make()
     shift(policy, 0.3)
     expected.sync(policy, 0.5)
-    found = reference_logprobs(restored, batch)
-    torch.testing.assert_close(found, reference_logprobs(expected, batch), rtol=0, atol=0)
-    assert float((found - before).abs().max()) > 1e-3
+    actual = reference_logprobs(restored, batch)
+    torch.testing.assert_close(actual, reference_logprobs(expected, batch), rtol=0, atol=0)
+    assert float((actual - before).abs().max()) > 1e-3
 
 
 def test_frozen_scores_of_policy_and_reference(build, batch):

@@ -82,11 +82,11 @@ def test_the_check_changes_no_state(build):
 
 def test_differences_are_measured_by_precision(build):
     model = build("qwen3")
-    found, expected = torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.25])
-    assert logprob_difference(found, expected, model) == 0.25
+    actual, expected = torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.25])
+    assert logprob_difference(actual, expected, model) == 0.25
     assert tolerance(model) == startup.TOLERANCE_FLOAT32
     model.to(torch.bfloat16)
-    assert logprob_difference(found, expected, model) == 0.125
+    assert logprob_difference(actual, expected, model) == 0.125
     assert tolerance(model) == startup.TOLERANCE_HALF
     assert logprob_difference(torch.tensor([float("nan"), 0.0]), expected, model) == float("inf")
 

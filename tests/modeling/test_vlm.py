@@ -54,16 +54,16 @@ def qwen() -> VLMSetup:
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     """Gradients of the trained parameters that have one."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: g for name, g in zip(named, found) if g is not None}
+    actual = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g for name, g in zip(named, actual) if g is not None}
 
 
-def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Within 1e-5 of each gradient's norm, or of 1% of the largest norm for gradients of mere rounding."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = max(float(value.norm()) for value in expected.values())
     for name, value in expected.items():
-        gap = float((found[name] - value).norm())
+        gap = float((actual[name] - value).norm())
         assert gap <= 1e-5 * max(float(value.norm()), 0.01 * largest), (name, gap, float(value.norm()))
 
 
@@ -77,9 +77,9 @@ def test_path(name: str, layout: Layout, adapters: str):
     scores = score_tokens(model, batch, ForwardOptions(layout=layout))
     torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
     weights = torch.linspace(-1, 2, batch.num_tokens)
-    found = gradients(model, (weights * scores.logprobs).sum())
-    assert_same_gradients(found, gradients(model, (weights * expected).sum()))
-    in_vision = [n for n, g in found.items() if ("visual" in n or "vision" in n) and float(g.norm()) > 1e-4]
+    actual = gradients(model, (weights * scores.logprobs).sum())
+    assert_same_gradients(actual, gradients(model, (weights * expected).sum()))
+    in_vision = [n for n, g in actual.items() if ("visual" in n or "vision" in n) and float(g.norm()) > 1e-4]
     assert bool(in_vision) == (adapters != "lora_text")
 
 
@@ -168,8 +168,8 @@ def test_tool_images_in_a_completion(vlm: VLMSetup, layout: Layout):
     others = plain_logprobs(vlm.model, vlm, ((0, [40, 41]), (1, [50, 51])))
     everything = torch.cat([others[:2], expected, others[2:]])
     torch.testing.assert_close(scores.logprobs[batch.trained], everything, rtol=0, atol=1e-5)
-    found = gradients(vlm.model, scores.logprobs.sum())
-    assert_same_gradients(found, gradients(vlm.model, everything.sum()))
+    actual = gradients(vlm.model, scores.logprobs.sum())
+    assert_same_gradients(actual, gradients(vlm.model, everything.sum()))
 
 
 def test_parts_of_a_batch_keep_their_images(vlm: VLMSetup):
@@ -188,7 +188,7 @@ def test_gradient_checkpointing_changes_nothing(vlm: VLMSetup, reentrant: bool):
     model, batch = vlm.model, make_batch(vlm)
     weights = torch.linspace(-1, 2, batch.num_tokens)
 
-    def found() -> dict[str, torch.Tensor]:
+    def actual() -> dict[str, torch.Tensor]:
         scores = score_tokens(model, batch, ForwardOptions())
         model.zero_grad()
         (weights * scores.logprobs).sum().backward()
@@ -196,9 +196,9 @@ def test_gradient_checkpointing_changes_nothing(vlm: VLMSetup, reentrant: bool):
 
     model.train()
     try:
-        expected = found()
+        expected = actual()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        assert_same_gradients(found(), expected)
+        assert_same_gradients(actual(), expected)
     finally:
         model.gradient_checkpointing_disable()
         model.zero_grad()
@@ -273,13 +273,13 @@ def media(types: list[int] | None = None, **tensors: torch.Tensor) -> Media:
 
 def test_tensors_of_several_shapes_are_padded_with_zeros():
     first, second = torch.ones(1, 2, 3), 2 * torch.ones(2, 1, 4)
-    found = concat_media_tensors([media(pixels=first), media(pixels=second, sizes=torch.tensor([5]))])
-    assert found["pixels"].tolist() == [
+    actual = concat_media_tensors([media(pixels=first), media(pixels=second, sizes=torch.tensor([5]))])
+    assert actual["pixels"].tolist() == [
         [[1, 1, 1, 0], [1, 1, 1, 0]],
         [[2, 2, 2, 2], [0, 0, 0, 0]],
         [[2, 2, 2, 2], [0, 0, 0, 0]],
     ]
-    assert found["sizes"].tolist() == [5]
+    assert actual["sizes"].tolist() == [5]
 
 
 def test_positions_follow_the_images(qwen: VLMSetup):
@@ -345,7 +345,7 @@ def test_tokens_of_an_image_attend_to_the_end_of_the_image(softcap, window, sink
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 8, 4), torch.randn(1, 8, 4), torch.randn(1, 8, 4)
     call = AttentionCall(layer=0, scale=0.7, softcap=softcap, window=window, sinks=sinks)
-    found = BidirectionalImagePlan(_NoAttention(), [(1, 3, 6)]).attend(query, key, value, call)
+    actual = BidirectionalImagePlan(_NoAttention(), [(1, 3, 6)]).attend(query, key, value, call)
     for head in range(2):
         for place in range(3, 6):
             keys = [i for i in range(1, 6) if window is None or place - i < window]
@@ -353,5 +353,5 @@ def test_tokens_of_an_image_attend_to_the_end_of_the_image(softcap, window, sink
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             weights = scores.exp() / (scores.exp().sum() + (0.0 if sinks is None else sinks[head].exp()))
-            torch.testing.assert_close(found[place, head], weights @ value[0, keys])
-    assert not found[[0, 1, 2, 6, 7]].any()
+            torch.testing.assert_close(actual[place, head], weights @ value[0, keys])
+    assert not actual[[0, 1, 2, 6, 7]].any()

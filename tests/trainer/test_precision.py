@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from groupgrad.engines.native.attention_plans import DecodePlan, PrefillPlan
-from groupgrad.modeling.scoring.layout import BlockPlan
+from groupgrad.modeling.scoring.block_attention import BlockPlan
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 
 PLANS = {"prompts": PrefillPlan, "sampled tokens": DecodePlan, "training": BlockPlan}

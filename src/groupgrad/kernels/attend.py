@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,58 +19,30 @@ class _Attention(ctypes.Structure):
     )
 
 
-@dataclass(slots=True, frozen=True)
-class Stored:
-    """Keys and values of a sequence, each (Hkv, places, D) float32 on the CPU, contiguous in each head."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def stride(self) -> int:
-        """Floats from one head to the next."""
-        return self.keys.stride(0)
-
-
-@dataclass(slots=True, frozen=True)
-class Span:
-    """Consecutive query tokens of one sequence; each attends to the tokens before it and to itself."""
-
-    start: int
-    """Place of the first token among the queries."""
-    length: int
-    own: Stored
-    """Keys and values of the sequence behind the prompt, up to the last query."""
-    offset: int = 0
-    """Tokens of the sequence behind the prompt and before the first query."""
-    prompt: Stored | None = None
-    prompt_length: int = 0
-
-    def record(self) -> tuple[int, ...]:
-        """(10,) numbers that the kernel reads; see `Span` of `forward.cpp`."""
-        prompt = self.own if self.prompt is None else self.prompt
-        assert self.own.values.stride(0) == self.own.stride and prompt.values.stride(0) == prompt.stride
-        stored = (prompt.keys, prompt.values, self.own.keys, self.own.values)
-        pointers = (tensor.data_ptr() for tensor in stored)
-        return (
-            self.start, self.length, self.offset, self.prompt_length, prompt.stride, self.own.stride, *pointers
-        )  # fmt: skip
-
-
 OFFSET = 2
-"""Index of `Span.offset` in a record."""
+"""Column of the offsets in the records of spans."""
 
 
-def flat_spans(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """(n, 10) records of rows whose keys and values are those of the query tokens, (Hkv, T, D) contiguous.
+def span_table(spans: torch.Tensor) -> torch.Tensor:
+    """(n, 10) int64 for `slot_spans`, in which a span may get another offset.
 
-    `rows` (n, 4) int64 are the start and the length of each row, and of its prompt (length 0 without one).
+    `spans` (n, 6) are the first four numbers of the records (see `attend`), the prompt's slot and the sequence's own.
     """
-    start, length, prompt_start, prompt_length = rows.unbind(1)
-    stride = torch.full_like(start, key.stride(0))
-    places = (prompt_start, prompt_start, start, start)
-    addresses = [x.data_ptr() + at * key.shape[2] * 4 for x, at in zip((key, value) * 2, places)]
-    return torch.stack([start, length, torch.zeros_like(start), prompt_length, stride, stride, *addresses], dim=1)
+    return spans[:, [0, 1, 2, 3, 0, 0, 4, 4, 5, 5]]
+
+
+def slot_spans(
+    table: torch.Tensor, prompts: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """(n, 10) records of the spans in `table` whose keys and values are in slots of other tensors.
+
+    `prompts` and `own` are keys and values (slots, Hkv, places, D) of prompts and of the tokens behind them. Flat keys
+    (T, Hkv, D) are slots too: one for each token, which the tokens behind it overlap.
+    """
+    tensors = (*prompts, *own)
+    factors = [1, 1, 1, 1, 0, 0, *(4 * x.stride(0) for x in tensors)]
+    origins = [0, 0, 0, 0, prompts[0].stride(1), own[0].stride(1), *(x.data_ptr() for x in tensors)]
+    return table * torch.tensor(factors) + torch.tensor(origins)
 
 
 class ScoreOptions(Protocol):
@@ -96,7 +67,10 @@ def attend(
 ) -> torch.Tensor:
     """(T, Hq, D) float32 outputs of queries (Hq, T, D).
 
-    `spans` (n, 10) int64 are records in which every query occurs once. MemoryError if the scores of a tile do not fit.
+    `spans` (n, 10) int64 are records in which every query occurs once. A span is consecutive query tokens of one
+    sequence, each of which attends to the tokens before it and to itself. Its record has the first query, the number of
+    queries, the tokens between the prompt and the first query, the tokens of the prompt, and the strides and addresses
+    of keys and values (see `Span` of `forward.cpp`). MemoryError if the scores of a tile do not fit.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_heads, num_tokens, width = query.shape

@@ -59,7 +59,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, keep_dtype: bool = False)
     except (ValueError, NotImplementedError) as error:
         linear = [name for name, module in model.named_modules() if "Linear" in type(module).__name__]
         advice = (
-            f" Its linear layers are called {', '.join(_module_names(linear) or ['nothing'])}; name some of them in "
+            f" Its linear layers are called {', '.join(_name_endings(linear, 1) or ['nothing'])}; name some of them in "
             "target_modules, or set it to 'all-linear'"
         )
         if "feedforward_modules" in str(error):
@@ -177,20 +177,18 @@ def _check_config(model: nn.Module, config: Any) -> None:
             "model; use LoraConfig (use_rslora=True, or rank_pattern for ranks by layer)"
         )
     modules = [name for name, _ in model.named_modules() if name]
-    for field in ("modules_to_save", "feedforward_modules"):
-        if missing := _missing(getattr(config, field, None), modules):
+    parameters = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    for field, noun, names, keep in (
+        ("modules_to_save", "module", modules, 1),
+        ("feedforward_modules", "module", modules, 1),
+        ("target_parameters", "parameter", parameters, 3),
+    ):
+        if missing := _missing(getattr(config, field, None), names):
             raise ValueError(
-                f"{field} names {', '.join(missing)}, and this {type(model).__name__} has no such module; it has "
-                f"{', '.join(_module_names(modules))}"
+                f"{field} names {', '.join(missing)}, and this {type(model).__name__} has no such {noun}; it has "
+                f"{', '.join(_name_endings(names, keep))}"
             )
     _check_saved_modules(model, config)
-    parameters = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    missing = _missing(getattr(config, "target_parameters", None), parameters)
-    if missing:
-        raise ValueError(
-            f"target_parameters names {', '.join(missing)}, and this {type(model).__name__} has no such parameter; "
-            f"it has {', '.join(_module_names(parameters, keep=3))}"
-        )
     _check_target_parameters(config)
     targets = getattr(config, "target_modules", None) or []
     missing = _missing(targets, modules)
@@ -229,7 +227,7 @@ def _missing(endings: Any, names: list[str]) -> list[str]:
     return sorted(x for x in endings if not any(name == x or name.endswith("." + x) for name in names))
 
 
-def _module_names(names: list[str], keep: int = 1) -> list[str]:
+def _name_endings(names: list[str], keep: int) -> list[str]:
     """The distinct endings of dotted names, `keep` parts long, without numbers; 20 at most."""
     ends = (".".join(part for part in name.split(".")[-keep:] if not part.isdigit()) for name in names)
     return list(dict.fromkeys(end for end in ends if end))[:20]

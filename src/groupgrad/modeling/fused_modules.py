@@ -47,7 +47,8 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[N
     if stays is None:
         stays = torch.is_grad_enabled() and is_checkpointing(model)
     try:
-        if not is_sharded(model) and not _is_compiled(model):
+        is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+        if not is_sharded(model) and not is_compiled:
             has_kernels = any(p.device.type == "cpu" for p in model.parameters()) and kernels.library() is not None
             for module in model.modules():
                 compute = _replacement(module, has_kernels=has_kernels)
@@ -93,7 +94,8 @@ class _Replaced:
         module, (hidden,) = self._module, (*inputs, *named.values())
         output = None
         # Under another library's checkpointing, a layer that is computed again later has to save the same tensors.
-        if (self._stays or not _has_saved_tensor_hooks()) and not _has_tangents():
+        is_forward_mode = forward_ad._current_level >= 0
+        if (self._stays or not _has_saved_tensor_hooks()) and not is_forward_mode:
             output = self._compute(module, hidden)
         return type(module).forward(module, hidden) if output is None else output
 
@@ -129,19 +131,10 @@ def _is_plain_input(input: torch.Tensor) -> bool:
     return _is_plain(input) and not torch.is_autocast_enabled("cpu")
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
-
-
 def _has_saved_tensor_hooks() -> bool:
     """True if tensors saved for the backward pass go through hooks."""
     top_hooks = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return top_hooks is not None and top_hooks(True) is not None
-
-
-def _has_tangents() -> bool:
-    """True in forward-mode differentiation."""
-    return forward_ad._current_level >= 0
 
 
 def _linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:

@@ -34,13 +34,14 @@ class Reference:
 
     def __init__(self, policy: nn.Module, *, adapter_is_fresh: bool, is_synced: bool):
         self._policy = policy
-        self._copy: nn.Module | None = None
+        self.module: nn.Module | None = None
+        """The frozen copy of a full model, which may be moved or wrapped; None for the other forms."""
         self._parameters: dict[str, nn.Parameter] = {}
         self._shards: ShardSnapshot | None = None
         if not is_adapted(policy) and is_sharded(policy):
             self._shards = ShardSnapshot(policy)
         elif not is_adapted(policy):
-            self._copy = copy.deepcopy(policy).eval().requires_grad_(False)
+            self.module = copy.deepcopy(policy).eval().requires_grad_(False)
         elif is_synced or not adapter_is_fresh or not _can_be_disabled(policy):
             self._parameters = {
                 name: nn.Parameter(parameter.detach().clone(), requires_grad=False)
@@ -53,20 +54,11 @@ class Reference:
         """True if it has copies of the trained parameters."""
         return bool(self._parameters)
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The frozen copy of a full model; None for the other forms."""
-        return self._copy
-
-    def set_module(self, module: nn.Module) -> None:
-        """Replaces the copy by `module`, the same copy moved or wrapped."""
-        self._copy = module
-
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
         """Inside, the yielded module computes as the reference; nothing may be trained."""
-        if self._copy is not None:
-            yield self._copy
+        if self.module is not None:
+            yield self.module
         elif self._shards is not None:
             with self._shards.in_place():
                 yield self._policy
@@ -84,7 +76,7 @@ class Reference:
         For adapters these are the trained parameters.
         """
         current = dict(policy.named_parameters())
-        if self._copy is not None:
+        if self.module is not None:
             # The copy may be wrapped, which changes names but not their order.
             current = dict(zip(self._own_parameters(), current.values(), strict=True))
         for name, reference in self._own_parameters().items():
@@ -101,7 +93,7 @@ class Reference:
             parameter.copy_(state[name])
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
-        return self._parameters if self._copy is None else dict(self._copy.named_parameters())
+        return self._parameters if self.module is None else dict(self.module.named_parameters())
 
     @contextmanager
     def _parameters_in_place(self) -> Iterator[None]:

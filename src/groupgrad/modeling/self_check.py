@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch, StepTotals, TokenScores
+from groupgrad.batch import Batch, TokenScores
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.quantized import rounds_to_int8
@@ -20,6 +20,7 @@ from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import (
     ForwardOptions,
     Layout,
+    build_batch,
     evaluation_mode,
     output_head,
     score_tokens,
@@ -27,7 +28,7 @@ from groupgrad.modeling.scoring.forward import (
 )
 from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.vlm import is_multimodal, placeholder_ids
-from groupgrad.types import Media, Prompt
+from groupgrad.types import Prompt
 
 # Two orders of the same additions differ by about 1e-5 (float32) and 0.05 (half precision) by rounding alone. A wrong
 # mask or position makes several nats on a trained model and 0.01 or more on a random one.
@@ -87,22 +88,26 @@ def check_layout(
     """
     obstacle = plannable(model)
     batch, reasons, difference = random_batch(model, example), [] if obstacle is None else [obstacle], None
-    can_tile = logit_transform(unwrap(model)) is not None
-    if not can_tile:
-        reasons.append("it is not known what the model makes of its output head")
-    elif not _calls_its_head(model, batch, options, precision):
-        can_tile = False
-        reasons.append("it multiplies with its output head's weight itself")
     candidates: list[tuple[Layout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
+    head, head_calls = output_head(model), []
     with torch.no_grad(), evaluation_mode(model), precision():
-        expected = _plain_scores(model, batch, options)
+        with nullcontext() if head is None else head.register_forward_pre_hook(lambda *_: head_calls.append(None)):
+            expected = _plain_scores(model, batch, options)
+        can_tile = False
+        if logit_transform(unwrap(model)) is None:
+            reasons.append("it is not known what the model makes of its output head")
+        elif not head_calls:
+            reasons.append("it multiplies with its output head's weight itself")
+        else:
+            can_tile = True
         for layout, tiled_head in candidates:
             if (tiled_head and not can_tile) or (layout != "dense" and obstacle is not None):
                 continue
             name = f"{layout} layout with the {'tiled' if tiled_head else 'plain'} head"
             try:
-                tried = replace(options, layout=layout, tiled_head=tiled_head, aux_loss=False)
-                difference = logprob_difference(score_tokens(model, batch, tried).logprobs, expected.logprobs, model)
+                candidate = replace(options, layout=layout, tiled_head=tiled_head, aux_loss=False)
+                scores = score_tokens(model, batch, candidate)
+                difference = logprob_difference(scores.logprobs, expected.logprobs, model)
             except Exception as error:  # model code may raise anything; the dense layout remains
                 reasons.append(f"the {name} failed: {type(error).__name__}: {error}")
                 continue
@@ -111,21 +116,6 @@ def check_layout(
                 return LayoutReport(layout, tiled_head, "; ".join(reasons) or None, difference, balance)
             reasons.append(f"log-probs of the {name} differ by {difference:.2g} nats on random tokens")
     return LayoutReport("dense", False, "; ".join(reasons), difference)
-
-
-def _calls_its_head(
-    model: nn.Module, batch: Batch, options: ForwardOptions, precision: Callable[[], AbstractContextManager[Any]]
-) -> bool:
-    """True if the forward pass calls the output head as a module, where the tiled head can replace it."""
-    head, calls = output_head(model), []
-    assert head is not None  # logit_transform found one
-    handle = head.register_forward_pre_hook(lambda *_: calls.append(None))
-    try:
-        with torch.no_grad(), evaluation_mode(model), precision():
-            _plain_scores(model, batch, options)
-    finally:
-        handle.remove()
-    return bool(calls)
 
 
 def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
@@ -209,29 +199,6 @@ def random_ids(model: nn.Module, count: int, generator: torch.Generator) -> torc
     while bool((is_special := torch.isin(ids, special)).any()):
         ids = torch.where(is_special, (ids + 1) % config.vocab_size, ids)
     return ids
-
-
-def build_batch(
-    prompts: list[list[int]],
-    prompt_of_row: Sequence[int],
-    completions: list[list[int]],
-    media: tuple[Media | None, ...] | None = None,
-) -> Batch:
-    """A batch on the CPU of completions and the prompts (indices into `prompts`) they continue; all tokens train."""
-    lengths, prompt_lengths = (torch.tensor([len(ids) for ids in rows]) for rows in (completions, prompts))
-    num_rows, num_tokens = len(completions), int(lengths.sum())
-    return Batch(
-        completion_ids=torch.tensor([token for ids in completions for token in ids], dtype=torch.int64),
-        row_of_token=torch.arange(num_rows).repeat_interleave(lengths),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        prompt_ids=torch.tensor([token for ids in prompts for token in ids], dtype=torch.int64),
-        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompt_lengths.cumsum(0)]),
-        prompt_of_row=torch.tensor(prompt_of_row),
-        trained=torch.ones(num_tokens, dtype=torch.bool),
-        advantages=torch.ones(num_rows),
-        totals=StepTotals(rows=num_rows, tokens=num_tokens),
-        media=media,
-    )
 
 
 def reversed_prompts(batch: Batch) -> Batch:

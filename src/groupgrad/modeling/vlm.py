@@ -13,15 +13,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
+from groupgrad.batch import Batch
 from groupgrad.modeling.families import IMAGE_TOKEN_FIELDS, VIDEO_TOKEN_FIELDS, has_bidirectional_images
 from groupgrad.modeling.scoring.attention import AttentionCall, AttentionPlan, arguments, pretrained
+from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.layout import ForwardInputs
 from groupgrad.types import Media
 
 
@@ -30,10 +33,8 @@ class PromptImages:
     """The images of one prompt with their token positions."""
 
     media: Media
-    num_tokens: int
-    """P_i, length of the prompt."""
     mask: torch.Tensor
-    """(P_i,) bool, True for placeholders; on the CPU."""
+    """(P_i,) bool for the prompt's P_i tokens, True for placeholders; on the CPU."""
     rope: torch.Tensor | None = None
     """(3, P_i) int64, the prompt's rotary positions; on the CPU. None if they do not depend on its images."""
     shift: int = 0
@@ -43,24 +44,10 @@ class PromptImages:
 
     def rope_at(self, first: int, length: int) -> torch.Tensor:
         """(3, length) rotary positions of the row's tokens from index `first` on, completion tokens included."""
-        end = first + length
-        completion = torch.arange(max(first, self.num_tokens), end).expand(3, -1) + self.shift
-        if self.rope is None:
-            return torch.cat([torch.arange(first, min(end, self.num_tokens)).expand(3, -1), completion], dim=1)
-        return torch.cat([self.rope[:, first:end], completion], dim=1)
-
-
-@dataclass(slots=True, frozen=True)
-class ImageSegment:
-    """Consecutive tokens of a row or a prompt in the flattened input of a model."""
-
-    start: int
-    """Index of the first token in the flattened input."""
-    length: int
-    first: int
-    """Index of the first token in its row, the prompt included."""
-    prompt_images: PromptImages | None
-    """Images of the row's prompt; None without images."""
+        end, num_prompt = first + length, len(self.mask)
+        prompt = torch.arange(num_prompt).expand(3, -1) if self.rope is None else self.rope
+        completion = torch.arange(max(first, num_prompt), end).expand(3, -1) + self.shift
+        return torch.cat([prompt[:, first:end], completion], dim=1)
 
 
 @dataclass(slots=True)
@@ -176,7 +163,7 @@ def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptIm
             tensors["mm_token_type_ids"] = mask.int()[None]
         rope = rope_owner.get_rope_index(ids[None], **tensors)[0][:, 0].cpu()
         shift = int(rope.max()) + 1 - len(ids)
-    return PromptImages(media, len(ids), mask, rope, shift, _bidirectional_spans(model, media))
+    return PromptImages(media, mask, rope, shift, _bidirectional_spans(model, media))
 
 
 def _bidirectional_spans(model: nn.Module, media: Media) -> tuple[tuple[int, int], ...]:
@@ -193,21 +180,21 @@ def _bidirectional_spans(model: nn.Module, media: Media) -> tuple[tuple[int, int
 
 
 def flat_image_inputs(
-    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[ImageSegment]
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[tuple[Segment, PromptImages]]
 ) -> ModelInputs:
-    """Model inputs for flat tokens `ids` (T,) with the indices `positions` (T,) in their rows.
+    """Model inputs for tokens `ids`, flat (T,) or rows (B, T), with the indices `positions` in their rows.
 
-    `segments` covers at least the tokens whose rows have images.
+    `segments` are the tokens of rows with images, with the images of the row's prompt. A segment counts tokens from
+    the first of all rows.
     """
-    with_images = [(segment, segment.prompt_images) for segment in segments if segment.prompt_images is not None]
-    result = _model_inputs(model, ids, with_images)
-    if any(images.rope is not None for _, images in with_images):
-        rope = positions.cpu().repeat(3, 1)
-        for segment, images in with_images:
-            rope[:, segment.start : segment.start + segment.length] = images.rope_at(segment.first, segment.length)
-        result.rope = rope.to(ids.device)
-    for segment, images in with_images:
-        if not segment.first:
+    result = _with_image_tensors(model, ids, segments)
+    if any(images.rope is not None for _, images in segments):
+        rope = positions.cpu().flatten().repeat(3, 1)
+        for segment, images in segments:
+            rope[:, segment.start : segment.start + segment.length] = images.rope_at(segment.position, segment.length)
+        result.rope = rope.view(3, *ids.shape).to(ids.device)
+    for segment, images in segments:
+        if not segment.position:
             result.spans += [(segment.start, segment.start + a, segment.start + b) for a, b in images.spans]
     return result
 
@@ -218,36 +205,34 @@ def padded_image_inputs(
     """Model inputs for rows of token ids (B, T); row i begins at column `starts[i]` (0) with its prompt."""
     num_rows, width = ids.shape
     starts = starts or [0] * num_rows
-    with_images = [(i, start, images) for i, (start, images) in enumerate(zip(starts, row_images)) if images]
-    segments = [(ImageSegment(i * width + start, width - start, 0, images), images) for i, start, images in with_images]
-    result = _model_inputs(model, ids, segments)
-    if any(images.rope is not None for *_, images in with_images):
-        rope = torch.zeros(3, num_rows, width, dtype=torch.int64)
-        for i, (start, images) in enumerate(zip(starts, row_images)):
-            rope[:, i, start:] = torch.arange(width - start) if images is None else images.rope_at(0, width - start)
-        result.rope = rope.to(ids.device)
-    names = {name for *_, images in with_images for name in images.media.token_tensors} & arguments(model)
-    for name in names:
-        types = torch.zeros(num_rows, width, dtype=torch.int64)
-        for i, start, images in with_images:
+    segments = [
+        (Segment(i * width + start, width - start), images)
+        for i, (start, images) in enumerate(zip(starts, row_images))
+        if images is not None
+    ]
+    positions = (torch.arange(width) - torch.tensor(starts)[:, None]).clamp(min=0)
+    result = flat_image_inputs(model, ids, positions, segments)
+    for name in {name for _, images in segments for name in images.media.token_tensors} & arguments(model):
+        types = torch.zeros(num_rows * width, dtype=torch.int64)
+        for segment, images in segments:
             if name in images.media.token_tensors:
-                prompt_types = images.media.token_tensors[name][: images.num_tokens]
-                types[i, start : start + len(prompt_types)] = prompt_types
-        result.inputs[name] = types.to(ids.device)
+                prompt_types = images.media.token_tensors[name][: len(images.mask)]
+                types[segment.start : segment.start + len(prompt_types)] = prompt_types
+        result.inputs[name] = types.view(ids.shape).to(ids.device)
     return result
 
 
-def _model_inputs(
-    model: nn.Module, ids: torch.Tensor, segments: Sequence[tuple[ImageSegment, PromptImages]]
+def _with_image_tensors(
+    model: nn.Module, ids: torch.Tensor, segments: Sequence[tuple[Segment, PromptImages]]
 ) -> ModelInputs:
     """Input ids and image tensors; the images are in the order in which their prompts begin."""
-    media = [images.media for segment, images in segments if not segment.first]
+    media = [images.media for segment, images in segments if not segment.position]
     if not media:
         # Without images the model does not search its input ids for placeholders.
         return ModelInputs(ids)
     of_image = torch.zeros(ids.numel(), dtype=torch.bool)
     for segment, images in segments:
-        mask = images.mask[segment.first : segment.first + segment.length]
+        mask = images.mask[segment.position : segment.position + segment.length]
         of_image[segment.start : segment.start + len(mask)] = mask
     special = placeholder_ids(model)
     is_placeholder = torch.isin(ids, torch.tensor(special, device=ids.device))
@@ -259,6 +244,45 @@ def _model_inputs(
         return ModelInputs(ids, inputs=inputs)
     substitute = next(token for token in range(len(special) + 1) if token not in special)
     return ModelInputs(torch.where(is_sampled, substitute, ids), ids, inputs)
+
+
+@contextmanager
+def with_images(model: nn.Module, batch: Batch, inputs: ForwardInputs) -> Iterator[ForwardInputs]:
+    """The inputs together with the batch's images. The model has to run inside, where its embedding is hooked."""
+    of_prompts = _images_of_prompts(model, batch)
+    of_rows = _images_of_rows(model, batch, of_prompts)
+    if inputs.plan is None or inputs.positions is None:
+        view = padded_image_inputs(model, inputs.ids, of_rows)
+        plan = None
+    else:
+        images = [of_prompts[s.prompt] if s.row is None else of_rows[s.row] for s in inputs.segments]
+        segments = [(segment, own) for segment, own in zip(inputs.segments, images) if own is not None]
+        view = flat_image_inputs(model, inputs.ids, inputs.positions, segments)
+        plan = view.attention_plan(inputs.plan)
+    positions = inputs.positions if view.rope is None else view.rope
+    arguments = {**view.inputs, **inputs.arguments}
+    with view.embedding_true_ids(model):
+        yield replace(inputs, ids=view.ids, arguments=arguments, positions=positions, plan=plan)
+
+
+def _images_of_prompts(model: nn.Module, batch: Batch) -> list[PromptImages | None]:
+    """(Q,) images of each distinct prompt as the model gets them."""
+    media = batch.media or (None,) * batch.num_prompts
+    prompts = [torch.tensor(ids, dtype=torch.int64) for ids in batch.prompts()]
+    return [None if item is None else prompt_images(model, ids, item) for ids, item in zip(prompts, media)]
+
+
+def _images_of_rows(model: nn.Module, batch: Batch, of_prompts: list[PromptImages | None]) -> list[PromptImages | None]:
+    """(B,) images of each row: those of its prompt, or more where tools returned some."""
+    images = [of_prompts[prompt] for prompt in batch.prompt_of_row.tolist()]
+    for row, media in enumerate(batch.row_media or ()):
+        if media is not None:
+            prompt = int(batch.prompt_of_row[row])
+            prompt_ids = batch.prompt_ids[batch.prompt_offsets[prompt] : batch.prompt_offsets[prompt + 1]]
+            ids = torch.cat([prompt_ids, batch.completion_ids[batch.offsets[row] : batch.offsets[row + 1]]])
+            num_known = min((len(types) for types in media.token_tensors.values()), default=len(ids))
+            images[row] = prompt_images(model, ids[:num_known], media)
+    return images
 
 
 def concat_media_tensors(media: Sequence[Media]) -> dict[str, torch.Tensor]:

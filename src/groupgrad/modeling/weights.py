@@ -49,6 +49,8 @@ def checkpoint_weights(
 
     ValueError for adapters that cannot be merged (prompt tuning, quantized layers, tied weights).
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     inner: Any = unwrap(model)
     base = base_model(inner)
     for _, sources in groupby(_sources(inner, base), key=lambda source: _layer_name(source.name)):
@@ -59,7 +61,9 @@ def checkpoint_weights(
                 tensors[source.name] = _empty(source.tensor)
             else:
                 tensors[source.name] = _merged_value(source, merged) if merge else _unsharded(source.tensor)
-        for name, tensor in _as_saved(base, tensors).items():
+        if hasattr(base, "config"):  # in memory transformers fuses experts, say
+            tensors = revert_weight_conversion(base, tensors)
+        for name, tensor in tensors.items():
             yield name, tensor.detach()
 
 
@@ -132,15 +136,15 @@ def adapter_rank(model: nn.Module) -> int:
 
 
 def _sources(inner: Any, base: Any) -> Iterator[_Source]:
-    layers, saved = _adapted_modules(inner, base)
+    adapted = _adapted_modules(inner, base)
     seen: set[int] = set()
-    tied_to_adapted: set[int] = set()
+    adapted_tensors: set[int] = set()
     for key, tensor in base.state_dict(keep_vars=True).items():
-        source = _source(_plain(key), tensor, layers, saved)
+        source = _source(_plain(key), tensor, adapted)
         if source is None:
             continue
         if id(tensor) in seen:
-            if source.layer is not None or id(tensor) in tied_to_adapted:
+            if source.layer is not None or id(tensor) in adapted_tensors:
                 raise ValueError(
                     f"{source.name} is tied to another weight, and an adapter changes one of the two; leave it out of "
                     "target_modules, or use a model with untied embeddings"
@@ -148,27 +152,23 @@ def _sources(inner: Any, base: Any) -> Iterator[_Source]:
             continue
         seen.add(id(tensor))
         if source.layer is not None:
-            tied_to_adapted.add(id(tensor))
+            adapted_tensors.add(id(tensor))
         yield source
 
 
-def _source(name: str, tensor: torch.Tensor, layers: dict[str, Any], saved: dict[str, str]) -> _Source | None:
+def _source(name: str, tensor: torch.Tensor, adapted: dict[str, tuple[str, Any]]) -> _Source | None:
     """None for tensors that a checkpoint lacks: adapters' own, and originals of modules that train as a whole."""
-    for prefix, layer in layers.items():
+    for prefix, (saved, layer) in adapted.items():
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
-            if not rest.startswith("base_layer."):
+            if not rest.startswith(saved):
                 return None
-            rest = rest.removeprefix("base_layer.")
-            if rest.startswith(("base_layer.", "lora_")):
+            rest = rest.removeprefix(saved)
+            if layer is not None and rest.startswith(("base_layer.", "lora_")):
                 raise ValueError(
                     f"{prefix.rstrip('.')} carries several adapters, one in another; they cannot be merged"
                 )
             return _Source(prefix + rest, tensor, layer, rest)
-    for prefix, active in saved.items():
-        if name.startswith(prefix):
-            rest = name.removeprefix(prefix)
-            return _Source(prefix + rest.removeprefix(active), tensor) if rest.startswith(active) else None
     if "_fsdp_wrapped_module." in name:
         raise ValueError(
             "the model is sharded by FSDP 1, whose weights have no names of their own; set fsdp_version: 2"
@@ -176,26 +176,24 @@ def _source(name: str, tensor: torch.Tensor, layers: dict[str, Any], saved: dict
     return _Source(name, tensor)
 
 
-def _adapted_modules(inner: Any, base: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Name prefix -> adapted layer, and name prefix of a `modules_to_save` wrapper -> name of its active part."""
+def _adapted_modules(inner: Any, base: Any) -> dict[str, tuple[str, Any]]:
+    """Name prefix of each module that PEFT wraps -> prefix, in it, of the saved weights, and the layer to merge."""
     if not is_adapted(inner):
-        return {}, {}
+        return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     if any(getattr(config, "is_prompt_learning", False) for config in inner.peft_config.values()):
         raise ValueError("the adapter learns a prompt, which no weight can stand for; use LoRA with vLLM")
-    layers: dict[str, Any] = {}
-    saved: dict[str, str] = {}
+    adapted: dict[str, tuple[str, Any]] = {}
     for key, module in base.named_modules():
-        prefix = _plain(key + ".")
         if isinstance(module, BaseTunerLayer):
-            layers[prefix] = module
+            adapted[_plain(key + ".")] = ("base_layer.", module)
         elif isinstance(module, ModulesToSaveWrapper):
             name = _active_adapter(inner)
             is_saved = name in module.modules_to_save
-            saved[prefix] = f"modules_to_save.{name}." if is_saved else "original_module."
-    return layers, saved
+            adapted[_plain(key + ".")] = (f"modules_to_save.{name}." if is_saved else "original_module.", None)
+    return adapted
 
 
 def _active_adapter(inner: Any) -> str:
@@ -224,15 +222,6 @@ def _merge_layer(source: _Source) -> dict[str, torch.Tensor]:
         if not clone.merged:
             clone.merge()
         return dict(clone.get_base_layer().state_dict())
-
-
-def _as_saved(base: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors under their names and in their layouts in checkpoints; in memory transformers fuses experts, say."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not hasattr(base, "config"):
-        return tensors
-    return revert_weight_conversion(base, tensors)
 
 
 def _layer_name(name: str) -> str:

@@ -345,7 +345,7 @@ class GRPOTrainer(TrainingRun):
         config = self.args
         self._policy, self.reference = policy, policy.reference
         if policy.reference is not None and policy.reference.module is not None:
-            policy.reference.set_module(self.accelerator.prepare_model(policy.reference.module, evaluation_mode=True))
+            policy.reference.module = self.accelerator.prepare_model(policy.reference.module, evaluation_mode=True)
         self.progress = ProgressCallback()
         self.timings = Timings(on_phase=self.progress.set_phase)
         self.remove_callback(PrinterCallback)

@@ -13,8 +13,7 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine, runner, session
 from groupgrad.engines.native import engine as engine_module
-from groupgrad.engines.native.cpp_step import CompiledModel
-from groupgrad.engines.native.probe_cache import ProbeCache
+from groupgrad.engines.native.cpp_step import CompiledStep
 from groupgrad.kernels import library, status
 from groupgrad.modeling.fused_modules import compiled_parts
 
@@ -32,14 +31,14 @@ def model(build: Callable[..., Any]) -> Any:
 def runs(monkeypatch) -> list[int]:
     """Number of steps of each run of several."""
     actual: list[int] = []
-    original = CompiledModel.sample
+    original = CompiledStep.sample
 
-    def counted(self: CompiledModel, *arguments: Any) -> torch.Tensor:
+    def counted(self: CompiledStep, *arguments: Any) -> torch.Tensor:
         tokens = original(self, *arguments)
         actual.append(len(tokens))
         return tokens
 
-    monkeypatch.setattr(CompiledModel, "sample", counted)
+    monkeypatch.setattr(CompiledStep, "sample", counted)
     return actual
 
 
@@ -152,18 +151,24 @@ def test_norms_that_a_training_pass_left_behind_are_computed_directly(model, run
 
 
 @pytest.mark.parametrize("change", ["scaling", "sliding_window", "autocast", "dtype"])
-def test_a_model_that_may_compute_something_else_is_looked_at_anew(change: str, model):
-    cache, seen = ProbeCache(), []
-    cache.results(model, seen.append)
-    cache.results(model, seen.append)
-    assert len(seen) == 1
+def test_a_model_that_may_compute_something_else_is_looked_at_anew(change: str, model, monkeypatch):
+    engine, probes, original = NativeEngine(model), [], engine_module.last_logits
+    monkeypatch.setattr(engine_module, "last_logits", lambda *args: probes.append(0) or original(*args))
+
+    def open_session() -> None:
+        with engine.session(OPTIONS):
+            pass
+
+    open_session()
+    open_session()
+    assert len(probes) == 1
     if change == "dtype":
         model.bfloat16()
     elif change != "autocast":
         setattr(model.model.layers[1].self_attn, change, 7)
     with torch.autocast("cpu", enabled=change == "autocast"):
-        cache.results(model, seen.append)
-    assert len(seen) == 2
+        open_session()
+    assert len(probes) == 2
 
 
 def test_requests_that_come_later_do_not_wait_for_others_to_end(model, monkeypatch):

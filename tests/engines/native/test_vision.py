@@ -37,25 +37,25 @@ PROMPTS = (0, 1, 2, 0, 2, 1, 0)
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def seen(request) -> VLMSetup:
+def vlm(request) -> VLMSetup:
     return make_vlm_setup(request.param)
 
 
-def requests(seen: VLMSetup, prompts: Sequence[int] = PROMPTS) -> list[Request]:
-    made = [seen.cases[number].prompt for number in prompts]
+def requests(vlm: VLMSetup, prompts: Sequence[int] = PROMPTS) -> list[Request]:
+    made = [vlm.cases[number].prompt for number in prompts]
     return [Request(prompt.ids, seed=i, max_new_tokens=LENGTH, media=prompt.media) for i, prompt in enumerate(made)]
 
 
-def generated(model: Any, seen: VLMSetup, number: int) -> list[int]:
+def generated(model: Any, vlm: VLMSetup, number: int) -> list[int]:
     """Greedy completion by transformers' `generate` from the processor's inputs."""
-    inputs = seen.cases[number].inputs
+    inputs = vlm.cases[number].inputs
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def mismatch(model: Any, seen: VLMSetup, samples: list[Sample], prompts: Sequence[int] = PROMPTS) -> float:
+def mismatch(model: Any, vlm: VLMSetup, samples: list[Sample], prompts: Sequence[int] = PROMPTS) -> float:
     """The largest difference between log-probs of sampling and training."""
-    batch = make_batch(seen, [(number, []) for number in prompts], samples)
+    batch = make_batch(vlm, [(number, []) for number in prompts], samples)
     with torch.no_grad():
         scores = score_tokens(model, batch, ForwardOptions()).logprobs
     sampled = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
@@ -67,79 +67,79 @@ def mismatch(model: Any, seen: VLMSetup, samples: list[Sample], prompts: Sequenc
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 @pytest.mark.parametrize("name", NAMES)
 def test_path(name: str, engine: str, adapters: str):
-    seen = make_vlm_setup(name)
-    model = adapted(seen.model, adapters)
+    vlm = make_vlm_setup(name)
+    model = adapted(vlm.model, adapters)
     sampler: Any = NativeEngine(model) if engine == "native" else TransformersEngine(model)
-    actual = sampler.sample(requests(seen), GREEDY)
-    expected = [generated(model, seen, number) for number in range(3)]
+    actual = sampler.sample(requests(vlm), GREEDY)
+    expected = [generated(model, vlm, number) for number in range(3)]
     assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]
     assert len({tuple(ids) for ids in expected}) > 1
-    assert mismatch(model, seen, sampler.sample(requests(seen), FREE)) <= 1e-5
+    assert mismatch(model, vlm, sampler.sample(requests(vlm), FREE)) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
-def test_a_row_of_its_own_says_the_same_as_among_others(seen: VLMSetup, kind: Any):
-    together = kind(seen.model).sample(requests(seen), FREE)
+def test_a_row_of_its_own_says_the_same_as_among_others(vlm: VLMSetup, kind: Any):
+    together = kind(vlm.model).sample(requests(vlm), FREE)
     for place in (0, 1, 4):
-        alone = kind(seen.model).sample([requests(seen)[place]], FREE)
+        alone = kind(vlm.model).sample([requests(vlm)[place]], FREE)
         assert alone[0].ids == together[place].ids
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
-def test_placeholders_may_be_sampled(seen: VLMSetup, kind: Any):
+def test_placeholders_may_be_sampled(vlm: VLMSetup, kind: Any):
     """Only two tokens can be sampled, one of them the image placeholder."""
-    vocabulary = seen.model.config.get_text_config().vocab_size
-    others = [token for token in range(vocabulary) if token not in (seen.placeholder, 40)]
+    vocabulary = vlm.model.config.get_text_config().vocab_size
+    others = [token for token in range(vocabulary) if token not in (vlm.placeholder, 40)]
     options = replace(FREE, extra={"suppress_tokens": others})
-    samples = kind(seen.model).sample(requests(seen), options)
-    assert {token for sample in samples for token in sample.ids} == {seen.placeholder, 40}
-    batch = make_batch(seen, [(number, []) for number in PROMPTS], samples)
-    scores = score_tokens(seen.model, batch, ForwardOptions(layout="dense")).logprobs.detach()
+    samples = kind(vlm.model).sample(requests(vlm), options)
+    assert {token for sample in samples for token in sample.ids} == {vlm.placeholder, 40}
+    batch = make_batch(vlm, [(number, []) for number in PROMPTS], samples)
+    scores = score_tokens(vlm.model, batch, ForwardOptions(layout="dense")).logprobs.detach()
     sampled = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
     torch.testing.assert_close(scores, sampled, rtol=0, atol=1e-5)
 
 
-def test_a_prompt_is_computed_once_with_its_images(seen: VLMSetup, monkeypatch):
-    calls, plain = [], seen.model.model.get_image_features
+def test_a_prompt_is_computed_once_with_its_images(vlm: VLMSetup, monkeypatch):
+    calls, plain = [], vlm.model.model.get_image_features
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(seen.model.model, "get_image_features", counted)
-    engine = NativeEngine(seen.model)
-    engine.sample(requests(seen), FREE)
+    monkeypatch.setattr(vlm.model.model, "get_image_features", counted)
+    engine = NativeEngine(vlm.model)
+    engine.sample(requests(vlm), FREE)
     assert len(calls) == 1
-    assert engine.statistics.num_prefilled == sum(len(case.prompt.ids) for case in seen.cases)
+    assert engine.statistics.num_prefilled == sum(len(case.prompt.ids) for case in vlm.cases)
 
 
 def test_the_same_words_under_another_picture_are_another_prompt():
-    seen = make_vlm_setup("qwen2_vl")
-    prompts = [example_prompt(seen.processor, images=[make_image(color)]) for color in ("red", "blue")]
+    vlm = make_vlm_setup("qwen2_vl")
+    prompts = [example_prompt(vlm.processor, images=[make_image(color)]) for color in ("red", "blue")]
     assert prompts[0].ids == prompts[1].ids
     made = [Request(prompt.ids, seed=0, max_new_tokens=LENGTH, media=prompt.media) for prompt in prompts]
-    first, second = NativeEngine(seen.model).sample(made, FREE)
+    first, second = NativeEngine(vlm.model).sample(made, FREE)
     assert first.logprobs[0] != pytest.approx(second.logprobs[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
 def test_rows_that_gave_way_go_on_behind_their_images(name: str):
     """Memory for one long prompt and a few rows: the others wait, are preempted and computed again."""
-    seen = make_vlm_setup(name)
-    free = NativeEngine(seen.model)
-    expected = free.sample(requests(seen, PROMPTS * 2), FREE)
-    tight = NativeEngine(seen.model, kv_memory=free.statistics.peak_bytes // 3)
-    actual = tight.sample(requests(seen, PROMPTS * 2), FREE)
+    vlm = make_vlm_setup(name)
+    free = NativeEngine(vlm.model)
+    expected = free.sample(requests(vlm, PROMPTS * 2), FREE)
+    tight = NativeEngine(vlm.model, kv_memory=free.statistics.peak_bytes // 3)
+    actual = tight.sample(requests(vlm, PROMPTS * 2), FREE)
     assert tight.statistics.num_waited > 0
     assert [sample.ids for sample in actual] == [sample.ids for sample in expected]
-    assert mismatch(seen.model, seen, actual, PROMPTS * 2) <= 1e-5
+    assert mismatch(vlm.model, vlm, actual, PROMPTS * 2) <= 1e-5
 
 
 @pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
-def test_turns_go_on_behind_images(seen: VLMSetup, way: str):
+def test_turns_go_on_behind_images(vlm: VLMSetup, way: str):
     """The context of the second turn has a sampled placeholder without an image."""
-    engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
-    first, between = seen.cases[0].prompt, [seen.placeholder, 30, 31]
+    engine: Any = TransformersEngine(vlm.model) if way == "transformers" else NativeEngine(vlm.model)
+    first, between = vlm.cases[0].prompt, [vlm.placeholder, 30, 31]
     with engine.session(FREE) as session:
         said = sample_all(session, [Request(first.ids, 1, LENGTH, keep=way == "kept", media=first.media)])[0]
         context = [*first.ids, *said.ids, *between]
@@ -148,17 +148,17 @@ def test_turns_go_on_behind_images(seen: VLMSetup, way: str):
     if way == "kept":
         assert engine.statistics.num_restored == LENGTH - 1
     row = [*said.ids, *between, *second.ids]
-    scores = score_tokens(seen.model, make_batch(seen, [(0, row)]), ForwardOptions()).logprobs.detach()
+    scores = score_tokens(vlm.model, make_batch(vlm, [(0, row)]), ForwardOptions()).logprobs.detach()
     sampled = torch.tensor([*(said.logprobs or ()), *(second.logprobs or ())])
     own = torch.cat([scores[: len(said.ids)], scores[len(said.ids) + len(between) :]])
     torch.testing.assert_close(own, sampled, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["kept", "anew", "transformers"])
-def test_new_images_come_between_turns(seen: VLMSetup, way: str):
+def test_new_images_come_between_turns(vlm: VLMSetup, way: str):
     """The second turn adds an image to the context, the third only text."""
-    engine: Any = TransformersEngine(seen.model) if way == "transformers" else NativeEngine(seen.model)
-    prompt, tool = seen.cases[0].prompt, seen.cases[2].prompt
+    engine: Any = TransformersEngine(vlm.model) if way == "transformers" else NativeEngine(vlm.model)
+    prompt, tool = vlm.cases[0].prompt, vlm.cases[2].prompt
     context, media, row, sampled, told = list(prompt.ids), prompt.media, [], [], []
     with engine.session(FREE) as session:
         for turn, between in enumerate([tool.ids, [33, 34], []]):
@@ -176,12 +176,12 @@ def test_new_images_come_between_turns(seen: VLMSetup, way: str):
         assert engine.statistics.num_restored == LENGTH - 1
     rollout = Rollout(prompt, 0, row, "eos", "", "", sampled=sampled, media=media)
     batch = collate([rollout], [0.0], mask_truncated=False)
-    scores = score_tokens(seen.model, batch, ForwardOptions()).logprobs[batch.trained].detach()
+    scores = score_tokens(vlm.model, batch, ForwardOptions()).logprobs[batch.trained].detach()
     torch.testing.assert_close(scores, torch.tensor(told), rtol=0, atol=1e-5)
 
 
-def test_the_engine_is_chosen_with_images_in_sight(seen: VLMSetup):
-    chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
+def test_the_engine_is_chosen_with_images_in_sight(vlm: VLMSetup):
+    chosen = choose_engine(vlm.model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
     assert (chosen.name, chosen.reason) == (
         "native",
         "it samples from the modules that train, and its log-probs agree",
@@ -189,34 +189,34 @@ def test_the_engine_is_chosen_with_images_in_sight(seen: VLMSetup):
 
 
 def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(monkeypatch, caplog):
-    seen = make_vlm_setup("gemma3")
+    vlm = make_vlm_setup("gemma3")
     monkeypatch.setattr(vision, "has_bidirectional_images", lambda _type: False)
-    assert choose_engine(seen.model, EngineOptions(), FREE).name == "native"
-    chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
+    assert choose_engine(vlm.model, EngineOptions(), FREE).name == "native"
+    chosen = choose_engine(vlm.model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
     assert chosen.name == "transformers"
     assert "Gemma3ForConditionalGeneration is sampled by generate: its log-probs differ by" in caplog.text
 
 
 def test_a_model_that_carries_a_state_is_sampled_by_generate():
-    seen = make_hybrid()
-    chosen = choose_engine(seen.model, EngineOptions(), FREE, example=example_prompt(seen.processor))
+    vlm = make_hybrid()
+    chosen = choose_engine(vlm.model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
     assert (chosen.name, chosen.reason) == ("transformers", "it carries a recurrent state")
-    actual = chosen.engine.sample(requests(seen), GREEDY)
-    expected = [generated(seen.model, seen, number) for number in range(3)]
+    actual = chosen.engine.sample(requests(vlm), GREEDY)
+    expected = [generated(vlm.model, vlm, number) for number in range(3)]
     assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]
-    assert mismatch(seen.model, seen, chosen.engine.sample(requests(seen), FREE)) <= 1e-5
+    assert mismatch(vlm.model, vlm, chosen.engine.sample(requests(vlm), FREE)) <= 1e-5
 
 
 @pytest.mark.parametrize("adapters", ["full", "lora_text", "lora_all"])
-def test_decoders_of_a_known_kind_take_the_direct_step(seen: VLMSetup, adapters: str, caplog):
+def test_decoders_of_a_known_kind_take_the_direct_step(vlm: VLMSetup, adapters: str, caplog):
     """Also under adapters of the vision tower; Gemma's layers have other norms."""
-    model = adapted(make_vlm_setup(seen.name).model, adapters)
+    model = adapted(make_vlm_setup(vlm.name).model, adapters)
     probe = ProbePlan()
     with torch.no_grad(), evaluation_mode(model):
         last_logits(model, *[torch.zeros(1, dtype=torch.int64)] * 2, probe, torch.zeros(1, dtype=torch.int64))
         direct = direct_model(model, probe.calls)
-    assert (direct is None) == (seen.name == "gemma3")
-    NativeEngine(model).sample(requests(seen), FREE)
+    assert (direct is None) == (vlm.name == "gemma3")
+    NativeEngine(model).sample(requests(vlm), FREE)
     assert "the direct decode step differs" not in caplog.text
     if adapters == "full" and direct is not None:
         assert isinstance(direct, CompiledModel) == (library() is not None)
@@ -225,23 +225,23 @@ def test_decoders_of_a_known_kind_take_the_direct_step(seen: VLMSetup, adapters:
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava_next"])
 def test_positions_that_are_no_places_are_left_to_the_model(name: str, monkeypatch):
     """The direct step assumes that positions count tokens, which rotary positions behind Qwen's images do not."""
-    seen, left, plain = make_vlm_setup(name), [], DecodeRunner.disable_direct
+    vlm, left, plain = make_vlm_setup(name), [], DecodeRunner.disable_direct
 
     def leave(steps: DecodeRunner) -> None:
         left.append(steps)
         plain(steps)
 
     monkeypatch.setattr(DecodeRunner, "disable_direct", leave)
-    NativeEngine(seen.model).sample(requests(seen, (1, 1)), FREE)
+    NativeEngine(vlm.model).sample(requests(vlm, (1, 1)), FREE)
     assert not left
-    samples = NativeEngine(seen.model).sample(requests(seen), FREE)
+    samples = NativeEngine(vlm.model).sample(requests(vlm), FREE)
     assert bool(left) == (name == "qwen2_vl")
-    assert mismatch(seen.model, seen, samples) <= 1e-5
+    assert mismatch(vlm.model, vlm, samples) <= 1e-5
 
 
 @pytest.mark.parametrize(("places", "start"), [([True, True, False], 2), ([False, True, True], 0), (None, 2)])
 def test_a_stored_prompt_is_computed_from_its_last_token_unless_an_image_is_there(places, start):
     """The features of an image need the whole prompt."""
     media = Media((), {}, {}, "")
-    seen = None if places is None else vision.PromptImages(media, 3, torch.tensor(places))
-    assert _start_of_last_pass(Group([5, 6, 7], 0, prompt_images=seen)) == start
+    images = None if places is None else vision.PromptImages(media, torch.tensor(places))
+    assert _start_of_last_pass(Group([5, 6, 7], 0, prompt_images=images)) == start

@@ -14,12 +14,12 @@ from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from groupgrad.batch import Batch
+from groupgrad.modeling.scoring import block_attention
 from groupgrad.modeling.scoring import flex_attention as flex
-from groupgrad.modeling.scoring import layout as layout_module
 from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.flex_attention import attend_flex, is_usable
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.modeling.scoring.layout import FlatLayout, flat_layout
+from groupgrad.modeling.scoring.layout import flat_layout
 from groupgrad.modeling.self_check import build_batch
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def ragged_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 4
     return build_batch(ids[: len(prompts)], [prompt for prompt, _ in rows], ids[len(prompts) :])
 
 
-def make_layout(num_tokens: int = 17) -> FlatLayout:
+def make_layout(num_tokens: int = 17) -> Any:
     """Two prompts with rows behind them: `num_tokens` of at least 17."""
     flat = flat_layout(ragged_batch([3, 5], [(0, 6), (1, 2), (0, num_tokens - 13)]))
     assert len(flat.ids) == num_tokens
@@ -104,7 +104,7 @@ def scripted(monkeypatch) -> Callable[..., Scripted]:
     def make(**script: Any) -> Scripted:
         made = Scripted(**script)
         monkeypatch.setattr(flex, "_kernels", made.kernels)
-        monkeypatch.setattr(layout_module, "is_usable", lambda *_: not flex._State.failed)
+        monkeypatch.setattr(block_attention, "is_usable", lambda *_: not flex._State.failed)
         return made
 
     return make
@@ -119,9 +119,9 @@ def test_it_is_the_same_function(window, softcap, monkeypatch):
     monkeypatch.setattr(flex, "_try_once", lambda *_: None)
     flat, inputs = make_layout(), heads()
     call = AttentionCall(layer=0, scale=0.3, softcap=softcap, window=window)
-    found = attend_flex(*inputs, flat.plan.places(CPU), call)
-    assert found is not None
-    torch.testing.assert_close(found, flat.plan.attend(*inputs, call), rtol=1e-5, atol=1e-6)
+    actual = attend_flex(*inputs, flat.plan.places(CPU), call)
+    assert actual is not None
+    torch.testing.assert_close(actual, flat.plan.attend(*inputs, call), rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ when it is used
@@ -156,7 +156,7 @@ def test_what_is_known_to_be_refused_is_not_tried():
 def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
     """Narrow heads take the matrix products without a warning."""
     made = scripted()
-    monkeypatch.setattr(layout_module, "is_usable", is_usable)
+    monkeypatch.setattr(block_attention, "is_usable", is_usable)
     make_layout().plan.attend(*heads(width=8), AttentionCall(0, 1.0))
     assert (made.calls, flex._State.failed) == ([], False)
 
@@ -189,12 +189,12 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
     flat, call = make_layout(), AttentionCall(0, 0.3)
     inputs = [x.requires_grad_() for x in heads()]
     for _ in range(2):
-        found = flat.plan.attend(*inputs, call)
-        gradients = torch.autograd.grad(found.square().sum(), inputs)
+        actual = flat.plan.attend(*inputs, call)
+        gradients = torch.autograd.grad(actual.square().sum(), inputs)
     assert made.calls == [(TRIED, True)]
     assert caplog.text.count("flex attention cannot run here (RuntimeError: no kernel image)") == 1
     expected = make_layout().plan.attend(*inputs, call)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     for gradient, want in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs)):
         assert torch.equal(gradient, want)
 
@@ -239,8 +239,8 @@ def test_layers_that_are_computed_again_do_not_see_the_trial(scripted, use_reent
         return flat.plan.attend(x[0], x[1], x[2], call).square()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = checkpoint(layer, *inputs, use_reentrant=use_reentrant)
-    found.sum().backward()
+        actual = checkpoint(layer, *inputs, use_reentrant=use_reentrant)
+    actual.sum().backward()
     assert made.backwards == [TRIED, 17]
     for x, want in zip(inputs, torch.autograd.grad(layer(*inputs).sum(), inputs)):
         torch.testing.assert_close(x.grad, want)
@@ -304,8 +304,8 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
     for with_gradient, window, num_tokens in itertools.product((False, True), (None, 3, 9), (300, 141)):
         places, call = make_layout(num_tokens).plan.places(CPU), AttentionCall(0, 0.3, window=window)
         with torch.set_grad_enabled(with_gradient):
-            found = flex._attend(*heads(num_tokens), places, call)
-        assert found.shape == (num_tokens, 4, 16)
+            actual = flex._attend(*heads(num_tokens), places, call)
+        assert actual.shape == (num_tokens, 4, 16)
         seen.append(len(recording.graphs))
     assert seen == [2, 2, 4, 4, 4, 4, 5, 5, 6, 6, 6, 6]
     assert len(recording.attentions()) == 4
@@ -329,11 +329,11 @@ def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
     flex._try_once(*inputs, AttentionCall(0, 0.3))
     assert len(recording.graphs) == 2
     expected = make_layout(300).plan.attend(*inputs, AttentionCall(0, 0.3))
-    found = attend_flex(*inputs, places, AttentionCall(0, 0.3))
-    assert found is not None
+    actual = attend_flex(*inputs, places, AttentionCall(0, 0.3))
+    assert actual is not None
     assert len(recording.graphs) == 2
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    for x, want in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    for x, want in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (actual, expected))):
         torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-4)
 
 
@@ -368,12 +368,12 @@ def test_the_compiled_kernel_gives_the_numbers_of_matrix_products(num_tokens, wi
     half = [x.bfloat16().requires_grad_() for x in exact]
     exact = [x.detach().float().requires_grad_() for x in half]
     expected = flat.plan.attend(*exact, call)
-    found = attend_flex(*half, flat.plan.places(torch.device("cuda")), call)
-    assert found is not None
+    actual = attend_flex(*half, flat.plan.places(torch.device("cuda")), call)
+    assert actual is not None
     weights = torch.randn(expected.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     wanted = torch.autograd.grad((expected * weights).sum(), exact)
-    gradients = torch.autograd.grad((found * weights).sum(), half)
-    for x, want in zip((found.detach(), *gradients), (expected.detach(), *wanted)):
+    gradients = torch.autograd.grad((actual * weights).sum(), half)
+    for x, want in zip((actual.detach(), *gradients), (expected.detach(), *wanted)):
         assert float((x - want).norm() / want.norm()) < 0.03
 
 

@@ -31,8 +31,8 @@ def plain(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found)}
+    actual = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, actual)}
 
 
 def assert_same_gradients(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -222,17 +222,17 @@ def test_an_adapted_head_is_tiled_exactly(kind: str, entropy: bool, build, batch
     """Log-probs, entropies and every gradient; with the adapter off too. A head with DoRA computes its own logits."""
     peft = pytest.importorskip("peft")
     model = adapted(build, peft.LoraConfig(r=4, init_lora_weights=False, **HEADS[kind]))
-    found, expected = (
+    actual, expected = (
         score_tokens(model, batch, ForwardOptions(temperature=0.7, entropy_gradient=entropy, tiled_head=tiled))
         for tiled in (True, False)
     )
-    torch.testing.assert_close(found.logprobs, expected.logprobs, **TOLERANCE)
-    torch.testing.assert_close(found.entropy, expected.entropy, **TOLERANCE)
-    losses = [x.logprobs.square().sum() + (x.entropy.sum() if entropy else 0.0) for x in (found, expected)]
+    torch.testing.assert_close(actual.logprobs, expected.logprobs, **TOLERANCE)
+    torch.testing.assert_close(actual.entropy, expected.entropy, **TOLERANCE)
+    losses = [x.logprobs.square().sum() + (x.entropy.sum() if entropy else 0.0) for x in (actual, expected)]
     assert_same_gradients(gradients(model, losses[0]), gradients(model, losses[1]))
     with model.disable_adapter(), torch.no_grad():
-        found, expected = (score_tokens(model, batch, ForwardOptions(tiled_head=tiled)) for tiled in (True, False))
-    torch.testing.assert_close(found.logprobs, expected.logprobs, **TOLERANCE)
+        actual, expected = (score_tokens(model, batch, ForwardOptions(tiled_head=tiled)) for tiled in (True, False))
+    torch.testing.assert_close(actual.logprobs, expected.logprobs, **TOLERANCE)
 
 
 def test_dropout_of_an_adapted_head_is_that_of_the_module(build, batch):
@@ -318,15 +318,15 @@ def test_only_loss_tokens_are_scored(layout: Any, tiled: bool, build, batch, mon
     head = output_head(model)
     assert head is not None
     with torch.no_grad():
-        found = score_tokens(model, replace(batch, trained=torch.zeros_like(trained)), options)
-    assert found.logprobs.count_nonzero() <= 1
+        actual = score_tokens(model, replace(batch, trained=torch.zeros_like(trained)), options)
+    assert actual.logprobs.count_nonzero() <= 1
     handle = head.register_forward_hook(lambda module, inputs, output: heights.append(output.shape[-2]))
-    found = score_tokens(model, replace(batch, trained=trained), options)
+    actual = score_tokens(model, replace(batch, trained=trained), options)
     handle.remove()
     assert heights == [1 if tiled else int(trained.sum())]
-    torch.testing.assert_close(found.logprobs, expected.logprobs * trained, **TOLERANCE)
-    torch.testing.assert_close(found.entropy, expected.entropy * trained, **TOLERANCE)
-    assert_same_gradients(gradients(model, (weights * found.logprobs).sum()), reference)
+    torch.testing.assert_close(actual.logprobs, expected.logprobs * trained, **TOLERANCE)
+    torch.testing.assert_close(actual.entropy, expected.entropy * trained, **TOLERANCE)
+    assert_same_gradients(gradients(model, (weights * actual.logprobs).sum()), reference)
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "dense"])

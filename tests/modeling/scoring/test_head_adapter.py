@@ -67,13 +67,13 @@ def gradients(scores: TokenScores, parts: Parts, entropy: bool) -> Parts:
     return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()))))
 
 
-def assert_same(found: TokenScores, parts: Parts, transform: LogitTransform, *, entropy: bool = False) -> None:
+def assert_same(actual: TokenScores, parts: Parts, transform: LogitTransform, *, entropy: bool = False) -> None:
     doubles = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in parts.items()}
     expected = whole(doubles, transform)
-    torch.testing.assert_close(found.logprobs.double(), expected.logprobs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.entropy.double(), expected.entropy, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual.logprobs.double(), expected.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual.entropy.double(), expected.entropy, rtol=0, atol=1e-5)
     right = gradients(expected, doubles, entropy)
-    for name, value in gradients(found, parts, entropy).items():
+    for name, value in gradients(actual, parts, entropy).items():
         assert value.dtype == parts[name].dtype
         torch.testing.assert_close(value.double(), right[name], rtol=1e-4, atol=1e-5)
 
@@ -96,8 +96,8 @@ def test_precomputed_gradients(trained: str, error: float):
     parts, transform = make_parts(trained), LogitTransform()
     with torch.no_grad():
         logprobs = whole(parts, transform).logprobs + error * OF_ENTROPY
-    found = tiled(parts, transform, PrecomputedGradient(logprobs, 2.5 * OF_LOGPROBS))
-    assert_same(found, parts, transform)
+    actual = tiled(parts, transform, PrecomputedGradient(logprobs, 2.5 * OF_LOGPROBS))
+    assert_same(actual, parts, transform)
 
 
 def test_half_weights_under_a_float32_adapter():
@@ -105,9 +105,9 @@ def test_half_weights_under_a_float32_adapter():
     parts = make_parts()
     parts["weight"] = parts["weight"].bfloat16()
     parts["hidden"] = parts["hidden"].detach().bfloat16().requires_grad_()
-    found = gradients(tiled(parts, LogitTransform()), parts, entropy=False)
+    actual = gradients(tiled(parts, LogitTransform()), parts, entropy=False)
     expected = gradients(whole({k: v.float() for k, v in parts.items()}, LogitTransform()), parts, entropy=False)
-    for name, value in found.items():
+    for name, value in actual.items():
         assert value.dtype == parts[name].dtype
         torch.testing.assert_close(value.float(), expected[name].float(), rtol=0.1, atol=0.05)
 

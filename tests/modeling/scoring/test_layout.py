@@ -18,7 +18,7 @@ from groupgrad.batch import Batch, StepTotals
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.modeling.scoring import blocks as blocks_module
 from groupgrad.modeling.scoring.attention import AttentionCall, attention_dropout, plannable
-from groupgrad.modeling.scoring.block_attention import RowAttention
+from groupgrad.modeling.scoring.block_attention import BlockPlan
 from groupgrad.modeling.scoring.blocks import Segment, make_blocks
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.modeling.scoring.layout import flat_layout
@@ -116,13 +116,13 @@ def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch,
         loss, gradient = loss_and_gradient(model, batch, DENSE, loss_type, level)
         for layout, tiled in WAYS:
             way = ForwardOptions(layout=layout, tiled_head=tiled, entropy_gradient=True)  # pyright: ignore
-            found, found_gradient = loss_and_gradient(model, batch, way, loss_type, level)
+            actual, found_gradient = loss_and_gradient(model, batch, way, loss_type, level)
             where = f"{layout}, tiled head {tiled}, adapter {adapter}, checkpointing {recompute}"
             # vespo weighs a row by the product of its up to twelve ratios. Log-probs here are about -4, where float32
             # steps by 4.8e-7, so the two ways' log weights differ by up to 4e-6 before the loss is computed at all
             # (sums in float64 change nothing), and rows of opposite signs cancel: 7e-6 was found in 60 batches.
             slack = 10 if loss_type == "vespo" else 1
-            assert float((found - loss).abs()) <= slack * 1e-6 * max(1.0, float(loss.abs())), where
+            assert float((actual - loss).abs()) <= slack * 1e-6 * max(1.0, float(loss.abs())), where
             assert float((found_gradient - gradient).norm()) <= 1e-5 * float(gradient.norm()), where
 
 
@@ -226,9 +226,9 @@ def test_attention_against_float64(window):
     wanted = torch.autograd.grad((expected * weights).sum(), [*inputs, sinks])
     single = [x.detach().float().requires_grad_() for x in (*inputs, sinks)]
     call = AttentionCall(layer=0, scale=0.7, softcap=3.0, window=window, sinks=single[3])
-    found = flat.plan.attend(single[0], single[1], single[2], call)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-    gradients = torch.autograd.grad((found * weights.float()).sum(), single)
+    actual = flat.plan.attend(single[0], single[1], single[2], call)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad((actual * weights.float()).sum(), single)
     for gradient, want in zip(gradients, wanted):
         torch.testing.assert_close(gradient.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -277,11 +277,11 @@ def test_scores_behind_few_keys_are_rounded_once(width: int, monkeypatch):
     query, key, value = (torch.randn(4, 89, width) for _ in range(3))
     query *= 6  # scores of up to 30: two thirds of the weight on one key
     call = AttentionCall(0, width**-0.5)
-    found = RowAttention([prompt, *rows]).attend(query, key, value, call)
+    actual = BlockPlan([prompt, *rows]).attend(query, key, value, call)
     for row in rows:
         places = torch.cat([torch.arange(9), torch.arange(row.start, row.start + 20)])
         q, k, v = (x[:, places].double() for x in (query, key, value))
         hidden = torch.ones(29, 29, dtype=torch.bool).triu(1)
         weights = (width**-0.5 * q @ k.transpose(1, 2)).masked_fill(hidden, float("-inf")).softmax(-1)
-        off = found[row.start : row.start + 20].double() - (weights @ v)[:, 9:].transpose(0, 1)
+        off = actual[row.start : row.start + 20].double() - (weights @ v)[:, 9:].transpose(0, 1)
         assert off.square().mean().sqrt() < 1.4e-7

@@ -28,12 +28,12 @@ def assert_gives_the_model_its_logits(model: Any, transform: LogitTransform) -> 
     hidden, logits = head_input(model, ids)
     head = model.get_output_embeddings()
     for temperature in (1.0, 0.7):
-        found = tiled_scores(hidden, head.weight, head.bias, ids, transform=transform, temperature=temperature)
+        actual = tiled_scores(hidden, head.weight, head.bias, ids, transform=transform, temperature=temperature)
         expected = torch.log_softmax(logits.double() / temperature, -1)
         assert float(expected.std()) > 0.05
         logprobs = expected.gather(1, ids[:, None]).squeeze(1)
-        torch.testing.assert_close(found.logprobs.double(), logprobs, rtol=0, atol=1e-5)
-        torch.testing.assert_close(found.entropy.double(), -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual.logprobs.double(), logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual.entropy.double(), -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-5)
 
 
 def test_every_architecture(any_model):

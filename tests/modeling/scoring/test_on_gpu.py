@@ -47,8 +47,8 @@ def compare(model: nn.Module, batch: Any, way: ForwardOptions) -> None:
     expected = numbers(model, batch, way)
     on_gpu = to_cuda(copy.deepcopy(model))
     with simulated_cuda():
-        found = numbers(on_gpu, batch.to(GPU), way)
-    logprobs, gradient = found
+        actual = numbers(on_gpu, batch.to(GPU), way)
+    logprobs, gradient = actual
     assert isinstance(logprobs, SimulatedTensor)
     assert isinstance(gradient, SimulatedTensor)
     torch.testing.assert_close(logprobs.inner, expected[0], rtol=1e-5, atol=1e-5)

@@ -120,11 +120,11 @@ def reference(case: Case) -> tuple[TokenScores, tuple[torch.Tensor, ...]]:
 def assert_as_reference(case: Case, *, scores: float = 2e-6, gradients: float = 1e-5) -> None:
     """`scores` is relative to the log-probs' size (at least 1), `gradients` to each one's largest entry."""
     expected, expected_gradients = reference(case)
-    found = case.scores()
+    actual = case.scores()
     for name in ("logprobs", "entropy"):
         wanted = getattr(expected, name).detach()
         size = max(1.0, float(wanted.abs().max())) if len(wanted) else 1.0
-        torch.testing.assert_close(getattr(found, name).double(), wanted, rtol=0, atol=scores * size, msg=name)
+        torch.testing.assert_close(getattr(actual, name).double(), wanted, rtol=0, atol=scores * size, msg=name)
     for ours, wanted, x in zip(case.gradients(), expected_gradients, case.inputs(), strict=True):
         assert ours.dtype == x.dtype and ours.shape == x.shape
         size = float(wanted.abs().max()) if wanted.numel() else 0.0
@@ -230,11 +230,11 @@ def test_under_autocast_it_multiplies_as_a_linear_layer_does():
     assert case.bias is not None
     with torch.autocast("cpu", torch.bfloat16):
         logits = nn.functional.linear(case.hidden, case.weight, case.bias).double()
-        found, gradients = case.scores(), case.gradients()
+        actual, gradients = case.scores(), case.gradients()
         case.transform = LogitTransform(own_dtype=True)
         exact = case.scores()
     expected = torch.log_softmax(logits, -1).gather(1, case.tokens[:, None]).squeeze(1)
-    torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     assert [g.dtype for g in gradients] == [torch.float32] * 3
     size = float(reference(case)[1][1].abs().max())
     torch.testing.assert_close(gradients[1].double(), reference(case)[1][1], rtol=0, atol=2e-2 * size)
@@ -363,8 +363,8 @@ def test_a_precomputed_gradient_is_exact_where_all_tokens_are_nearly_certain():
     assert float(logprobs.min()) > -0.02 and float(logprobs.max()) < -1e-4
     plain = [float((a - b).abs().max()) for a, b in zip(case.gradients(), reference(case)[1], strict=True)]
     with_precomputed(case, noise=1e-6)
-    found = [float((a - b).abs().max()) for a, b in zip(case.gradients(), reference(case)[1], strict=True)]
-    assert all(ours <= 3 * theirs for ours, theirs in zip(found, plain, strict=True)), (found, plain)
+    actual = [float((a - b).abs().max()) for a, b in zip(case.gradients(), reference(case)[1], strict=True)]
+    assert all(ours <= 3 * theirs for ours, theirs in zip(actual, plain, strict=True)), (actual, plain)
 
 
 @pytest.mark.parametrize("error", [-200.0, 200.0])
@@ -442,11 +442,11 @@ class _Sizes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in found if isinstance(found, (tuple, list)) else (found,):
+        actual = func(*args, **(kwargs or {}))
+        for x in actual if isinstance(actual, (tuple, list)) else (actual,):
             if isinstance(x, torch.Tensor):
                 self.largest = max(self.largest, x.numel(), x.untyped_storage().nbytes() // x.element_size())
-        return found
+        return actual
 
 
 @pytest.mark.parametrize("frozen_head", [False, True])
@@ -494,10 +494,10 @@ def test_without_kernels_the_logits_of_a_small_vocabulary_are_rounded_once(monke
     expected = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     known = PrecomputedGradient(expected.float(), torch.ones(4000))
     weight.requires_grad_()
-    for found in (
+    for actual in (
         tiled_scores(hidden, weight, None, tokens, transform=LogitTransform()),
         tiled_scores(hidden, weight, torch.zeros(19), tokens, transform=LogitTransform()),
         scores_with_gradient(hidden, weight, None, tokens, known, transform=LogitTransform()),
     ):
-        off = found.logprobs.detach().double() - expected
+        off = actual.logprobs.detach().double() - expected
         assert off.square().mean().sqrt() < 8e-7 and off.abs().max() < 4.5e-6

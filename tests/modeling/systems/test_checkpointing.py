@@ -119,7 +119,7 @@ def test_activations_of_images_are_measured():
     """Two layers of the vision tower save at least their states and their MLPs' values for 16 patches each."""
     vlm = make_vlm_setup("gemma3")
     example = example_prompt(vlm.processor)
-    assert memory.image_values(example.media) == 3 * 16 * 16
+    assert sum(tensor.numel() for tensor in example.media.tensors.values()) == 3 * 16 * 16
     per_token = activation_bytes_per_token(vlm.model, ForwardOptions())
     per_value = memory.activation_bytes_per_value(vlm.model, ForwardOptions(), example, per_token)
     least = 2 * 16 * 4 * (2 * 16 + 2 * 32)

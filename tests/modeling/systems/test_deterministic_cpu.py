@@ -50,12 +50,12 @@ def test_gradients_with_one_index_are_summed_in_order():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = []
+        actual = []
         for _ in range(50):
             states = torch.zeros(40, 64, requires_grad=True)
             with deterministic_cpu(nn.Linear(2, 2)):
                 (grad,) = torch.autograd.grad(states[places], states, pull)
-            found.append(grad)
+            actual.append(grad)
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(grad, found[0]) for grad in found)
+    assert all(torch.equal(grad, actual[0]) for grad in actual)

@@ -98,9 +98,9 @@ def test_a_batch_that_does_not_fit_is_scored_in_halves(cramped, make_model, batc
     model, passes = cramped(12)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            found = score_without_gradient(model, batch, ForwardOptions())
-            torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-6)
-            torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-6)
+            actual = score_without_gradient(model, batch, ForwardOptions())
+            torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+            torch.testing.assert_close(actual.entropy, expected.entropy, rtol=0, atol=1e-6)
     # Prompts, and completions less the last token of each row: 7 + 14 in all; 3 + 3 for the first two rows; 7 + 11 for
     # the others, 3 + 5 for the third and 4 + 6 for the last two.
     assert passes == [21, 6, 18, 8, 10] * 2

@@ -75,10 +75,10 @@ def make_machine(policy, sample):
     return make
 
 
-def assert_same(found, expected) -> None:
-    assert found[0] == pytest.approx(expected[0], abs=1e-9)
-    assert found[1] == {k: None if v is None else pytest.approx(v, abs=1e-9) for k, v in expected[1].items()}
-    torch.testing.assert_close(found[2], expected[2], rtol=0, atol=1e-9)
+def assert_same(actual, expected) -> None:
+    assert actual[0] == pytest.approx(expected[0], abs=1e-9)
+    assert actual[1] == {k: None if v is None else pytest.approx(v, abs=1e-9) for k, v in expected[1].items()}
+    torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("where", ["max_forward", "max_backward"])
@@ -194,8 +194,8 @@ def test_obstacles(changes, reason):
     args = _Arguments()
     for name, value in changes.items():
         setattr(args, name, value)
-    found = obstacle_to_cutting(args)
-    assert found is None if reason is None else reason in str(found)
+    actual = obstacle_to_cutting(args)
+    assert actual is None if reason is None else reason in str(actual)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

@@ -23,21 +23,21 @@ def stream(seed: int = 0) -> torch.Generator:
 )
 def test_rounding_gives_a_neighbour_and_on_average_the_value(value: float, below: float, above: float):
     """bfloat16 has 7 mantissa bits: its spacing is 1/128 between 1 and 2, and 2 between 256 and 512."""
-    found = round_stochastically(torch.full((200_000,), value), stream()).float()
+    actual = round_stochastically(torch.full((200_000,), value), stream()).float()
     low, high = (torch.tensor(x).bfloat16().float() for x in (below, above))
-    assert set(found.unique().tolist()) == {low.item(), high.item()}
-    share = float((found == high).double().mean())
+    assert set(actual.unique().tolist()) == {low.item(), high.item()}
+    share = float((actual == high).double().mean())
     chance = (value - low.item()) / (high - low).item()
     assert share == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / 200_000) + 1e-4)
-    assert float(found.double().mean()) == pytest.approx(value, rel=2e-5)
+    assert float(actual.double().mean()) == pytest.approx(value, rel=2e-5)
 
 
 def test_bfloat16_values_stay():
     values = torch.tensor([0.0, -0.0, 1.0, -2.5, 1e30, math.inf, -math.inf, math.nan]).bfloat16().float()
     for seed in range(20):
-        found = round_stochastically(values, stream(seed)).float()
-        assert torch.equal(found.nan_to_num(7.0), values.nan_to_num(7.0))
-        assert bool(found[-1].isnan())
+        actual = round_stochastically(values, stream(seed)).float()
+        assert torch.equal(actual.nan_to_num(7.0), values.nan_to_num(7.0))
+        assert bool(actual[-1].isnan())
 
 
 def weight(dtype: torch.dtype, size: int = 4096) -> nn.Parameter:

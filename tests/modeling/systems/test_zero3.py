@@ -62,10 +62,10 @@ def test_passes_gather_and_free_the_parameters_of_each_module(model, batch):
     options = ForwardOptions(temperature=0.7)
     expected, size = score_without_gradient(model, batch, options), num_parameters(model)
     rank = OneRank(model)
-    found = score_without_gradient(model, batch, options)
+    actual = score_without_gradient(model, batch, options)
     # A sharded model computes its norms itself.
-    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=2e-6)
-    torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual.entropy, expected.entropy, rtol=0, atol=2e-6)
     assert rank.now == 0 and 0 < rank.most < size / 4
     assert is_sharded(model) and num_parameters(model) == size
 
@@ -92,9 +92,9 @@ def test_the_head_gives_the_scores_and_their_gradient(model, batch):
         parameter.ds_id, parameter.ds_status = 0, Status.AVAILABLE
     calls: list[Any] = []
     handle = model.lm_head.register_forward_hook(lambda _module, _inputs, output: calls.append(output.shape))
-    found = gradients()
+    actual = gradients()
     handle.remove()
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(actual, expected))
     assert calls == [(2, batch.num_tokens)]
     assert "forward" not in vars(model.lm_head)
 

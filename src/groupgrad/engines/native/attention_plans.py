@@ -9,26 +9,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from groupgrad.engines.native.kv_cache import KVCache, KVSlab, LayerShape
-from groupgrad.kernels.attend import OFFSET, Span, Stored, attend
+from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
+from groupgrad.modeling.vlm import PromptImages
 
 QUERY_TILE = 256
 """Queries whose scores are computed at a time where torch's attention kernel does not apply."""
 
 
 class ProbePlan:
-    """Records the attention calls of a model's layers, and the shapes of their keys and values, for one token."""
+    """Records the attention calls of a model's layers, and the shapes of their keys and values, for one token.
+
+    Sessions add what they learn of the model's decode steps.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.calls: dict[int, AttentionCall] = {}
+        self.direct_agrees: dict[type, bool] = {}
+        """True, by the class of the direct form, if its logits were those of the model's modules."""
+        self.can_record = True
+        """False once a step of the model could not be recorded."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(1, Hq, D) outputs: a single token attends to its own value alone."""
@@ -38,77 +46,69 @@ class ProbePlan:
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
-    """Slot in which a run of tokens is stored, and the stored tokens that precede it."""
+class TokenRun:
+    """Consecutive tokens of a prompt or a suffix that a prefill pass computes."""
 
-    slab: KVSlab
+    ids: list[int]
     slot: int
+    """In the slab in which they are stored."""
+    offset: int
+    """Tokens of the slot that are stored already and precede the run."""
     prefix_slot: int = 0
     prefix_length: int = 0
     """Tokens of the prompt in `prefix_slot` that precede the slot's own; 0: the slot holds the beginning."""
-    offset: int = 0
-    """Tokens of the slot that are stored already and precede the run."""
+    images: PromptImages | None = None
+    """Images of the prompt."""
 
-
-@dataclass(slots=True, frozen=True)
-class Segment:
-    """A run of consecutive flat tokens of one prompt or suffix."""
-
-    start: int
-    length: int
-    place: Place
+    @property
+    def position(self) -> int:
+        """Tokens of the sequence before the run."""
+        return self.prefix_length + self.offset
 
 
 class PrefillPlan:
-    """Stores the keys and values of runs of tokens.
+    """Stores the keys and values of runs of tokens in `slab`, which are the flat tokens in this order.
 
     A run attends to its prompt, to the tokens that its slot holds already, and causally to itself.
     """
 
-    def __init__(self, segments: Sequence[Segment], cache: KVCache):
-        self._segments, self._prompts = segments, cache.prompts
+    def __init__(self, runs: Sequence[TokenRun], slab: KVSlab, prompts: KVSlab):
+        self._runs, self._slab, self._prompts = runs, slab, prompts
+        ends = accumulate(len(run.ids) for run in runs)
+        self.spans = [slice(end - len(run.ids), end) for run, end in zip(runs, ends)]
+        """The flat tokens of each run."""
+        table = [
+            (span.start, len(run.ids), run.offset, run.prefix_length, run.prefix_slot, run.slot)
+            for span, run in zip(self.spans, runs)
+        ]
+        self._table = span_table(torch.tensor(table))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
-        for segment in self._segments:
-            span = slice(segment.start, segment.start + segment.length)
-            place, end = segment.place, segment.place.offset + segment.length
-            place.slab.keys[call.layer][place.slot, :, place.offset : end] = key[:, span]
-            place.slab.values[call.layer][place.slot, :, place.offset : end] = value[:, span]
+        own, prompts = self._slab.tensors[call.layer], self._prompts.tensors[call.layer]
+        for span, run in zip(self.spans, self._runs):
+            for tensor, new in zip(own, (key, value)):
+                tensor[run.slot, :, run.offset : run.offset + len(run.ids)] = new[:, span]
         kernels = kernel_for(query, key, value)
-        if kernels is not None and self._prompts.keys[call.layer].dtype == torch.float32:
-            spans = torch.tensor([self._span(segment, call.layer).record() for segment in self._segments])
-            return attend(kernels, query, spans, len(key), call)
+        if kernels is not None and own[0].dtype == torch.float32:
+            return attend(kernels, query, slot_spans(self._table, prompts, own), len(key), call)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-        for segment in self._segments:
-            span = slice(segment.start, segment.start + segment.length)
-            keys, values, place = key[:, span], value[:, span], segment.place
-            before = self._before(place)
-            if before:
-                stored = [slab.keys[call.layer][at].to(keys.dtype) for slab, at in before]
-                keys = torch.cat([*stored, keys], dim=1)
-                stored = [slab.values[call.layer][at].to(values.dtype) for slab, at in before]
-                values = torch.cat([*stored, values], dim=1)
+        for span, run in zip(self.spans, self._runs):
+            keys, values = key[:, span], value[:, span]
+            if run.position:
+                keys, values = (
+                    torch.cat(
+                        [
+                            prompt[run.prefix_slot, :, : run.prefix_length].to(new.dtype),
+                            stored[run.slot, :, : run.offset].to(new.dtype),
+                            new,
+                        ],
+                        dim=1,
+                    )
+                    for prompt, stored, new in zip(prompts, own, (keys, values))
+                )
             output[span] = causal_attention(query[:, span], keys, values, call).transpose(0, 1)
         return output
-
-    def _span(self, segment: Segment, layer: int) -> Span:
-        place, prompts = segment.place, self._prompts
-        own = Stored(place.slab.keys[layer][place.slot], place.slab.values[layer][place.slot])
-        prompt = Stored(prompts.keys[layer][place.prefix_slot], prompts.values[layer][place.prefix_slot])
-        return Span(
-            segment.start,
-            segment.length,
-            own,
-            place.offset,
-            prompt if place.prefix_length else None,
-            place.prefix_length,
-        )
-
-    def _before(self, place: Place) -> list[tuple[KVSlab, tuple[int, slice, slice]]]:
-        """Slabs and indices of the stored tokens before a run, in order."""
-        parts = [(self._prompts, place.prefix_slot, place.prefix_length), (place.slab, place.slot, place.offset)]
-        return [(slab, (slot, slice(None), slice(0, length))) for slab, slot, length in parts if length]
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -173,14 +173,16 @@ class DecodeBatch:
     """Suffix tokens stored before the step."""
 
     @property
-    def rows_per_group(self) -> int:
-        """Rows of the largest group."""
-        return max(Counter(self.groups).values())
+    def shape(self) -> StepShape:
+        """The smallest sizes that hold the rows."""
+        rows_per_group = max(Counter(self.groups).values())
+        num_groups, prompt_size = max(self.groups) + 1, max(self.prompt_lengths)
+        return StepShape(len(self.groups), num_groups, rows_per_group, prompt_size, max(self.lengths) + 1)
 
 
 @dataclass(slots=True, frozen=True)
 class StepShape:
-    """Fixed sizes of a recorded step. Results beyond the actual rows are computed and ignored."""
+    """Sizes of a step. A recorded one has fixed sizes; results beyond the actual rows are computed and ignored."""
 
     num_rows: int
     num_groups: int
@@ -188,26 +190,6 @@ class StepShape:
     prompt_size: int
     """Tokens of a prompt slot."""
     suffix_size: int
-
-
-@dataclass(slots=True)
-class _GroupOrder:
-    """Permutations between row-major (row, head) pairs and group-major (group, head, row) places."""
-
-    to_groups: torch.Tensor
-    """(groups * Hkv * R,) the row-major pair of each group-major place; pair 0 for padding."""
-    to_rows: torch.Tensor
-    """(n * Hkv,) the group-major place of each row-major pair; place 0 for padding."""
-
-
-@dataclass(slots=True)
-class _Masks:
-    """Masks of keys, True for hidden ones; None if no key is hidden."""
-
-    prompt: torch.Tensor | None
-    """(n * Hkv, 1, P)."""
-    suffix: torch.Tensor | None
-    """(n * Hkv, 1, T)."""
 
 
 class DecodePlan:
@@ -219,42 +201,37 @@ class DecodePlan:
 
     def __init__(self, cache: KVCache, batch: DecodeBatch, shape: StepShape | None = None):
         self._cache, self._batch, self._shape = cache, batch, shape
-        self._orders: dict[tuple[int, torch.device], _GroupOrder] = {}
-        self._masks: dict[tuple[int | None, int, torch.device], _Masks] = {}
-        self._row_tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._orders: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+        self._masks: dict[tuple[int | None, int, torch.device], list[torch.Tensor | None]] = {}
+        self._tables: dict[torch.device, torch.Tensor] = {}
         self._spans: torch.Tensor | None = None
-        longest, prompt = max(batch.lengths), max(batch.prompt_lengths)
         self._num_steps = 0
-        self._is_even = shape is None and min(batch.lengths) == longest
-        self._prompts_are_even = shape is None and min(batch.prompt_lengths) == prompt
-        self._num_rows = shape.num_rows if shape else len(batch.groups)
-        self._num_groups = shape.num_groups if shape else max(batch.groups) + 1
-        self._rows_per_group = shape.rows_per_group if shape else batch.rows_per_group
-        self._num_prompt = shape.prompt_size if shape else prompt
-        self._num_suffix = shape.suffix_size if shape else longest + 1
+        self._is_even = shape is None and min(batch.lengths) == max(batch.lengths)
+        self._prompts_are_even = shape is None and min(batch.prompt_lengths) == max(batch.prompt_lengths)
+        sizes = batch.shape if shape is None else shape
+        self._num_rows, self._num_groups, self._rows_per_group = sizes.num_rows, sizes.num_groups, sizes.rows_per_group
+        self._num_prompt, self._num_suffix = sizes.prompt_size, sizes.suffix_size
 
     def advance(self, num_tokens: int = 1) -> None:
         """Moves on to the step after `num_tokens` more tokens of each row."""
         self._num_steps += num_tokens
         if self._shape is None:
             self._num_suffix += num_tokens
-        for (name, _), tensor in self._row_tensors.items():
-            if name == "lengths":
-                tensor.add_(num_tokens)
+        for table in self._tables.values():
+            table[1].add_(num_tokens)
         if self._spans is not None:
             self._spans[:, OFFSET] += num_tokens
         # Masks of prompts stay valid unless a window moves over them.
-        self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks.suffix is None}
+        self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks[1] is None}
 
     def change(self, batch: DecodeBatch) -> None:
         """Replaces the rows by others that the shape covers, in the same tensors."""
         self._batch, self._num_steps = batch, 0
-        for (name, _), tensor in self._row_tensors.items():
-            tensor.copy_(self._row_numbers(name))
+        for table in self._tables.values():
+            table.copy_(self._make_table())
         for (heads, _), order in self._orders.items():
-            new = self._make_order(heads)
-            order.to_groups.copy_(new.to_groups)
-            order.to_rows.copy_(new.to_rows)
+            for tensor, new in zip(order, self._make_order(heads)):
+                tensor.copy_(new)
 
     def drop_masks(self) -> None:
         """Lets the next step compute its masks itself."""
@@ -262,88 +239,86 @@ class DecodePlan:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(n, Hq, D) outputs from query (Hq, n, D), key and value (Hkv, n, D)."""
-        cache, rows, heads = self._cache, self._num_rows, key.shape[0]
-        pairs, num_prompt = self._num_groups * heads, self._num_prompt
-        suffixes, prompts = cache.suffixes, cache.prompts
-        own_keys, own_values = suffixes.keys[call.layer][:rows], suffixes.values[call.layer][:rows]
-        self._write(own_keys, own_values, key, value)
+        rows, heads, num_prompt = self._num_rows, key.shape[0], self._num_prompt
+        pairs = self._num_groups * heads
+        own_keys, own_values = (stored[:rows] for stored in self._cache.suffixes.tensors[call.layer])
+        self._write((own_keys, key), (own_values, value))
         kernels = None if self._shape is not None or own_keys.dtype != torch.float32 else kernel_for(query, key, value)
         if kernels is not None:
             return attend(kernels, query, self._spans_of(call.layer), heads, call)
-        own_keys = own_keys.flatten(0, 1)[:, : self._num_suffix]
-        own_values = own_values.flatten(0, 1)[:, : self._num_suffix]
-        prompt_keys = prompts.keys[call.layer].flatten(0, 1)[:pairs, :num_prompt]
-        prompt_values = prompts.values[call.layer].flatten(0, 1)[:pairs, :num_prompt]
-        order = self._order_on(heads, query.device)
+        own_keys, own_values = (x.flatten(0, 1)[:, : self._num_suffix] for x in (own_keys, own_values))
+        prompts = self._cache.prompts.tensors[call.layer]
+        prompt_keys, prompt_values = (x.flatten(0, 1)[:pairs, :num_prompt] for x in prompts)
+        to_groups, to_rows = self._order_on(heads, query.device)
         queries = query.transpose(0, 1).reshape(rows * heads, -1, query.shape[2]).to(own_keys.dtype)
-        grouped = queries.index_select(0, order.to_groups).view(pairs, -1, query.shape[2])
-        scores = products(grouped, prompt_keys, call.scale).view(len(order.to_groups), -1, num_prompt)
+        grouped = queries.index_select(0, to_groups).view(pairs, -1, query.shape[2])
+        scores = products(grouped, prompt_keys, call.scale).view(len(to_groups), -1, num_prompt)
         own_scores = products(queries, own_keys, call.scale)
-        scores = torch.cat([scores.index_select(0, order.to_rows), own_scores], dim=-1)
+        scores = torch.cat([scores.index_select(0, to_rows), own_scores], dim=-1)
         weights = self._weights(scores, call, heads).to(own_values.dtype)
-        grouped = weights[..., :num_prompt].index_select(0, order.to_groups).view(pairs, -1, num_prompt)
-        mixed = torch.bmm(grouped, prompt_values).view(len(order.to_groups), -1, own_values.shape[2])
+        grouped = weights[..., :num_prompt].index_select(0, to_groups).view(pairs, -1, num_prompt)
+        mixed = torch.bmm(grouped, prompt_values).view(len(to_groups), -1, own_values.shape[2])
         own_weights = weights[..., num_prompt : num_prompt + self._num_suffix]
-        mixed = torch.baddbmm(mixed.index_select(0, order.to_rows), own_weights, own_values)
+        mixed = torch.baddbmm(mixed.index_select(0, to_rows), own_weights, own_values)
         return mixed.view(rows, -1, own_values.shape[2]).to(query.dtype)
 
     def _spans_of(self, layer: int) -> torch.Tensor:
-        """(n, 10) the rows' records for the kernels, a span of one token each (see `kernels.attend.Span`)."""
-        suffixes, prompts, batch = self._cache.suffixes, self._cache.prompts, self._batch
+        """(n, 10) the rows' records for the kernels, a span of one token each."""
         if self._spans is None:
+            batch = self._batch
             # Rows of a group are adjacent, so that their prompt is read once for all of them.
             rows = torch.tensor(sorted(range(len(batch.groups)), key=batch.groups.__getitem__))
-            groups, one = torch.tensor(batch.groups)[rows], torch.ones_like(rows)
-            lengths, prompt_lengths = (torch.tensor(x)[rows] for x in (batch.lengths, batch.prompt_lengths))
-            counts = (rows, one, lengths + self._num_steps, prompt_lengths)
-            self._spans = torch.stack([*counts, one, one, groups, groups, rows, rows], dim=1)
-        tensors = (prompts.keys[layer], prompts.values[layer], suffixes.keys[layer], suffixes.values[layer])
-        strides = [1, 1, 1, 1, tensors[0].stride(1), tensors[2].stride(1), *(4 * x.stride(0) for x in tensors)]
-        return self._spans * torch.tensor(strides) + torch.tensor([0] * 6 + [x.data_ptr() for x in tensors])
+            groups, lengths, prompt_lengths = (
+                torch.tensor(numbers)[rows] for numbers in (batch.groups, batch.lengths, batch.prompt_lengths)
+            )
+            columns = (rows, torch.ones_like(rows), lengths + self._num_steps, prompt_lengths, groups, rows)
+            self._spans = span_table(torch.stack(columns, dim=1))
+        return slot_spans(self._spans, self._cache.prompts.tensors[layer], self._cache.suffixes.tensors[layer])
 
     def _weights(self, scores: torch.Tensor, call: AttentionCall, heads: int) -> torch.Tensor:
         scores = finish_scores(scores, call)
         masks = self._masks_for(call.window, heads, scores.device)
-        if masks.prompt is not None:
-            scores[..., : self._num_prompt].masked_fill_(masks.prompt, float("-inf"))
-        if masks.suffix is not None:
-            scores[..., self._num_prompt :].masked_fill_(masks.suffix, float("-inf"))
+        for mask, part in zip(masks, (scores[..., : self._num_prompt], scores[..., self._num_prompt :])):
+            if mask is not None:
+                part.masked_fill_(mask, float("-inf"))
         if call.sinks is None:
             return torch.softmax(scores, dim=-1)
         column = call.sinks.float().view(1, heads, -1, 1).expand(self._num_rows, -1, -1, 1).flatten(0, 1)
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
 
-    def _write(self, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if self._is_even:
-            keys[:, :, self._num_suffix - 1] = key.transpose(0, 1)
-            values[:, :, self._num_suffix - 1] = value.transpose(0, 1)
-            return
-        at = (self._row_tensor("rows", keys.device), slice(None), self._row_tensor("lengths", keys.device))
-        keys[at] = key.transpose(0, 1).to(keys.dtype)
-        values[at] = value.transpose(0, 1).to(values.dtype)
+    def _write(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Stores the new keys and values: pairs of what is stored (n, Hkv, places, D) and the new (Hkv, n, D)."""
+        for stored, new in pairs:
+            if self._is_even:
+                stored[:, :, self._num_suffix - 1] = new.transpose(0, 1)
+            else:
+                rows, lengths, _ = self._table_on(stored.device)
+                stored[rows, :, lengths] = new.transpose(0, 1).to(stored.dtype)
 
-    def _row_tensor(self, name: Literal["rows", "lengths", "prompt_lengths"], device: torch.device) -> torch.Tensor:
-        """(n,) row numbers, suffix tokens stored before this step, or prompt lengths."""
-        if (name, device) not in self._row_tensors:
-            self._row_tensors[name, device] = self._row_numbers(name).to(device)
-        return self._row_tensors[name, device]
+    def _table_on(self, device: torch.device) -> torch.Tensor:
+        """(3, n) int64 row numbers, suffix tokens stored before this step, and prompt lengths."""
+        if device not in self._tables:
+            self._tables[device] = self._make_table().to(device)
+        return self._tables[device]
 
-    def _row_numbers(self, name: str) -> torch.Tensor:
-        if name == "rows":
-            return torch.arange(self._num_rows)
-        numbers = torch.zeros(self._num_rows, dtype=torch.int64)
-        source = self._batch.lengths if name == "lengths" else self._batch.prompt_lengths
-        numbers[: len(source)] = torch.tensor(source)
-        return numbers + self._num_steps if name == "lengths" else numbers
+    def _make_table(self) -> torch.Tensor:
+        table = torch.arange(self._num_rows).repeat(3, 1)
+        table[1:] = 0
+        table[1:, : len(self._batch.groups)] = torch.tensor([self._batch.lengths, self._batch.prompt_lengths])
+        table[1] += self._num_steps
+        return table
 
-    def _order_on(self, heads: int, device: torch.device) -> _GroupOrder:
-        """The order for all layers with this many key heads."""
+    def _order_on(self, heads: int, device: torch.device) -> list[torch.Tensor]:
+        """Permutations, for layers with this many key heads, of (row, head) pairs and (group, head, row) places.
+
+        (groups * Hkv * R,) the pair of each place, pair 0 for padding; (n * Hkv,) the place of each pair, place 0 for
+        padding.
+        """
         if (heads, device) not in self._orders:
-            order = self._make_order(heads)
-            self._orders[heads, device] = _GroupOrder(order.to_groups.to(device), order.to_rows.to(device))
+            self._orders[heads, device] = [tensor.to(device) for tensor in self._make_order(heads)]
         return self._orders[heads, device]
 
-    def _make_order(self, heads: int) -> _GroupOrder:
+    def _make_order(self, heads: int) -> list[torch.Tensor]:
         num_taken = [0] * self._num_groups
         places = []
         for group in self._batch.groups:
@@ -355,33 +330,30 @@ class DecodePlan:
         to_rows[: len(pairs)] = pairs
         to_groups = torch.zeros(self._num_groups * heads * self._rows_per_group, dtype=torch.int64)
         to_groups[pairs] = torch.arange(len(pairs))
-        return _GroupOrder(to_groups, to_rows)
+        return [to_groups, to_rows]
 
-    def _masks_for(self, window: int | None, heads: int, device: torch.device) -> _Masks:
-        """The masks for all layers of a step with the same window."""
+    def _masks_for(self, window: int | None, heads: int, device: torch.device) -> list[torch.Tensor | None]:
+        """Masks (n * Hkv, 1, keys) of prompts and suffixes for layers with this window, True for hidden keys.
+
+        None if no key is hidden.
+        """
         if window is not None and self._num_prompt + self._num_suffix <= window:
             window = None
         if (window, heads, device) not in self._masks:
             self._masks[window, heads, device] = self._make_masks(window, heads, device)
         return self._masks[window, heads, device]
 
-    def _make_masks(self, window: int | None, heads: int, device: torch.device) -> _Masks:
+    def _make_masks(self, window: int | None, heads: int, device: torch.device) -> list[torch.Tensor | None]:
         prompt = suffix = None
+        _, newest, lengths = self._table_on(device)[..., None]
         if not self._prompts_are_even or window is not None:
-            lengths = self._row_tensor("prompt_lengths", device)[:, None]
             place = torch.arange(self._num_prompt, device=device)
             prompt = place >= lengths
             if window is not None:
-                prompt = prompt | (lengths + self._row_tensor("lengths", device)[:, None] - place >= window)
+                prompt = prompt | (lengths + newest - place >= window)
         if not self._is_even or window is not None:
-            newest = self._row_tensor("lengths", device)[:, None]
             place = torch.arange(self._num_suffix, device=device)
             suffix = place > newest
             if window is not None:
                 suffix = suffix | (newest - place >= window)
-        return _Masks(_by_head(prompt, heads), _by_head(suffix, heads))
-
-
-def _by_head(mask: torch.Tensor | None, heads: int) -> torch.Tensor | None:
-    """Repeats a mask (n, S) for each head, as (n * Hkv, 1, S)."""
-    return None if mask is None else mask.repeat_interleave(heads, dim=0)[:, None]
+        return [None if mask is None else mask.repeat_interleave(heads, dim=0)[:, None] for mask in (prompt, suffix)]

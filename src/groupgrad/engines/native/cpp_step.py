@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,8 +26,23 @@ class _Linear(ctypes.Structure):
     _fields_ = (("weight", _Pointer), ("bias", _Pointer))
 
 
-NORMS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
-LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""Norms of a decoder layer, by their names in the kernel. A model may lack those of queries and keys."""
+
+LINEARS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 
 
 class _Layer(ctypes.Structure):
@@ -94,56 +110,36 @@ class LayerModules:
     call: AttentionCall
     head_dim: int
     activation: Any
-    attention_norm: Any
-    query_norm: Any
-    key_norm: Any
-    mlp_norm: Any
-    query: Any
-    key: Any
-    value: Any
-    output: Any
-    gate: Any
-    up: Any
-    down: Any
+    modules: dict[str, Any]
+    """By the names in `NORMS` and `LINEARS`; None for a norm that the model lacks."""
 
 
 def layer_modules(layer: Any, calls: dict[int, AttentionCall]) -> LayerModules:
     """The modules of a layer of one of `families.CAUSAL_LMS`; `calls` are the attention calls by layer."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return LayerModules(
-        call=calls[attention.layer_idx],
-        head_dim=attention.head_dim,
-        activation=mlp.act_fn,
-        attention_norm=layer.input_layernorm,
-        query_norm=getattr(attention, "q_norm", None),
-        key_norm=getattr(attention, "k_norm", None),
-        mlp_norm=layer.post_attention_layernorm,
-        query=attention.q_proj,
-        key=attention.k_proj,
-        value=attention.v_proj,
-        output=attention.o_proj,
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
-        down=mlp.down_proj,
-    )
+    attention = layer.self_attn
+    modules = {
+        name: reduce(lambda owner, key: getattr(owner, key, None), path.split("."), layer)
+        for name, path in (NORMS | LINEARS).items()
+    }
+    return LayerModules(calls[attention.layer_idx], attention.head_dim, layer.mlp.act_fn, modules)
 
 
 class CompiledModel:
     """Addresses of a decoder's weights. Made for each session, because parameters may be replaced in between."""
 
     def __init__(self, kernels: ctypes.CDLL, inner: Any, layers: list[LayerModules]):
-        self._kernels, self._rotary = kernels, inner.model.rotary_emb
+        self.kernels, self._rotary = kernels, inner.model.rotary_emb
         self._layer_numbers = [layer.call.layer for layer in layers]
         self._embedding = inner.model.embed_tokens.weight
         self._layers = (_Layer * len(layers))(*map(_read_layer, layers))
-        first = layers[0]
-        self._model = _Model(
+        first, head_dim = layers[0].modules, layers[0].head_dim
+        self.structure = _Model(
             num_layers=len(layers),
             hidden=self._embedding.shape[1],
-            inner=first.gate.out_features,
-            heads=first.query.out_features // first.head_dim,
-            kv_heads=first.key.out_features // first.head_dim,
-            head_width=first.head_dim,
+            inner=first["gate"].out_features,
+            heads=first["query"].out_features // head_dim,
+            kv_heads=first["key"].out_features // head_dim,
+            head_width=head_dim,
             vocabulary=inner.lm_head.out_features,
             layers=ctypes.addressof(self._layers),
             embedding=self._embedding.data_ptr(),
@@ -157,24 +153,6 @@ class CompiledModel:
         self._cache_version = (-1, -1)
         self._logits = torch.empty(0, inner.lm_head.out_features)
 
-    def step_for(self, cache: KVCache, batch: DecodeBatch) -> CompiledStep:
-        """The step for these rows."""
-        return CompiledStep(self, cache, batch)
-
-    def make_rows(self, cache: KVCache, batch: DecodeBatch, arrays: list[Any]) -> _Rows:
-        """The structure of a batch's rows; `arrays` receives the arrays that it points to."""
-        chunk_rows = self._kernels.groupgrad_chunk_rows(self._model.heads // self._model.kv_heads)
-        order = sorted(range(len(batch.groups)), key=batch.groups.__getitem__)
-        chunks = [0]
-        for at in range(1, len(order)):
-            is_same = batch.groups[order[at]] == batch.groups[order[at - 1]]
-            if not is_same or at - chunks[-1] == chunk_rows:
-                chunks.append(at)
-        chunks.append(len(order))
-        arrays += [(_Number * len(x))(*x) for x in (batch.groups, batch.prompt_lengths, order, chunks)]
-        sizes = cache.suffixes.slot_size, cache.prompts.slot_size
-        return _Rows(len(order), *sizes, len(chunks) - 1, *map(ctypes.addressof, arrays))
-
     def bind(self, cache: KVCache) -> None:
         """Notes the addresses of the cache's tensors, and computes rotary angles for all positions it has room for."""
         if cache.version == self._cache_version:
@@ -182,67 +160,20 @@ class CompiledModel:
         self._cache_version = cache.version
         suffixes, prompts = cache.suffixes, cache.prompts
         for layer, number in zip(self._layers, self._layer_numbers):
-            layer.own_keys, layer.own_values = suffixes.keys[number].data_ptr(), suffixes.values[number].data_ptr()
-            layer.prompt_keys, layer.prompt_values = prompts.keys[number].data_ptr(), prompts.values[number].data_ptr()
+            layer.own_keys, layer.own_values = (x.data_ptr() for x in suffixes.tensors[number])
+            layer.prompt_keys, layer.prompt_values = (x.data_ptr() for x in prompts.tensors[number])
         limit = suffixes.slot_size + prompts.slot_size
         if self._tables is None or len(self._tables[0]) < limit:
             positions = torch.arange(1 << (limit - 1).bit_length())[None]
             cosines, sines = self._rotary(self._embedding[None, :1], positions)
             self._tables = cosines[0].contiguous(), sines[0].contiguous()
-            self._model.cosines, self._model.sines = (table.data_ptr() for table in self._tables)
+            self.structure.cosines, self.structure.sines = (table.data_ptr() for table in self._tables)
 
-    def run(self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """(n, V) logits, overwritten by the next step."""
-        logits = self._logits_of(rows)
-        failed = self._kernels.groupgrad_decode(
-            ctypes.addressof(self._model),
-            ctypes.addressof(rows),
-            tokens.data_ptr(),
-            positions.data_ptr(),
-            logits.data_ptr(),
-            torch.get_num_threads(),
-        )
-        if failed:
-            raise _out_of_memory(rows)
-        return logits
-
-    def sample(
-        self, rows: _Rows, tokens: torch.Tensor, positions: torch.Tensor, state: UnfilteredSampling, num_steps: int
-    ) -> torch.Tensor:
-        """(steps, n) tokens of `num_steps` steps, or fewer if a row ends by the last of them."""
-        sampled = torch.empty(num_steps, rows.count, dtype=torch.int64)
-        names = ("draws", "logprobs", "entropies", "requests", "counts", "ends")
-        sampling = _Sampling(
-            longest=state.draws.shape[1],
-            num_ends=len(state.ends),
-            factor=bits_factor(state.temperature),
-            **{name: getattr(state, name).data_ptr() for name in names},
-        )
-        num_done = self._kernels.groupgrad_sample(
-            ctypes.addressof(self._model),
-            ctypes.addressof(rows),
-            ctypes.addressof(sampling),
-            rows.count,
-            self._model.vocabulary,
-            tokens.data_ptr(),
-            positions.data_ptr(),
-            self._logits_of(rows).data_ptr(),
-            num_steps,
-            sampled.data_ptr(),
-            torch.get_num_threads(),
-        )
-        if num_done < 0:
-            raise _out_of_memory(rows)
-        return sampled[:num_done]
-
-    def _logits_of(self, rows: _Rows) -> torch.Tensor:
-        if len(self._logits) < rows.count:
-            self._logits = self._logits.new_empty(rows.count, self._model.vocabulary)
-        return self._logits[: rows.count]
-
-
-def _out_of_memory(rows: _Rows) -> MemoryError:
-    return MemoryError(f"no memory is left for a decode step of {rows.count} rows; lower engine_kv_memory")
+    def logits_of(self, num_rows: int) -> torch.Tensor:
+        """(num_rows, V) memory that all steps share."""
+        if len(self._logits) < num_rows:
+            self._logits = self._logits.new_empty(num_rows, self.structure.vocabulary)
+        return self._logits[:num_rows]
 
 
 class CompiledStep:
@@ -259,20 +190,75 @@ class CompiledStep:
 
         The next step overwrites them.
         """
-        return self._model.run(self._bound_rows(), tokens.contiguous(), positions.contiguous())
+        model, rows = self._model, self._bound_rows()
+        tokens, positions, logits = tokens.contiguous(), positions.contiguous(), model.logits_of(rows.count)
+        failed = model.kernels.groupgrad_decode(
+            ctypes.addressof(model.structure),
+            ctypes.addressof(rows),
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise _out_of_memory(rows)
+        return logits
 
     def sample(
         self, tokens: torch.Tensor, positions: torch.Tensor, state: UnfilteredSampling, num_steps: int
     ) -> torch.Tensor:
         """(steps, n) tokens of up to `num_steps` steps; the last step is the first in which a row ends."""
-        return self._model.sample(self._bound_rows(), tokens.contiguous(), positions.contiguous(), state, num_steps)
+        model, rows = self._model, self._bound_rows()
+        tokens, positions = tokens.contiguous(), positions.contiguous()
+        sampled = torch.empty(num_steps, rows.count, dtype=torch.int64)
+        names = ("draws", "logprobs", "entropies", "requests", "counts", "ends")
+        sampling = _Sampling(
+            longest=state.draws.shape[1],
+            num_ends=len(state.ends),
+            factor=bits_factor(state.temperature),
+            **{name: getattr(state, name).data_ptr() for name in names},
+        )
+        num_done = model.kernels.groupgrad_sample(
+            ctypes.addressof(model.structure),
+            ctypes.addressof(rows),
+            ctypes.addressof(sampling),
+            rows.count,
+            model.structure.vocabulary,
+            tokens.data_ptr(),
+            positions.data_ptr(),
+            model.logits_of(rows.count).data_ptr(),
+            num_steps,
+            sampled.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if num_done < 0:
+            raise _out_of_memory(rows)
+        return sampled[:num_done]
 
     def _bound_rows(self) -> _Rows:
+        """The structure of the batch's rows, in a cache whose addresses the model has."""
         if self._rows is None or self._cache.version != self._cache_version:
-            self._arrays, self._cache_version = [], self._cache.version
-            self._rows = self._model.make_rows(self._cache, self._batch, self._arrays)
+            self._rows, self._cache_version = self._make_rows(), self._cache.version
         self._model.bind(self._cache)
         return self._rows
+
+    def _make_rows(self) -> _Rows:
+        structure, batch = self._model.structure, self._batch
+        chunk_rows = self._model.kernels.groupgrad_chunk_rows(structure.heads // structure.kv_heads)
+        order = sorted(range(len(batch.groups)), key=batch.groups.__getitem__)
+        chunks = [0]
+        for at in range(1, len(order)):
+            is_same = batch.groups[order[at]] == batch.groups[order[at - 1]]
+            if not is_same or at - chunks[-1] == chunk_rows:
+                chunks.append(at)
+        chunks.append(len(order))
+        self._arrays = [(_Number * len(x))(*x) for x in (batch.groups, batch.prompt_lengths, order, chunks)]
+        slot_sizes = self._cache.suffixes.slot_size, self._cache.prompts.slot_size
+        return _Rows(len(order), *slot_sizes, len(chunks) - 1, *map(ctypes.addressof, self._arrays))
+
+
+def _out_of_memory(rows: _Rows) -> MemoryError:
+    return MemoryError(f"no memory is left for a decode step of {rows.count} rows; lower engine_kv_memory")
 
 
 def compiled_model(inner: Any, layers: list[LayerModules]) -> CompiledModel | None:
@@ -294,29 +280,25 @@ def _is_supported(inner: Any, layers: list[LayerModules]) -> bool:
         return False
     if any(layer.call.softcap is not None or layer.call.sinks is not None for layer in layers):
         return False
-    linears = [inner.lm_head, *(getattr(layer, name) for layer in layers for name in LINEARS)]
-    norms = [backbone.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
+    linears = [inner.lm_head, *(layer.modules[name] for layer in layers for name in LINEARS)]
+    norms = [backbone.norm, *(layer.modules[name] for layer in layers for name in NORMS)]
     norms = [norm for norm in norms if norm is not None]
     if not all(map(is_plain, linears)) or not all(map(is_rms_norm, norms)):
         return False
-    if len({norm.variance_epsilon for norm in norms}) != 1 or len(set(map(_weight_shapes, layers))) != 1:
+    # The kernel assumes one epsilon, and equal shapes in all layers.
+    shapes = {tuple(None if m is None else m.weight.shape for m in layer.modules.values()) for layer in layers}
+    if len({norm.variance_epsilon for norm in norms}) != 1 or len(shapes) != 1:
         return False
     head_dim = layers[0].head_dim
     rotates_whole_heads = head_dim % 2 == 0 and 2 * backbone.rotary_emb.inv_freq.numel() == head_dim
     return rotates_whole_heads and all(map(is_plain_memory, inner.parameters()))
 
 
-def _weight_shapes(layer: LayerModules) -> tuple[Any, ...]:
-    """Weight shapes, which the kernel assumes to be equal in all layers."""
-    modules = [getattr(layer, name) for name in (*NORMS, *LINEARS)]
-    return tuple(None if module is None else module.weight.shape for module in modules)
-
-
 def _read_layer(layer: LayerModules) -> _Layer:
-    norms = {name: getattr(layer, name) for name in NORMS}
+    modules = layer.modules
     return _Layer(
-        **{name: norm.weight.data_ptr() for name, norm in norms.items() if norm is not None},
-        **{name: _read_linear(getattr(layer, name)) for name in LINEARS},
+        **{name: modules[name].weight.data_ptr() for name in NORMS if modules[name] is not None},
+        **{name: _read_linear(modules[name]) for name in LINEARS},
         window=layer.call.window or 0,
         scale=layer.call.scale,
     )

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
-from groupgrad.engines.native.cpp_step import UnfilteredSampling
 from groupgrad.engines.native.kv_cache import KVCache, padded
 from groupgrad.engines.native.logits import step_logits
 
@@ -44,10 +43,8 @@ class RecordedStep:
         self.plan.advance()
         return logits
 
-    def sample(
-        self, tokens: torch.Tensor, positions: torch.Tensor, sampling: UnfilteredSampling, num_steps: int
-    ) -> None:
-        """Recorded steps run one at a time."""
+    def sample(self, *_arguments: object) -> None:
+        """None: recorded steps run one at a time."""
 
 
 class StepRecorder:
@@ -66,10 +63,11 @@ class StepRecorder:
             # The tensors that these steps were recorded with are gone.
             self._steps, self._version = {}, self._cache.version
         # It never shrinks: a smaller value would save a few queries and cost recordings.
-        self._rows_per_group = max(self._rows_per_group, padded(batch.rows_per_group))
+        exact = batch.shape
+        self._rows_per_group = max(self._rows_per_group, padded(exact.rows_per_group))
         shape = StepShape(
-            num_rows=min(padded(len(batch.groups)), suffixes.num_slots),
-            num_groups=min(padded(max(batch.groups) + 1), prompts.num_slots),
+            num_rows=min(padded(exact.num_rows), suffixes.num_slots),
+            num_groups=min(padded(exact.num_groups), prompts.num_slots),
             rows_per_group=self._rows_per_group,
             prompt_size=prompts.slot_size,
             suffix_size=suffixes.slot_size,
@@ -90,7 +88,7 @@ class StepRecorder:
             return step_logits(self._model, ids, positions, plan)
 
         slabs = (self._cache.suffixes, self._cache.prompts)
-        stored = [tensor for slab in slabs for tensor in (*slab.keys.values(), *slab.values.values())]
+        stored = [tensor for slab in slabs for pair in slab.tensors.values() for tensor in pair]
         return RecordedStep(plan, ids, positions, self._record(work, stored))
 
 

@@ -18,14 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupgrad.engines.native.cpp_step import (
-    LINEARS,
-    NORMS,
-    CompiledModel,
-    LayerModules,
-    compiled_model,
-    layer_modules,
-)
+from groupgrad.engines.native.cpp_step import CompiledModel, LayerModules, compiled_model, layer_modules
 from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
 from groupgrad.modeling.families import CAUSAL_LMS, DECODERS, is_rms_norm, is_transformers_class
@@ -50,19 +43,20 @@ class DirectModel:
         half = sin.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         for layer in self._layers:
-            normed = layer.attention_norm(hidden)
-            query = layer.query(normed).unflatten(-1, (-1, layer.head_dim))
-            key = layer.key(normed).unflatten(-1, (-1, layer.head_dim))
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = layer.query_norm(query), layer.key_norm(key)
+            modules, head_dim = layer.modules, layer.head_dim
+            normed = modules["attention_norm"](hidden)
+            query = modules["query"](normed).unflatten(-1, (-1, head_dim))
+            key = modules["key"](normed).unflatten(-1, (-1, head_dim))
+            if modules["query_norm"] is not None:
+                query, key = modules["query_norm"](query), modules["key_norm"](key)
             num_heads = query.shape[1]
             both = torch.cat([query, key], dim=1)
             both = (both * cos + both.roll(half, -1) * sin).transpose(0, 1)
-            value = layer.value(normed).unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)
+            value = modules["value"](normed).unflatten(-1, (-1, head_dim)).transpose(0, 1)
             attended = plan.attend(both[:num_heads], both[num_heads:], value, layer.call)
-            hidden = hidden + layer.output(attended.flatten(1))
-            normed = layer.mlp_norm(hidden)
-            hidden = hidden + layer.down(layer.activation(layer.gate(normed), layer.up(normed)))
+            hidden = hidden + modules["output"](attended.flatten(1))
+            normed = modules["mlp_norm"](hidden)
+            hidden = hidden + modules["down"](layer.activation(modules["gate"](normed), modules["up"](normed)))
         return self._head(self._norm(hidden))
 
 
@@ -113,9 +107,8 @@ def _must_be_called(module: nn.Module) -> bool:
 
 def _as_functions(layer: LayerModules) -> LayerModules:
     """The layer with functions in place of its modules; `activation` becomes activation(gate) * up."""
-    modules = {name: getattr(layer, name) for name in (*NORMS, *LINEARS)}
-    functions = {name: module if module is None else _function(module) for name, module in modules.items()}
-    return replace(layer, activation=_gated(layer.activation), **functions)
+    functions = {name: module if module is None else _function(module) for name, module in layer.modules.items()}
+    return replace(layer, activation=_gated(layer.activation), modules=functions)
 
 
 def _function(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,6 @@ from groupgrad.engines.native.direct_step import direct_model
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.packed_linear import fast_linears
-from groupgrad.engines.native.probe_cache import ProbeCache
 from groupgrad.engines.native.runner import DecodeRunner
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.sampling_params import SamplingParams, read_options
@@ -30,6 +30,10 @@ from groupgrad.modeling.systems.checkpointing import free_bytes
 
 MEMORY_SHARE = 0.5
 """Share of the free memory that keys and values may take without an explicit bound."""
+
+
+_ATTENTION_SETTINGS = ("scaling", "sliding_window")
+"""Attributes of transformers' attention layers that may be changed in place."""
 
 
 class NativeEngine:
@@ -61,7 +65,8 @@ class NativeEngine:
         self._model, self._tokenizer = model, tokenizer
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
         self._pack_weights = pack_weights
-        self._probes = ProbeCache()
+        self._probe = ProbePlan()
+        self._fingerprint: tuple[Any, ...] = ()
         self.statistics = Statistics()
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -98,29 +103,45 @@ class NativeEngine:
 
     @torch.no_grad()
     def _make_session(self, model: nn.Module, params: SamplingParams, statistics: Statistics) -> NativeSession:
-        device = input_device(model)
-        token = torch.zeros(1, dtype=torch.int64, device=device)
-        probe = self._probes.results(model, lambda plan: last_logits(model, token, token, plan, token))
-        devices = {layer.device for layer in probe.plan.layers.values()}
-        record = self._recorder(devices) if probe.checks.can_record else None
-        cache, direct = self._make_cache(probe.plan, record is not None), direct_model(model, probe.plan.calls)
+        device, probe = input_device(model), self._probe_of(model)
+        devices = {layer.device for layer in probe.layers.values()}
+        record = self._recorder(devices) if probe.can_record else None
+        cache, direct = self._make_cache(probe, record is not None), direct_model(model, probe.calls)
         return NativeSession(
             model,
             Sampler(params, device),
             Scheduler(cache, self._max_rows),
-            DecodeRunner(model, cache, device, record=record, direct=direct, checks=probe.checks),
+            DecodeRunner(model, cache, device, record=record, direct=direct, probe=probe),
             StopStrings(params.stop_strings, self._tokenizer),
             statistics,
             # Only an explicit bound refuses a sequence.
             may_exceed_bound=self._kv_memory is None,
         )
 
-    def _make_cache(self, plan: ProbePlan, is_recorded: bool) -> KVCache:
+    def _probe_of(self, model: nn.Module) -> ProbePlan:
+        """The probe of `model`, kept as long as that consists of the same modules and parameters; values may differ."""
+        fingerprint = _fingerprint(model)
+        if self._fingerprint != fingerprint:
+            probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64, device=input_device(model))
+            last_logits(model, token, token, probe, token)
+            self._probe, self._fingerprint = probe, fingerprint
+        return self._probe
+
+    def _make_cache(self, probe: ProbePlan, is_recorded: bool) -> KVCache:
         bound = self._kv_memory
         if bound is None:
-            layers = list(plan.layers.values())
+            layers = list(probe.layers.values())
             bound = _tokens_that_fit(layers, self._model) * sum(layer.bytes_per_token for layer in layers)
-        return KVCache(plan.layers, bound, is_recorded=is_recorded)
+        return KVCache(probe.layers, bound, is_recorded=is_recorded)
+
+
+def _fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    # Weak references, since a later module may have the address of an earlier one.
+    modules = ((weakref.ref(m), *(m.__dict__.get(name) for name in _ATTENTION_SETTINGS)) for m in model.modules())
+    parameters = [(p.shape, p.dtype, p.device) for p in model.parameters()]
+    device_types = sorted({"cpu", *(device.type for _, _, device in parameters)} - {"meta"})
+    autocast = ((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in device_types)
+    return (*modules, *parameters, *autocast)
 
 
 def input_device(model: nn.Module) -> torch.device:

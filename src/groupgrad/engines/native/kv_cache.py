@@ -37,9 +37,8 @@ class KVSlab:
         self.num_slots, self.slot_size = 0, 0
         self.version = 0
         """Changes when the tensors are replaced."""
-        self.keys: dict[int, torch.Tensor] = {}
-        """By layer, (num_slots, Hkv, slot_size, D)."""
-        self.values: dict[int, torch.Tensor] = {}
+        self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By layer, keys and values, each (num_slots, Hkv, slot_size, D)."""
         self.resize(0, 0)
 
     @property
@@ -51,21 +50,24 @@ class KVSlab:
         """Replaces the tensors; the first `keep_slots` slots keep their first `keep_tokens` tokens."""
         # Matrix products read unused places too, and mask them afterwards: they must be finite.
         for number, layer in self._layers.items():
-            for tensors, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
-                new = torch.empty(num_slots, layer.num_heads, slot_size, dim, dtype=layer.dtype, device=layer.device)
-                kept = new[:keep_slots, :, :keep_tokens]
+            new = []
+            for i, dim in enumerate((layer.key_dim, layer.value_dim)):
+                size = (num_slots, layer.num_heads, slot_size, dim)
+                tensor = torch.empty(size, dtype=layer.dtype, device=layer.device)
+                kept = tensor[:keep_slots, :, :keep_tokens]
                 if kept.numel():
-                    kept.copy_(tensors[number][:keep_slots, :, :keep_tokens])
-                new[:keep_slots, :, keep_tokens:].zero_()
-                new[keep_slots:].zero_()
-                tensors[number] = new
+                    kept.copy_(self.tensors[number][i][:keep_slots, :, :keep_tokens])
+                tensor[:keep_slots, :, keep_tokens:].zero_()
+                tensor[keep_slots:].zero_()
+                new.append(tensor)
+            self.tensors[number] = (new[0], new[1])
         self.num_slots, self.slot_size = num_slots, slot_size
         self.version += 1
 
     def move(self, source: int, target: int, num_tokens: int) -> None:
         """Copies the first `num_tokens` tokens of one slot to another."""
-        for tensors in (self.keys, self.values):
-            for tensor in tensors.values():
+        for pair in self.tensors.values():
+            for tensor in pair:
                 tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
 
 
@@ -74,9 +76,8 @@ class OffloadedKV:
     """Keys and values of the first suffix tokens of a sequence that has left its slot."""
 
     num_tokens: int
-    keys: dict[int, torch.Tensor]
-    """By layer, (Hkv, num_tokens, D)."""
-    values: dict[int, torch.Tensor]
+    tensors: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """By layer, keys and values, each (Hkv, num_tokens, D)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,6 +92,8 @@ class Need:
     """Length of the longest prompt."""
     max_suffix_length: int = 0
     """Longest suffix that any of the sequences may reach."""
+    prompt_tokens: int = 0
+    """Tokens of all prompts, without padding."""
 
     @property
     def num_tokens(self) -> int:
@@ -129,24 +132,21 @@ class KVCache:
 
     def offload(self, slot: int, num_tokens: int) -> OffloadedKV:
         """Copies the first tokens of a suffix out of its slot."""
-        keys, values = (
-            {number: tensor[slot, :, :num_tokens].clone() for number, tensor in tensors.items()}
-            for tensors in (self.suffixes.keys, self.suffixes.values)
-        )
         self.offloaded_tokens += num_tokens
-        return OffloadedKV(num_tokens, keys, values)
+        at = (slot, slice(None), slice(0, num_tokens))
+        stored = self.suffixes.tensors.items()
+        return OffloadedKV(num_tokens, {number: (k[at].clone(), v[at].clone()) for number, (k, v) in stored})
 
     def restore(self, offloaded: OffloadedKV, slot: int) -> None:
         """Copies an offloaded suffix into a slot that has room for it."""
-        pairs = ((self.suffixes.keys, offloaded.keys), (self.suffixes.values, offloaded.values))
-        for tensors, stored in pairs:
-            for number, tensor in stored.items():
-                tensors[number][slot, :, : offloaded.num_tokens] = tensor
+        for number, pair in offloaded.tensors.items():
+            for target, tensor in zip(self.suffixes.tensors[number], pair):
+                target[slot, :, : offloaded.num_tokens] = tensor
 
     def drop(self, offloaded: OffloadedKV) -> None:
         """Frees an offloaded suffix."""
         self.offloaded_tokens -= offloaded.num_tokens
-        offloaded.keys, offloaded.values = {}, {}
+        offloaded.tensors = {}
 
     def reserve(self, need: Need, used: Need) -> bool:
         """Makes room for `need`, keeping the tokens of `used`; False, with nothing done, if the bound forbids it.
@@ -156,18 +156,17 @@ class KVCache:
         sizes = self._sizes(need)
         if sizes is None:
             return False
-        num_slots, slot_size, num_prompts, prompt_size = sizes
-        suffixes, prompts = self.suffixes, self.prompts
-        changes = [
-            (suffixes, num_slots, slot_size, used.num_suffixes, min(used.suffix_length, slot_size)),
-            (prompts, num_prompts, prompt_size, used.num_prompts, min(used.prompt_length, prompt_size)),
+        slabs = [
+            (self.suffixes, *sizes[:2], used.num_suffixes, used.suffix_length),
+            (self.prompts, *sizes[2:], used.num_prompts, used.prompt_length),
         ]
         # A slab that shrinks is resized first, to stay under the bound meanwhile.
-        changes.sort(key=lambda change: change[1] * change[2] - change[0].capacity)
-        for slab, new_slots, new_size, keep_slots, keep_tokens in changes:
-            if (new_slots, new_size) != (slab.num_slots, slab.slot_size):
-                slab.resize(new_slots, new_size, keep_slots, keep_tokens)
-        self.peak_tokens = max(self.peak_tokens, suffixes.capacity + prompts.capacity + self.offloaded_tokens)
+        slabs.sort(key=lambda item: item[1] * item[2] - item[0].capacity)
+        for slab, num_slots, slot_size, keep_slots, keep_tokens in slabs:
+            if (num_slots, slot_size) != (slab.num_slots, slab.slot_size):
+                slab.resize(num_slots, slot_size, keep_slots, min(keep_tokens, slot_size))
+        num_tokens = self.suffixes.capacity + self.prompts.capacity + self.offloaded_tokens
+        self.peak_tokens = max(self.peak_tokens, num_tokens)
         return True
 
     def _sizes(self, need: Need) -> tuple[int, int, int, int] | None:

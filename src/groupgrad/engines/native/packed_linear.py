@@ -26,7 +26,8 @@ def fast_linears(model: nn.Module, *, pack: bool = False) -> Iterator[None]:
     Layers with a replaced forward method are left alone. With `pack` weights are copied into oneDNN's layout and must
     not change inside.
     """
-    modules: list[Any] = [module for module in model.modules() if _is_supported(module)] if _is_available() else []
+    is_available = _kernel is not None and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
+    modules: list[Any] = [module for module in model.modules() if is_available and _is_supported(module)]
     try:
         for module in modules:
             module.forward = partial(_forward, module, _pack(module.weight) if pack else module.weight)
@@ -51,8 +52,6 @@ def _is_supported(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         return False
     weight = module.weight
-    if isinstance(weight, nn.UninitializedParameter):
-        return False
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
 
 
@@ -68,10 +67,6 @@ def is_plain(module: Any) -> bool:
     return (
         type(module) is nn.Linear and is_unchanged and module.weight.shape == (module.out_features, module.in_features)
     )
-
-
-def _is_available() -> bool:
-    return _kernel is not None and torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu")
 
 
 def _find_kernel() -> Any:

@@ -24,14 +24,6 @@ BLOCK = 128
 _BELOW_ONE = 1.0 - 2**-52
 
 
-@dataclass(slots=True, frozen=True)
-class SampledScores:
-    """Log-probs and entropies of a request's tokens."""
-
-    logprobs: list[float]
-    entropies: list[float]
-
-
 class Sampler:
     """Random streams of open requests, and the scores of their tokens.
 
@@ -84,12 +76,12 @@ class Sampler:
             for table in (self._draws, self.logprobs, self.entropies)
         )
 
-    def take_out(self, rows: Sequence[int], counts: Sequence[int]) -> list[SampledScores]:
-        """Scores of the first `counts` tokens of finished requests; frees their rows."""
+    def take_out(self, rows: Sequence[int], counts: Sequence[int]) -> list[tuple[list[float], list[float]]]:
+        """Log-probs and entropies of the first `counts` tokens of finished requests; frees their rows."""
         at, longest = torch.tensor(rows, device=self.device), max(counts)
         logprobs, entropies = self.logprobs[at, :longest].tolist(), self.entropies[at, :longest].tolist()
         self._free += rows
-        return [SampledScores(p[:count], e[:count]) for p, e, count in zip(logprobs, entropies, counts)]
+        return [(p[:count], e[:count]) for p, e, count in zip(logprobs, entropies, counts)]
 
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n,) next tokens from logits (n, V), for the requests in table `rows` (n,) that have `counts` (n,) tokens."""

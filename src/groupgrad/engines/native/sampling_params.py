@@ -82,7 +82,7 @@ def unsupported(options: SamplingOptions) -> list[str]:
     names = [
         name
         for name, value in options.extra.items()
-        if name not in _KNOWN and value is not None and not _is_neutral(name, value)
+        if name not in _KNOWN and value is not None and value != _NEUTRAL.get(name)
     ]
     return [*names, "cache_implementation"] if options.cache_implementation is not None else names
 
@@ -126,10 +126,6 @@ def read_options(options: SamplingOptions, tokenizer: Any) -> SamplingParams:
         suppressed_first=_ids(extra.get("begin_suppress_tokens")),
         stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
     )
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    return name in _NEUTRAL and value == _NEUTRAL[name]
 
 
 def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -8,14 +8,14 @@ prompt stays stored. Retained keys and values are dropped when room is needed; a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from groupgrad.engines.base import Request
 from groupgrad.engines.native.kv_cache import KVCache, Need
-from groupgrad.engines.native.sequence import Group, PromptKey, RetainedPrefix, Sequence, prompt_key
+from groupgrad.engines.native.sequence import Group, PromptKey, RetainedPrefix, Sequence, image_key
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Scheduler:
 
     def _group(self, request: Request) -> Group:
         """The group of the request's prompt, created if no sequence or retained prefix is in it."""
-        key = prompt_key(request.prompt_ids, request.media)
+        key = tuple(request.prompt_ids), image_key(request.media)
         group = self._groups_by_key.get(key)
         if group is None:
             group = self._groups_by_key[key] = Group(request.prompt_ids, self._num_groups, media=request.media)
@@ -110,7 +110,7 @@ class Scheduler:
     def _brings_new_images(self, ticket: int, request: Request) -> bool:
         """True if the request has other images than the retained prefix of `ticket`."""
         retained = self._unclaimed(ticket)
-        return retained is not None and retained.group.key[1] != prompt_key([], request.media)[1]
+        return retained is not None and image_key(retained.group.media) != image_key(request.media)
 
     def _claim(self, ticket: int, prompt_ids: list[int]) -> RetainedPrefix:
         """The prefix that a new request continues; no other request may continue it."""
@@ -147,9 +147,8 @@ class Scheduler:
             self.num_waited += bool(self.waiting)
         if not sequences:
             return Admission([], [])
-        new_groups = list({id(s.group): s.group for s in sequences if s.group.slot < 0}.values())
-        need = _need([*self.running, *sequences], [*self.groups, *new_groups]).with_more_tokens(1)
-        is_reserved = self.cache.reserve(need, self._need())
+        new_groups = _new_groups(sequences)
+        is_reserved = self.cache.reserve(self._need(sequences).with_more_tokens(1), self._need())
         assert is_reserved, "only sequences that fit are admitted"
         for group in new_groups:
             group.slot = len(self.groups)
@@ -185,19 +184,21 @@ class Scheduler:
     def _take_fitting(self) -> list[Sequence]:
         """Takes sequences off the queue while they fit, dropping retained keys and values for them."""
         admitted: list[Sequence] = []
-        footprint = self._footprint(admitted)
-        while self.waiting and footprint.need.num_suffixes != self._max_sequences:
+        need, new_groups = self._need(), set[int]()
+        while self.waiting and need.num_suffixes != self._max_sequences:
             sequence = self.waiting[0]
-            while not (is_room := self._fits(larger := footprint.plus(sequence))):
-                if not self._drop_for_admission([*admitted, sequence], footprint.need.num_suffixes):
+            while not (is_room := self._fits(larger := _with_sequence(need, sequence, new_groups))):
+                if not self._drop_for_admission([*admitted, sequence], need.num_suffixes):
                     break
                 # A dropped prefix may have been the last user of a stored prompt.
-                footprint = self._footprint(admitted)
+                need, new_groups = self._need(admitted), {group.number for group in _new_groups(admitted)}
             # A sequence that runs alone needs no headroom.
-            if not is_room and footprint.need.num_suffixes:
+            if not is_room and need.num_suffixes:
                 break
             admitted.append(self.waiting.popleft())
-            footprint = larger
+            need = larger
+            if sequence.group.slot < 0:
+                new_groups.add(sequence.group.number)
         return admitted
 
     def _run(self, sequence: Sequence) -> None:
@@ -238,21 +239,13 @@ class Scheduler:
         # Admission would give its slot back to it.
         self._is_admission_due = False
 
-    def _need(self) -> Need:
-        return _need(self.running, self.groups)
-
-    def _footprint(self, admitted: Collection[Sequence]) -> _Footprint:
+    def _need(self, admitted: Collection[Sequence] = ()) -> Need:
         """Room of the running and the admitted sequences."""
-        prompt_tokens = sum(len(group.prompt_ids) for group in self.groups)
-        footprint = _Footprint(self._need(), prompt_tokens, frozenset())
-        for sequence in admitted:
-            footprint = footprint.plus(sequence)
-        return footprint
+        return _need([*self.running, *admitted], [*self.groups, *_new_groups(admitted)])
 
-    def _fits(self, footprint: _Footprint) -> bool:
+    def _fits(self, need: Need) -> bool:
         """True if the padding of prompts is acceptable and the bound leaves headroom for every sequence."""
-        need = footprint.need
-        if need.num_prompts * need.prompt_length > 2 * footprint.prompt_tokens + PADDING:
+        if need.num_prompts * need.prompt_length > 2 * need.prompt_tokens + PADDING:
             return False
         length = need.suffix_length + max(HEADROOM, need.suffix_length // 2)
         return self.cache.fits(replace(need, suffix_length=min(length, need.max_suffix_length)))
@@ -263,7 +256,8 @@ class Scheduler:
         """Removes finished sequences; those to be kept become retained prefixes."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self.running)}
         finished = {id(sequence) for sequence in sequences}
-        need = _need([s for s in self.running if id(s) not in finished], self.groups).with_more_tokens(1)
+        others = [sequence for sequence in self.running if id(sequence) not in finished]
+        need = _need(others, self.groups).with_more_tokens(1)
         has_offloaded = False
         for sequence in sequences:
             if not sequence.request.keep:
@@ -271,7 +265,7 @@ class Scheduler:
             retained = self._retained[sequence.ticket] = RetainedPrefix(sequence.group, sequence.suffix_ids)
             num_tokens = sequence.num_stored
             while not (is_room := self.cache.fits(need, num_tokens)) and self._drop_unclaimed():
-                need = replace(need, **_prompt_need(self.groups))
+                need = _need(others, self.groups).with_more_tokens(1)
             if is_room:
                 retained.offloaded = self.cache.offload(slots[id(sequence)], num_tokens)
                 retained.group.ref_count += 1
@@ -305,19 +299,18 @@ class Scheduler:
 
     def _drop_unclaimed(self) -> bool:
         """Drops the oldest keys and values that no request continues yet; False if there are none."""
-        for retained in self._retained.values():
-            if retained.offloaded is not None and not retained.is_claimed:
-                self._drop(retained)
-                return True
-        return False
+        return self._drop_first(r for r in self._retained.values() if not r.is_claimed)
 
     def _drop_claimed(self, spared: Collection[int] = ()) -> bool:
         """Drops the newest claimed keys and values, which are needed last; False if there are none but `spared`."""
-        for ticket, retained in reversed(self._retained.items()):
-            if retained.offloaded is not None and retained.is_claimed and ticket not in spared:
-                self._drop(retained)
-                return True
-        return False
+        newest = reversed(self._retained.items())
+        return self._drop_first(r for ticket, r in newest if r.is_claimed and ticket not in spared)
+
+    def _drop_first(self, prefixes: Iterable[RetainedPrefix]) -> bool:
+        retained = next((retained for retained in prefixes if retained.offloaded is not None), None)
+        if retained is not None:
+            self._drop(retained)
+        return retained is not None
 
     def _drop(self, retained: RetainedPrefix) -> None:
         """Frees the offloaded keys and values of a prefix, if any."""
@@ -354,42 +347,35 @@ class Scheduler:
         self._slots_version += 1
 
 
-@dataclass(slots=True, frozen=True)
-class _Footprint:
-    """Room of the running sequences and of those about to be admitted."""
-
-    need: Need
-    prompt_tokens: int
-    new_groups: frozenset[int]
-    """Numbers of the groups that are not stored yet."""
-
-    def plus(self, sequence: Sequence) -> _Footprint:
-        """The same with one sequence more."""
-        group = sequence.group
-        need = replace(
-            self.need,
-            num_suffixes=self.need.num_suffixes + 1,
-            suffix_length=max(self.need.suffix_length, sequence.num_stored),
-            max_suffix_length=max(self.need.max_suffix_length, sequence.max_length),
-        )
-        if group.slot >= 0 or group.number in self.new_groups:
-            return replace(self, need=need)
-        length = len(group.prompt_ids)
-        need = replace(need, num_prompts=need.num_prompts + 1, prompt_length=max(need.prompt_length, length))
-        return _Footprint(need, self.prompt_tokens + length, self.new_groups | {group.number})
+def _new_groups(sequences: Collection[Sequence]) -> list[Group]:
+    """The distinct groups of sequences whose prompts are not stored."""
+    return list({id(s.group): s.group for s in sequences if s.group.slot < 0}.values())
 
 
 def _need(sequences: Collection[Sequence], groups: Collection[Group]) -> Need:
+    prompt_lengths = [len(group.prompt_ids) for group in groups]
     return Need(
         num_suffixes=len(sequences),
         suffix_length=max((sequence.num_stored for sequence in sequences), default=0),
+        num_prompts=len(groups),
+        prompt_length=max(prompt_lengths, default=0),
         max_suffix_length=max((sequence.max_length for sequence in sequences), default=0),
-        **_prompt_need(groups),
+        prompt_tokens=sum(prompt_lengths),
     )
 
 
-def _prompt_need(groups: Collection[Group]) -> dict[str, int]:
-    return {"num_prompts": len(groups), "prompt_length": max((len(g.prompt_ids) for g in groups), default=0)}
+def _with_sequence(need: Need, sequence: Sequence, new_groups: Collection[int]) -> Need:
+    """`need` with one sequence more. `new_groups` are the numbers of groups in it whose prompts are not stored yet."""
+    is_new = sequence.group.slot < 0 and sequence.group.number not in new_groups
+    prompt_length = len(sequence.group.prompt_ids) if is_new else 0
+    return Need(
+        num_suffixes=need.num_suffixes + 1,
+        suffix_length=max(need.suffix_length, sequence.num_stored),
+        num_prompts=need.num_prompts + is_new,
+        prompt_length=max(need.prompt_length, prompt_length),
+        max_suffix_length=max(need.max_suffix_length, sequence.max_length),
+        prompt_tokens=need.prompt_tokens + prompt_length,
+    )
 
 
 def compact(items: list[T], is_removed: list[bool]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from groupgrad.modeling.vlm import PromptImages
 from groupgrad.types import Media
 
 PromptKey = tuple[tuple[int, ...], str]
-"""Token ids of a prompt and the key of its images."""
+"""Token ids of a prompt and the `image_key` of its images. Requests with equal keys have the same prompt."""
 
 
 @dataclass(eq=False)
@@ -34,11 +34,6 @@ class Group:
     """Sequences right behind the prompt that have no token yet."""
     first_logits: torch.Tensor | None = None
     """(V,) logits behind the prompt, while it is stored and fresh sequences remain."""
-
-    @property
-    def key(self) -> PromptKey:
-        """Requests with equal keys have the same prompt."""
-        return prompt_key(self.prompt_ids, self.media)
 
     @property
     def position_shift(self) -> int:
@@ -102,6 +97,6 @@ class RetainedPrefix:
     """The request that continues it has arrived."""
 
 
-def prompt_key(prompt_ids: list[int], media: Media | None) -> PromptKey:
-    """Identifies a prompt by its tokens and its images."""
-    return tuple(prompt_ids), "" if media is None else media.key
+def image_key(media: Media | None) -> str:
+    """Equal for equal images; empty without images."""
+    return "" if media is None else media.key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -13,14 +12,17 @@ import torch
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample
-from groupgrad.engines.native.attention_plans import DecodeBatch, Place, PrefillPlan, Segment
+from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, TokenRun
+from groupgrad.engines.native.cuda_graphs import RecordedStep
+from groupgrad.engines.native.kv_cache import KVSlab
 from groupgrad.engines.native.logits import last_logits
-from groupgrad.engines.native.runner import DecodeRunner, Step
+from groupgrad.engines.native.runner import DecodeRunner, EagerStep
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Admission, Scheduler
 from groupgrad.engines.native.sequence import Group, Sequence
 from groupgrad.engines.stop_strings import StopStrings
-from groupgrad.modeling.vlm import ImageSegment, PromptImages, flat_image_inputs, prompt_images
+from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.vlm import flat_image_inputs, prompt_images
 
 PREFILL_TOKENS = 8192
 """Tokens per prefill pass, unless a single prompt has more."""
@@ -180,52 +182,43 @@ class NativeSession:
 
     def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
         """Computes prompts, each from a place on; the tokens before it are stored."""
-        for pack in _packs(groups, [len(group.prompt_ids) - start for group, start in groups]):
-            logits = self._prefill(
-                [group.prompt_ids[start:] for group, start in pack],
-                [start for _, start in pack],
-                [Place(self._cache.prompts, group.slot, offset=start) for group, start in pack],
-                [group.prompt_images for group, _ in pack],
-            )
-            for (group, _), row in zip(pack, logits):
+        runs = [TokenRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images) for g, start in groups]
+        for pack in _packs(list(zip((group for group, _ in groups), runs))):
+            for (group, _), row in zip(pack, self._prefill([run for _, run in pack], self._cache.prompts)):
                 if group.num_fresh:
                     group.first_logits = row
 
     def _prefill_suffixes(self, sequences: list[tuple[int, Sequence]]) -> None:
         """Computes suffix tokens, by slot, that are not stored: replies, and what preemption or dropping freed."""
-        for pack in _packs(sequences, [s.num_stored - s.num_restored for _, s in sequences]):
-            prompt_lengths = [len(s.group.prompt_ids) for _, s in pack]
-            logits = self._prefill(
-                [s.suffix_ids[s.num_restored : s.num_stored] for _, s in pack],
-                [length + s.num_restored for (_, s), length in zip(pack, prompt_lengths)],
-                [
-                    Place(self._cache.suffixes, slot, s.group.slot, length, offset=s.num_restored)
-                    for (slot, s), length in zip(pack, prompt_lengths)
-                ],
-                [s.group.prompt_images for _, s in pack],
-            )
-            first = [i for i, (_, s) in enumerate(pack) if not s.sampled_ids]
+        runs = []
+        for slot, s in sequences:
+            ids, group = s.suffix_ids[s.num_restored : s.num_stored], s.group
+            run = TokenRun(ids, slot, s.num_restored, group.slot, len(group.prompt_ids), group.prompt_images)
+            runs.append((s, run))
+        for pack in _packs(runs):
+            logits = self._prefill([run for _, run in pack], self._cache.suffixes)
+            first = [i for i, (s, _) in enumerate(pack) if not s.sampled_ids]
             if first:
-                self._sample_first([pack[i][1] for i in first], logits[first])
+                self._sample_first([pack[i][0] for i in first], logits[first])
 
-    def _prefill(
-        self, ids: list[list[int]], starts: list[int], places: list[Place], images: list[PromptImages | None]
-    ) -> torch.Tensor:
-        """(N, V) logits behind N runs of tokens whose first ones stand at `starts`; stores their keys and values."""
-        flat = self._tensor([token for run in ids for token in run])
-        positions = self._tensor([start + i for run, start in zip(ids, starts) for i in range(len(run))])
-        ends = list(itertools.accumulate(map(len, ids)))
-        segments = [Segment(end - len(run), len(run), place) for run, end, place in zip(ids, ends, places)]
-        self._statistics.num_prefilled += len(flat)
-        image_segments = [
-            ImageSegment(segment.start, segment.length, start, prompt)
-            for segment, start, prompt in zip(segments, starts, images)
+    def _prefill(self, runs: list[TokenRun], slab: KVSlab) -> torch.Tensor:
+        """(N, V) logits behind N runs of tokens, whose keys and values are stored in `slab`."""
+        ids = self._tensor([token for run in runs for token in run.ids])
+        positions = self._tensor([run.position + i for run in runs for i in range(len(run.ids))])
+        plan = PrefillPlan(runs, slab, self._cache.prompts)
+        last = self._tensor([span.stop - 1 for span in plan.spans])
+        self._statistics.num_prefilled += len(ids)
+        with_images = [
+            (Segment(span.start, len(run.ids), run.position), run.images)
+            for run, span in zip(runs, plan.spans)
+            if run.images is not None
         ]
-        view = flat_image_inputs(self._model, flat, positions, image_segments)
-        plan, last = view.attention_plan(PrefillPlan(segments, self._cache)), self._tensor([end - 1 for end in ends])
+        if not with_images:
+            return last_logits(self._model, ids, positions, plan, last)
+        view = flat_image_inputs(self._model, ids, positions, with_images)
         with view.embedding_true_ids(self._model):
             positions = positions if view.rope is None else view.rope
-            return last_logits(self._model, view.ids, positions, plan, last, **view.inputs)
+            return last_logits(self._model, view.ids, positions, view.attention_plan(plan), last, **view.inputs)
 
     def _sample_first_tokens(self, sequences: list[Sequence]) -> None:
         """Samples the first tokens of fresh sequences from the logits behind their prompts."""
@@ -308,9 +301,9 @@ class NativeSession:
         if not ended:
             return
         scores = self._sampler.take_out([s.table_row for s in ended], [len(s.sampled_ids) for s in ended])
-        for sequence, score in zip(ended, scores):
+        for sequence, (logprobs, entropies) in zip(ended, scores):
             assert sequence.finish_reason is not None
-            sample = Sample(sequence.sampled_ids, sequence.finish_reason, score.logprobs, score.entropies)
+            sample = Sample(sequence.sampled_ids, sequence.finish_reason, logprobs, entropies)
             self._finished.append((sequence.ticket, sample))
         self._scheduler.finish(ended)
 
@@ -332,7 +325,7 @@ class _RunningBatch:
     """In the sampler's tables."""
     starts: torch.Tensor
     """Positions of the first sampled tokens."""
-    step: Step
+    step: EagerStep | RecordedStep
 
 
 def _start_of_last_pass(group: Group) -> int:
@@ -344,10 +337,11 @@ def _start_of_last_pass(group: Group) -> int:
     return 0 if group.prompt_images is not None and bool(group.prompt_images.mask[last]) else last
 
 
-def _packs(items: list[Any], lengths: list[int]) -> Iterator[list[Any]]:
-    """Splits items into runs of at most `PREFILL_TOKENS` tokens."""
+def _packs(items: list[tuple[Any, TokenRun]]) -> Iterator[list[tuple[Any, TokenRun]]]:
+    """Splits items into lists whose runs have at most `PREFILL_TOKENS` tokens together."""
     pack, size = [], 0
-    for item, length in zip(items, lengths):
+    for item in items:
+        length = len(item[1].ids)
         if pack and size + length > PREFILL_TOKENS:
             yield pack
             pack, size = [], 0

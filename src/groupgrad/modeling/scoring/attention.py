@@ -79,8 +79,12 @@ def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, pl
     reason = plannable(model)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
-    with _wrapped_attention(model), _active(plan):
-        return model(input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, **extra)
+    _active_plans.append(plan)
+    try:
+        with _wrapped_attention(model):
+            return model(input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, **extra)
+    finally:
+        _active_plans.pop()
 
 
 def unplug(model: nn.Module) -> None:
@@ -170,15 +174,6 @@ def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
 
 
 @contextmanager
-def _active(plan: AttentionPlan) -> Iterator[None]:
-    _active_plans.append(plan)
-    try:
-        yield
-    finally:
-        _active_plans.pop()
-
-
-@contextmanager
 def _wrapped_attention(model: nn.Module) -> Iterator[None]:
     """Wraps the attention implementations of the configurations inside `model`.
 
@@ -188,15 +183,13 @@ def _wrapped_attention(model: nn.Module) -> Iterator[None]:
     assert inner is not None
     if inner not in _configs:
         _configs[inner] = _decoder_configs(inner)
-    names = [config._attn_implementation_internal.removeprefix(_PREFIX) for config in _configs[inner]]
-    for config, name in zip(_configs[inner], names):
-        config._attn_implementation_internal = _wrapped(name)
+    for config in _configs[inner]:
+        config._attn_implementation_internal = _wrapped(config._attn_implementation_internal.removeprefix(_PREFIX))
     try:
         yield
     finally:
         if not (torch.is_grad_enabled() and is_checkpointing(inner)):
-            for config, name in zip(_configs[inner], names):
-                config._attn_implementation_internal = name
+            unplug(inner)
 
 
 def _decoder_configs(inner: PreTrainedModel) -> list[Any]:

@@ -15,37 +15,52 @@ import torch
 import torch.nn.functional as F
 
 from groupgrad.kernels import library
-from groupgrad.kernels.attend import attend, flat_spans
+from groupgrad.kernels.attend import attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.blocks import Block, Segment, make_blocks
+from groupgrad.modeling.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
 
 
-class RowAttention:
-    """Attention of the rows of one flat input, by the compiled kernels and blocks."""
+class BlockPlan:
+    """Attention plan of rows that may share prompts (see `attention.AttentionPlan`).
+
+    Runs in flex attention where that is usable, otherwise in the compiled kernels or as products over blocks.
+    """
 
     def __init__(self, segments: Sequence[Segment]):
         self._segments = segments
-        self._blocks: dict[torch.device, list[Block]] = {}
+        self._blocks: list[Block] | None = None
+        self._blocks_on: dict[torch.device, list[Block]] = {}
+        self._places: dict[torch.device, TokenPlaces] = {}
         none = Segment(0, 0)
         prompts = [segment.shared or none for segment in segments]
-        table = [(s.start, s.length, p.start, p.length) for s, p in zip(segments, prompts)]
-        self.row_table = torch.tensor(table, dtype=torch.int64).view(-1, 4)
-        """(n, 4) int64, the start and the length of each segment, and of its prompt."""
+        rows = [(s.start, s.length, 0, p.length, p.start, s.start) for s, p in zip(segments, prompts)]
+        self.spans = span_table(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
+        """(n, 10) int64, the segments as the compiled kernels take them."""
 
     def blocks(self, device: torch.device) -> list[Block]:
         """The blocks, made when they are first needed. Layers of a model may lie on several devices."""
-        cpu = torch.device("cpu")
-        if cpu not in self._blocks:
-            self._blocks[cpu] = make_blocks(self._segments)
-        if device not in self._blocks:
-            self._blocks[device] = [block.to(device) for block in self._blocks[cpu]]
-        return self._blocks[device]
+        if self._blocks is None:
+            self._blocks = make_blocks(self._segments)
+        if device not in self._blocks_on:
+            self._blocks_on[device] = [block.to(device) for block in self._blocks]
+        return self._blocks_on[device]
+
+    def places(self, device: torch.device) -> TokenPlaces:
+        """The tokens as flex attention masks them."""
+        if device not in self._places:
+            self._places[device] = TokenPlaces.of(self._segments, device)
+        return self._places[device]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D).
 
         Differentiable in query, key, value and the sinks. Scores and weights are float32 for inputs of any type.
         """
+        if is_usable(query, value, call):
+            output = attend_flex(query, key, value, self.places(query.device), call)
+            if output is not None:
+                return output
         if call.dropout:
             raise ValueError(f"attention dropout of {call.dropout} cannot be used in the shared-prompt layout")
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -66,25 +81,26 @@ class _RowAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None,
-        rows: RowAttention,
+        plan: BlockPlan,
         call: AttentionCall,
     ) -> torch.Tensor:
         kernels = kernel_for(query, key, value)
         if kernels is not None:
-            key_heads, value_heads = (x.transpose(0, 1).contiguous() for x in (key, value))
-            spans = flat_spans(rows.row_table, key_heads, value_heads)
-            output = attend(kernels, query.transpose(0, 1), spans, len(key_heads), call)
+            # The kernels read the tokens of each head one after the other.
+            keys, values = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
+            spans = slot_spans(plan.spans, (keys, values), (keys, values))
+            output = attend(kernels, query.transpose(0, 1), spans, keys.shape[1], call)
         else:
             padded = query.new_empty(len(query) + 1, *query.shape[1:])
             with torch.autocast(query.device.type, enabled=False):
-                for block in rows.blocks(query.device):
+                for block in plan.blocks(query.device):
                     keys, values = _Keys(block, key), _Keys(block, value)
                     scores = _scores(keys, _take(query, block, keys.heads, call.scale), call, is_forward=True)
                     weights, _ = _softmax(scores, keys, sinks, call)
                     _put(padded, block, values.mix(weights))
             output = padded[:-1]
         ctx.save_for_backward(query, key, value, sinks, output)
-        ctx.rows, ctx.call = rows, call
+        ctx.plan, ctx.call = plan, call
         return output
 
     @staticmethod
@@ -96,7 +112,7 @@ class _RowAttention(torch.autograd.Function):
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         grad = F.pad(grad, (0, 0, 0, 0, 0, 1))
         with torch.autocast(query.device.type, enabled=False):
-            for block in ctx.rows.blocks(query.device):
+            for block in ctx.plan.blocks(query.device):
                 keys, values = _Keys(block, key), _Keys(block, value)
                 queries = _take(query, block, keys.heads, call.scale)
                 scores = _scores(keys, queries, call)
@@ -135,11 +151,11 @@ class _Keys:
     def products(self, query: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """(n, Hkv, R, rep, C', P + K) float32 products with (n, Hkv, R, rep, C', D), summed in `dtype`."""
         dtype = dtype or query.dtype
-        query, found = query.to(dtype), []
+        query, scores = query.to(dtype), []
         for part in self._parts:
             products = torch.bmm(query.view(len(part), -1, part.shape[2]), part.to(dtype).transpose(1, 2))
-            found.append(products.view(*query.shape[:5], -1).float())
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+            scores.append(products.view(*query.shape[:5], -1).float())
+        return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         """(n, Hkv, R, rep, C', D) sums over the keys, weighted by (n, Hkv, R, rep, C', P + K)."""

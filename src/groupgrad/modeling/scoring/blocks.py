@@ -6,9 +6,8 @@ most `P` tokens; prompts are rows without a prompt. Rows of similar length share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -108,14 +107,10 @@ def _make_masks(block: Block, window: int | None) -> Masks:
 
 @dataclass(slots=True)
 class _Rectangle:
-    """Groups of equally many rows of similar lengths, behind prompts of similar lengths (or none)."""
+    """Groups of equally many rows, and the prompt of each group; no prompts if the rows have none."""
 
     rows: list[list[Segment]]
     prompts: list[Segment]
-
-    def joined(self, other: _Rectangle) -> _Rectangle:
-        """The groups of both."""
-        return _Rectangle(self.rows + other.rows, self.prompts + other.prompts)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -126,12 +121,12 @@ class _Rectangle:
     def fits(self) -> bool:
         """True if one block of these rows wastes little on padding and has few scores."""
         row_lengths = [row.length for group in self.rows for row in group]
-        prompt_lengths = [prompt.length for prompt in self.prompts] or [0]
-        width, prompt_width = max(row_lengths), max(prompt_lengths)
+        width, prompt_width = self.widths
+        shortest_prompt = min((prompt.length for prompt in self.prompts), default=0)
         return (
             width <= QUERY_TILE
             and _is_similar(min(row_lengths), width)
-            and _is_similar(min(prompt_lengths), prompt_width)
+            and _is_similar(shortest_prompt, prompt_width)
             and len(set(self.prompts)) == len(self.prompts)
             and len(row_lengths) * width * (width + prompt_width) <= BLOCK_SCORES
         )
@@ -144,39 +139,35 @@ def _is_similar(short: int, long: int) -> bool:
 def make_blocks(segments: Sequence[Segment]) -> list[Block]:
     """Blocks in which every token of `segments`, which are all flat tokens, is a query once."""
     num_tokens = sum(segment.length for segment in segments)
-    rectangles: list[_Rectangle] = []
+    rows = [_Rectangle([[row]], [] if row.shared is None else [row.shared]) for row in segments if row.length]
 
-    def by_prompt(row: Segment) -> int:
-        return -1 if row.shared is None else row.shared.start
+    def prompt_of(rectangle: _Rectangle) -> int:
+        return rectangle.prompts[0].start if rectangle.prompts else -1
 
-    filled = sorted((s for s in segments if s.length), key=lambda row: (by_prompt(row), -row.length))
-    for _, rows in groupby(filled, by_prompt):
-        first = len(rectangles)
-        for row in rows:
-            prompts = [] if row.shared is None else [row.shared]
-            if len(rectangles) > first:
-                grown = _Rectangle([[*rectangles[-1].rows[0], row]], prompts)
-                if grown.fits():
-                    rectangles[-1] = grown
-                    continue
-            rectangles.append(_Rectangle([[row]], prompts))
+    def kind_of(rectangle: _Rectangle) -> tuple[bool, int]:
+        return bool(rectangle.prompts), len(rectangle.rows[0])
 
-    def by_shape(rectangle: _Rectangle) -> tuple[bool, int, int, int]:
-        width, prompt_width = rectangle.widths
-        return bool(rectangle.prompts), len(rectangle.rows[0]), -width, -prompt_width
+    rows.sort(key=lambda row: (prompt_of(row), -row.widths[0]))
+    groups = _merged(rows, prompt_of, lambda group, row: _Rectangle([group.rows[0] + row.rows[0]], group.prompts))
+    groups.sort(key=lambda group: (kind_of(group), *(-width for width in group.widths)))
+    rectangles = _merged(groups, kind_of, lambda a, b: _Rectangle(a.rows + b.rows, a.prompts + b.prompts))
+    return [block for rectangle in rectangles for block in _blocks_of(rectangle, num_tokens)]
 
-    blocks: list[Block] = []
-    for _, alike in groupby(sorted(rectangles, key=by_shape), lambda r: by_shape(r)[:2]):
-        merged: list[_Rectangle] = []
-        for rectangle in alike:
-            joined = merged[-1].joined(rectangle) if merged else rectangle
-            if merged and joined.fits():
-                merged[-1] = joined
-            else:
-                merged.append(rectangle)
-        for rectangle in merged:
-            blocks += _blocks_of(rectangle, num_tokens)
-    return blocks
+
+def _merged(
+    rectangles: list[_Rectangle],
+    kind_of: Callable[[_Rectangle], object],
+    join: Callable[[_Rectangle, _Rectangle], _Rectangle],
+) -> list[_Rectangle]:
+    """Joins neighbours of one kind as long as the result fits."""
+    merged: list[_Rectangle] = []
+    for rectangle in rectangles:
+        joined = join(merged[-1], rectangle) if merged and kind_of(merged[-1]) == kind_of(rectangle) else None
+        if joined is not None and joined.fits():
+            merged[-1] = joined
+        else:
+            merged.append(rectangle)
+    return merged
 
 
 def _blocks_of(rectangle: _Rectangle, num_tokens: int) -> list[Block]:

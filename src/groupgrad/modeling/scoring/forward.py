@@ -8,7 +8,7 @@ load-balancing loss of a mixture of experts counts tokens and gets the mask. Lay
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,15 +16,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch, TokenScores
+from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.modeling.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
-from groupgrad.modeling.scoring.forward_inputs import dense_inputs, flat_inputs, with_images
 from groupgrad.modeling.scoring.head_hook import HeadHook
+from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.zero3 import gather_per_module, is_sharded
+from groupgrad.modeling.vlm import with_images
+from groupgrad.types import Media
 
 Layout = Literal["shared", "packed", "dense"]
 
@@ -102,12 +104,12 @@ def _score(
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
     else:
         inputs = flat_inputs(batch, share=layout == "shared", aux_loss=options.aux_loss)
-    tokens, rows, positions = batch.completion_ids, inputs.rows, inputs.positions
+    tokens, rows, predictors = batch.completion_ids, inputs.rows, inputs.predictors
     if places is not None:
-        tokens, rows, positions = tokens[places], rows[places], positions[places]
+        tokens, rows, predictors = tokens[places], rows[places], predictors[places]
         if precomputed is not None:
             precomputed = PrecomputedGradient(precomputed.logprobs[places], precomputed.gradient[places])
-    hook = HeadHook(tokens, rows, positions, inputs.shape, options.temperature, options.entropy_gradient, precomputed)
+    hook = HeadHook(tokens, rows, predictors, inputs.shape, options.temperature, options.entropy_gradient, precomputed)
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
     has_images = batch.media is not None or batch.row_media is not None
     images = with_images(model, batch, inputs) if has_images else nullcontext(inputs)
@@ -122,21 +124,32 @@ def _score_nothing(model: nn.Module, batch: Batch, options: ForwardOptions) -> T
 
     The scores depend on the pass, so a backward pass runs through the model too.
     """
-    token, zero = torch.full((1,), options.pad_id, device=batch.offsets.device), batch.offsets.new_zeros(1)
-    bounds = torch.cat([zero, zero + 1])
-    placeholder = Batch(
-        completion_ids=token,
-        row_of_token=zero,
-        offsets=bounds,
-        prompt_ids=token,
-        prompt_offsets=bounds,
-        prompt_of_row=zero,
-        trained=zero == 0,
-        advantages=torch.zeros(1, device=zero.device),
-        totals=batch.totals,
-    )
-    scores = score_tokens(model, placeholder, options)
+    placeholder = build_batch([[options.pad_id]], [0], [[options.pad_id]])
+    scores = score_tokens(model, placeholder.to(batch.offsets.device), options)
     return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
+
+
+def build_batch(
+    prompts: list[list[int]],
+    prompt_of_row: Sequence[int],
+    completions: list[list[int]],
+    media: tuple[Media | None, ...] | None = None,
+) -> Batch:
+    """A batch on the CPU of completions and the prompts (indices into `prompts`) they continue; all tokens train."""
+    lengths, prompt_lengths = (torch.tensor([len(ids) for ids in rows]) for rows in (completions, prompts))
+    num_rows, num_tokens = len(completions), int(lengths.sum())
+    return Batch(
+        completion_ids=torch.tensor([token for ids in completions for token in ids], dtype=torch.int64),
+        row_of_token=torch.arange(num_rows).repeat_interleave(lengths),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        prompt_ids=torch.tensor([token for ids in prompts for token in ids], dtype=torch.int64),
+        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompt_lengths.cumsum(0)]),
+        prompt_of_row=torch.tensor(prompt_of_row),
+        trained=torch.ones(num_tokens, dtype=torch.bool),
+        advantages=torch.ones(num_rows),
+        totals=StepTotals(rows=num_rows, tokens=num_tokens),
+        media=media,
+    )
 
 
 @torch.no_grad()
@@ -177,11 +190,10 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model under wrappers for data parallelism and compilation."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None and type(model).__name__ == "DeepSpeedEngine":
-            inner = model.module
+        is_parallel = (
+            isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
+        )
+        inner = getattr(model, "_orig_mod", None) or (model.module if is_parallel else None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -1,63 +1,90 @@
-"""Arranges a batch as one flat, unpadded forward pass.
+"""The inputs of the forward pass that scores a batch, in three layouts.
 
 The shared layout has each distinct prompt once, with its rows behind it. The packed layout has a copy of the prompt for
-each row. Neither pads. The last token of a completion predicts nothing, so it is not computed.
+each row. Both are flat and do not pad; the last token of a completion predicts nothing, so it is not computed. The
+dense layout has a padded row for each completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from groupgrad.batch import Batch
-from groupgrad.modeling.scoring.attention import AttentionCall
-from groupgrad.modeling.scoring.block_attention import RowAttention
+from groupgrad.modeling.scoring.attention import AttentionPlan, run_planned
+from groupgrad.modeling.scoring.block_attention import BlockPlan
 from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
-
-
-class BlockPlan:
-    """Attention plan of rows that may share prompts (see `attention.AttentionPlan`)."""
-
-    def __init__(self, segments: Sequence[Segment]):
-        self._segments, self._blocks = segments, RowAttention(segments)
-        self._places: dict[torch.device, TokenPlaces] = {}
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
-        if is_usable(query, value, call):
-            output = attend_flex(query, key, value, self.places(query.device), call)
-            if output is not None:
-                return output
-        return self._blocks.attend(query, key, value, call)
-
-    def places(self, device: torch.device) -> TokenPlaces:
-        """The tokens as flex attention masks them. Layers of a model may lie on several devices."""
-        if device not in self._places:
-            self._places[device] = TokenPlaces.of(self._segments, device)
-        return self._places[device]
 
 
 @dataclass(slots=True)
-class FlatLayout:
-    """A batch as one flat forward pass."""
+class ForwardInputs:
+    """Arguments of a model's forward pass, and the places in them that predict the completion tokens."""
 
     ids: torch.Tensor
-    """(T,) int64."""
-    positions: torch.Tensor
-    """(T,) int64, each token's position in its row, the prompt counted."""
+    """(B, T) int64 with padding on the right, or (T,) flat tokens."""
+    rows: torch.Tensor
+    """(L,) int64, the input row that predicts each completion token; 0 for flat tokens."""
     predictors: torch.Tensor
-    """(L,) int64, the flat token whose output predicts each completion token."""
-    segments: list[Segment]
-    """All tokens, in flat order."""
-    plan: BlockPlan
+    """(L,) int64, the place in that input row whose output predicts the token."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the model."""
+    positions: torch.Tensor | None = None
+    """(T,) positions of flat tokens in their rows, the prompt counted; (3, T) or (3, B, T) where they depend on images;
+    None: a token's place."""
+    plan: AttentionPlan | None = None
+    """Attention of flat tokens; None for dense rows."""
+    segments: list[Segment] = field(default_factory=list)
+    """All flat tokens, in order; empty for dense rows."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, T), or (1, T) for flat tokens."""
+        return torch.Size((1, len(self.ids))) if self.ids.dim() == 1 else self.ids.shape
+
+    def run(self, model: nn.Module) -> Any:
+        """The model's output."""
+        if self.plan is not None and self.positions is not None:
+            return run_planned(model, self.ids, self.positions, self.plan, **self.arguments)
+        positions = {} if self.positions is None else {"position_ids": self.positions}
+        return model(input_ids=self.ids, use_cache=False, **positions, **self.arguments)
 
 
-def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) -> FlatLayout:
+def dense_inputs(batch: Batch, pad_id: int, *, aux_loss: bool) -> ForwardInputs:
+    """One row per completion, padded on the right. Causal models need no mask; the auxiliary loss does."""
+    device = batch.completion_ids.device
+    prompt_lengths = batch.prompt_offsets.diff()[batch.prompt_of_row]
+    lengths = prompt_lengths + batch.offsets.diff()
+    num_rows, width = batch.num_rows, int(lengths.max()) if batch.num_rows else 0
+    place = torch.arange(width, device=device).expand(num_rows, width)
+    mask, is_prompt = place < lengths[:, None], place < prompt_lengths[:, None]
+    ids = torch.full((num_rows, width), pad_id, dtype=torch.int64, device=device)
+    source = batch.prompt_offsets[batch.prompt_of_row][:, None] + place
+    ids[is_prompt] = batch.prompt_ids[source[is_prompt]]
+    ids[mask & ~is_prompt] = batch.completion_ids
+    rows = batch.row_of_token
+    place_in_completion = torch.arange(batch.num_tokens, device=device) - batch.offsets[rows]
+    arguments = {"attention_mask": mask.long(), "output_router_logits": True} if aux_loss else {}
+    return ForwardInputs(ids, rows, prompt_lengths[rows] + place_in_completion - 1, arguments)
+
+
+def flat_inputs(batch: Batch, *, share: bool, aux_loss: bool) -> ForwardInputs:
+    """All rows end to end, with each distinct prompt once (`share`) or once per row."""
+    inputs = flat_layout(batch, share=share, keep_last=aux_loss)
+    if aux_loss:
+        inputs.arguments["output_router_logits"] = True
+    if aux_loss and share:
+        # The plan replaces the mask in attention, so the mask is free to weigh the tokens of the auxiliary loss.
+        inputs.arguments["attention_mask"] = _rows_per_token(inputs.segments).to(inputs.ids.device)[None]
+    return inputs
+
+
+def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) -> ForwardInputs:
     """Lays out each distinct prompt once (`share`) or once per row, on the batch's device.
 
     A row with images of its own always has its own prompt, because a row's images go to the model together.
@@ -98,12 +125,13 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
                 predictors[row] = np.concatenate([[last_of_prompt], others])
     positions = [np.arange(s.position, s.position + s.length) for s in segments]
     device = batch.completion_ids.device
-    return FlatLayout(
+    return ForwardInputs(
         ids=_tensor(ids, device),
-        positions=_tensor(positions, device),
+        rows=torch.zeros(batch.num_tokens, dtype=torch.int64, device=device),
         predictors=_tensor(predictors, device),
-        segments=segments,
+        positions=_tensor(positions, device),
         plan=BlockPlan(segments),
+        segments=segments,
     )
 
 
@@ -115,3 +143,10 @@ def _split(flat: torch.Tensor, offsets: torch.Tensor) -> list[np.ndarray]:
 def _tensor(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
     flat = np.concatenate(parts) if parts else np.zeros(0)
     return torch.from_numpy(flat.astype(np.int64)).to(device)
+
+
+def _rows_per_token(segments: list[Segment]) -> torch.Tensor:
+    """(T,) float: the number of rows that have each flat token, more than 1 for shared prompts alone."""
+    num_rows = Counter(segment.prompt for segment in segments if segment.shared is not None)
+    counts = [float(num_rows[s.prompt]) if s.row is None else 1.0 for s in segments]
+    return torch.tensor(counts).repeat_interleave(torch.tensor([s.length for s in segments], dtype=torch.int64))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from groupgrad.modeling.adapters import active_adapters, is_adapted
-from groupgrad.modeling.families import LogitEffect, logit_effect
+from groupgrad.modeling.families import logit_effect
 from groupgrad.modeling.load import Float32Linear
 from groupgrad.modeling.scoring.tiled_head import LogitTransform, LowRank
 from groupgrad.modeling.systems.zero3 import is_sharded
@@ -105,12 +105,9 @@ def _from_fields(config: Any) -> LogitTransform | None:
         effect = logit_effect(config.model_type, field)
         if effect is None and value != 1.0:
             return None
-        if effect is not None:
-            transform = _apply(transform, effect, float(value))
+        if effect == "cap":
+            transform = replace(transform, softcap=float(value))
+        elif effect is not None:
+            factor = float(value) if effect == "multiply" else 1.0 / float(value)
+            transform = replace(transform, scale=transform.scale * factor)
     return transform
-
-
-def _apply(transform: LogitTransform, effect: LogitEffect, value: float) -> LogitTransform:
-    if effect == "cap":
-        return replace(transform, softcap=value)
-    return replace(transform, scale=transform.scale * (value if effect == "multiply" else 1.0 / value))

@@ -33,12 +33,10 @@ class OldAndRefScorer:
         size = rows_per_pass or max(1, batch.num_rows)
         # An empty batch is one pass too: the passes of a model that is spread over ranks are collective.
         starts = range(0, max(1, batch.num_rows), size)
-        parts = [batch] if len(starts) == 1 else [batch.select(_rows(start, size, batch)) for start in starts]
+        parts = [batch]
+        if len(starts) > 1:
+            parts = [batch.select(range(start, min(start + size, batch.num_rows))) for start in starts]
         scores = [score_without_gradient(model, part.to(self._device), self._options) for part in parts]
         return TokenScores(
             torch.cat([score.logprobs for score in scores]).cpu(), torch.cat([score.entropy for score in scores]).cpu()
         )
-
-
-def _rows(start: int, size: int, batch: Batch) -> range:
-    return range(start, min(start + size, batch.num_rows))

@@ -17,7 +17,7 @@ from torch import nn
 from groupgrad.batch import Batch
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens, unwrap
 from groupgrad.modeling.self_check import random_batch, reversed_prompts
-from groupgrad.types import Media, Prompt
+from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -73,24 +73,21 @@ def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, exampl
     batches = [random_batch(model), random_batch(model, example)]
     saved = [_saved_bytes(model, batch, options) for batch in batches]
     num_tokens = _num_tokens(batches[1]) - _num_tokens(batches[0])
-    values = sum(map(image_values, _computed_images(model, options, batches[1])))
+    values = _num_image_values(model, options, batches[1])
     return max(0.0, (saved[1] - saved[0] - per_token * num_tokens) / max(1, values))
 
 
-def _computed_images(model: nn.Module, options: ForwardOptions, batch: Batch) -> list[Media | None]:
-    """Images that a forward pass computes; without the shared layout these are a prompt's images once a row."""
+def _num_image_values(model: nn.Module, options: ForwardOptions, batch: Batch) -> int:
+    """Elements of the image tensors that a forward pass computes, once a row without the shared layout."""
     if batch.media is None and batch.row_media is None:
-        return []
-    of_prompts = list(batch.media or [None] * batch.num_prompts)
+        return 0
+    images = list(batch.media or [None] * batch.num_prompts)
     of_rows = list(batch.row_media or [None] * batch.num_rows)
     if batch.num_rows and layout_for(model, options) != "shared":
-        return [images or of_prompts[q] for images, q in zip(of_rows, batch.prompt_of_row.tolist())]
-    return [*of_prompts, *of_rows]
-
-
-def image_values(media: Media | None) -> int:
-    """Number of elements in the image tensors of a prompt."""
-    return 0 if media is None else sum(tensor.numel() for tensor in media.tensors.values())
+        images = [own or images[prompt] for own, prompt in zip(of_rows, batch.prompt_of_row.tolist())]
+    else:
+        images += of_rows
+    return sum(tensor.numel() for media in images if media is not None for tensor in media.tensors.values())
 
 
 def _num_tokens(batch: Batch) -> int:
@@ -144,12 +141,12 @@ class CheckpointingByNeed:
     def prepare(self, batch: Batch) -> None:
         """Switches gradient checkpointing for a forward pass of the batch."""
         num_tokens = _num_tokens(batch)
-        images = _computed_images(self._model, self._options, batch)
+        num_values = _num_image_values(self._model, self._options, batch)
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
             num_tokens = batch.num_rows * int(lengths.max())
         device = next(self._model.parameters()).device
-        needed = num_tokens * self._bytes_per_token + sum(map(image_values, images)) * self._bytes_per_value
+        needed = num_tokens * self._bytes_per_token + num_values * self._bytes_per_value
         free = FREE_SHARE * free_bytes(device)
         if (needed > free) == self.is_on:
             return
@@ -159,7 +156,7 @@ class CheckpointingByNeed:
                 "activations of %d tokens%s would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
                 "is on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
                 num_tokens,
-                " and their images" if any(images) else "",
+                " and their images" if num_values else "",
                 needed / 2**30,
                 free / 2**30,
             )

@@ -59,7 +59,8 @@ def gather_per_module(model: nn.Module) -> Iterator[None]:
     Without ZeRO's own hooks each module's parameters are gathered while it computes, so a rank needs memory for its
     shards and the largest module.
     """
-    if _has_hooks(model) or not any(_is_absent(parameter) for parameter in model.parameters()):
+    has_hooks = any(_is_zero_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if has_hooks or not any(_is_absent(parameter) for parameter in model.parameters()):
         yield
         return
     gathered_now: dict[int, Any] = {}
@@ -138,10 +139,6 @@ def _partition(parameters: list[Any]) -> None:
     """Frees the shards of other ranks. Not a collective."""
     if parameters:
         parameters[0].partition(param_list=parameters, has_been_updated=False)
-
-
-def _has_hooks(model: nn.Module) -> bool:
-    return any(_is_zero_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 
 def _is_zero_hook(hook: Any) -> bool:
