@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.scoring.forward import unwrap
 
 
@@ -31,7 +32,9 @@ def check_language_model(model: nn.Module) -> None:
             "AutoModelForCausalLM.from_pretrained(...)"
         )
     for parameter_name, parameter in inner.named_parameters():
-        if parameter.is_floating_point() and not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+        if not parameter.is_floating_point() or parameter.is_meta or is_packed(parameter):
+            continue
+        if not bool(torch.isfinite(parameter).all()):
             num_bad = int((~torch.isfinite(parameter)).sum())
             raise ValueError(
                 f"{num_bad} of {parameter.numel()} numbers of the model's {parameter_name} are NaN or infinite, so "
