@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from groupgrad.telemetry import plot_rewards, write_metrics
-from groupgrad.telemetry.curves import running_average, series
+from groupgrad.telemetry.curves import plot_rewards, running_average, series, write_metrics
 
 HISTORY = [
     {"step": 2, "loss": 0.0, "reward": 0.25, "reward_std": 0.5, "completions/mean_length": 10.0},
