@@ -169,17 +169,6 @@ RULES: tuple[Rule, ...] = (
         "reward_weights={c.reward_weights!r} is not a list of finite numbers. Give one for each reward function, or "
         "None",
     ),
-    Rule(
-        ("log_completions_hub_repo", "log_completions"),
-        lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
-        "log_completions_hub_repo={c.log_completions_hub_repo!r} has nothing to receive. Set log_completions=True",
-    ),
-    Rule(
-        ("log_completions_hub_repo",),
-        lambda c: c.log_completions_hub_repo is not None,
-        "log_completions_hub_repo={c.log_completions_hub_repo!r} is not part of this version of groupgrad; leave it "
-        "unset and upload the 'completions' folder of output_dir",
-    ),
     # --- optimizer, precision and processes ---
     Rule(
         ("stochastic_rounding", "optim", "optim_args", "fp16", "deepspeed"),
