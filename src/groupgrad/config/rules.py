@@ -37,18 +37,6 @@ class Rule:
         return self.sentence.format(c=config, found=found) if found else None
 
 
-CHECKPOINTING_KWARGS = Rule(
-    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-    lambda c: (
-        isinstance(old := c.gradient_checkpointing_kwargs, dict)
-        and isinstance(new := getattr(c, "activation_checkpointing_kwargs", None), dict)
-        and old != new
-    ),
-    "gradient_checkpointing_kwargs={c.gradient_checkpointing_kwargs} and activation_checkpointing_kwargs="
-    "{c.activation_checkpointing_kwargs} are one setting with two names. Set both to the same",
-)
-"""Checked before `TrainingArguments` overwrites one of the two, and so not in `RULES`."""
-
 RULES: tuple[Rule, ...] = (
     # --- models ---
     Rule(
@@ -219,8 +207,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("accelerator_config",),
-        conditions.batch_options,
-        "accelerator_config has {found}=True: the trainer deals out the groups itself. Set {found} to False",
+        lambda c: [name for name in ("split_batches", "dispatch_batches") if getattr(c.accelerator_config, name, None)],
+        "accelerator_config has {found[0]}=True: the trainer deals out the groups itself. Set {found[0]} to False",
     ),
     Rule(
         ("accelerator_config",),
