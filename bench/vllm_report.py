@@ -164,16 +164,15 @@ def _size(num_bytes: int) -> str:
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Draw the share of right answers among sampled completions over steps, one curve for each engine, as a PNG."""
+    import pandas as pd
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from groupgrad.telemetry.curves import series
 
     figure = Figure(figsize=(8.0, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, result in results.items():
-        curve = series(result["log_history"], ACCURACY)
+        curve = pd.DataFrame(result["log_history"]).set_index("step")[ACCURACY].dropna()
         label = f"{ENGINES[name]}: {result['accuracy']:.1%} of held-out prompts at the end"
         # Both of vLLM's curves start alike, so one of them is dashed.
         style = (0, (3, 2)) if name == "server" else "-"

@@ -29,8 +29,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from curves import plot_rewards, write_metrics
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.telemetry.curves import plot_rewards, write_metrics
 from tiny_task import (
     MAX_COMPLETION_LENGTH,
     Problem,

@@ -27,8 +27,8 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
+from curves import plot_rewards, write_metrics
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.telemetry.curves import plot_rewards, write_metrics
 
 Message = dict[str, Any]
 Demonstrator = Callable[[Random], list[Message]]

@@ -42,8 +42,8 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
+from curves import plot_rewards, write_metrics
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.telemetry.curves import plot_rewards, write_metrics
 
 MAX_BEFORE, MIN_AFTER = 0.45, 0.85
 """Held-out accuracy, sampled at temperature 1, that the model may have at most before, and must have after."""

@@ -85,8 +85,6 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
     called: list[list[str]] = []
     monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(os, "execv", lambda path, command: called.append([path, *command]))
-    monkeypatch.setattr(os, "name", "posix")
-    monkeypatch.setattr(vllm_serve.subprocess, "call", lambda command: 0)
     monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: None)
 
     main(["--model", "m"])

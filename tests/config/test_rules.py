@@ -99,7 +99,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "Set it to False"]),
     ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2", "Set those sizes to 1"]),
-    ({"log_completions_hub_repo": "me/x"}, ["log_completions_hub_repo='me/x'", "Set log_completions=True"]),
+    ({"log_completions_hub_repo": "me/x"}, ["log_completions_hub_repo='me/x'", "not part of this version"]),
     ({"num_completions_to_print": -1}, ["num_completions_to_print=-1", "0 or more"]),
     ({"generation_kwargs": "{bad"}, ["generation_kwargs='{bad'", "JSON text"]),
     ({"chat_template_kwargs": "[1]"}, ["chat_template_kwargs='[1]'", "JSON text"]),
@@ -173,6 +173,12 @@ def test_a_bad_setting_is_named_with_what_to_set(settings, texts):
 def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
     config = GRPOConfig(use_cpu=True, use_vllm=True, **settings)
     assert (room_options.policy_options(config).mismatch is not None) is corrects
+
+
+def test_a_field_without_its_part_is_one_problem():
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(use_cpu=True, log_completions_hub_repo="me/x")
+    assert len(caught.value.problems) == 1
 
 
 def test_all_broken_rules_are_reported_at_once():

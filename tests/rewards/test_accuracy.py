@@ -18,8 +18,7 @@ def verifier(monkeypatch):
     """Replaces the shared verifier by one with a short deadline."""
     short = MathVerifier(timeout_s=1.0, max_workers=2)
     monkeypatch.setattr(accuracy, "_VERIFIER", short)
-    yield short
-    short.close()
+    return short
 
 
 @pytest.mark.parametrize(
@@ -160,19 +159,14 @@ def test_several_threads_at_once():
     for thread in threads:
         thread.join(60)
     assert wrong == [] and len(verifier._workers) <= 2
-    verifier.close()
 
 
-def test_close_ends_the_processes_and_a_later_call_starts_anew():
+def test_the_processes_end_with_the_verifier():
     verifier = MathVerifier(max_workers=1)
     verifier.judge(["1"], [r"\boxed{1}"])
     worker = verifier._workers[0]
-    verifier.close()
-    assert not worker.is_running
-    assert verifier.judge(["1"], [r"\boxed{1}"])[0].correct
-    second = verifier._workers[0]
     del verifier
-    assert not second.is_running
+    assert not worker.is_running
 
 
 def test_a_process_that_dies_between_calls_is_replaced():
@@ -181,12 +175,11 @@ def test_a_process_that_dies_between_calls_is_replaced():
     verifier._workers[0]._process.kill()
     verifier._workers[0]._process.wait()
     assert verifier.judge(["1"], [r"\boxed{1}"]) == [Verdict(True, gold="1", answer="1")]
-    verifier.close()
 
 
 def test_missing_math_verify(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install groupgrad\[math\]"):
+    with pytest.raises(ImportError, match=r"pip install 'groupgrad\[math\]'"):
         accuracy_reward(["a"], ["b"])
 
 
@@ -208,9 +201,3 @@ def test_the_worker_does_not_import_torch():
     code = "import sys, groupgrad.rewards.math_worker; print('torch' in sys.modules, 'transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
-def test_a_deadline_must_be_positive(timeout_s):
-    with pytest.raises(ValueError, match="timeout_s="):
-        MathVerifier(timeout_s=timeout_s)

@@ -19,11 +19,9 @@ from transformers import (
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from groupgrad.errors import RewardError
-from groupgrad.rewards import RewardRunner
-from groupgrad.rewards import models as models_module
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs, max_input_tokens, model_name
 from groupgrad.rewards.models import RewardModel
-from groupgrad.rewards.offload import HostWeights
+from groupgrad.rewards.reward_runner import RewardRunner
 
 WORDS = ["<unk>", "<eos>", "<pad>", "user", "assistant", "sky", "is", "blue", "green", "the", "very", "and", "or"]
 TEMPLATE = """{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {{ eos_token }} {% endfor %}
@@ -348,16 +346,11 @@ def test_a_pass_that_runs_out_of_memory_is_made_in_parts(make_rollouts):
         runner.score(rollouts)
 
 
-class Elsewhere(HostWeights):
-    """Simulates a device by copies in the same memory."""
+def test_offloaded_weights_are_on_the_device_only_while_scoring(make_rollouts):
+    """Host tensors stay the same objects, nothing is copied back, and buffers created in between are kept.
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-
-def test_offloaded_weights_are_on_the_device_only_while_scoring(make_rollouts, monkeypatch):
-    """Host tensors stay the same objects, nothing is copied back, and buffers created in between are kept."""
-    monkeypatch.setattr(models_module, "HostWeights", Elsewhere)
+    The device is the host itself: its copies have other addresses.
+    """
     model = make_model()
     rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
     expected = RewardRunner(model, make_tokenizer()).score(rollouts).rewards
@@ -393,19 +386,12 @@ def test_the_models_padding_token_precedes_the_end_of_sequence(make_rollouts):
     assert model.config.pad_token_id == WORDS.index("<pad>")
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"), [({"batch_tokens": 0}, "batch_tokens=0"), ({"device": "gpu"}, "reward_model_device='gpu'")]
-)
-def test_invalid_options(options, problem):
-    with pytest.raises(ValueError, match=problem):
-        RewardModelOptions(**options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_missing_device_is_named(offload: bool):
-    with pytest.raises(ValueError, match=r"reward_model_device='cuda:9' cannot be used for reward model 'Llama.*: "):
-        RewardModel(make_model(), make_tokenizer(), RewardModelOptions(device="cuda:9", offload=offload))
+def test_a_missing_device_is_named(device: str, offload: bool):
+    message = rf"reward_model_device='{device}' cannot be used for reward model 'Llama.*set it to a device"
+    with pytest.raises(ValueError, match=message):
+        RewardModel(make_model(), make_tokenizer(), RewardModelOptions(device=device, offload=offload))
 
 
 def test_names_of_models():

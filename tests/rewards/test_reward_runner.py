@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from groupgrad.errors import RewardError
-from groupgrad.rewards import REWARD_FUNCTIONS, RewardRunner, accuracy_reward
+from groupgrad.rewards import REWARD_FUNCTIONS, accuracy_reward
+from groupgrad.rewards.reward_runner import RewardRunner
 
 
 @pytest.fixture
@@ -65,7 +66,6 @@ def test_functions_of_every_kind_in_one_list(run):
     assert table.rewards.dtype == torch.float64
     expected = torch.tensor([[1, 10, math.nan, 100, 1, 1], [2, 20, 3, 200, 2, 0]], dtype=torch.float64)
     torch.testing.assert_close(table.rewards, expected, equal_nan=True)
-    assert list(table.seconds) == table.names and all(seconds >= 0 for seconds in table.seconds.values())
 
 
 def test_a_lambda_around_a_coroutine_function(run):
@@ -227,7 +227,6 @@ def test_asynchronous_functions_overlap_each_other_and_the_synchronous(run):
     table = run([first, sync, second, third])
     assert time.perf_counter() - started < 0.45
     assert table.rewards.tolist() == [[1.0, 2.0, 1.0, 1.0]] * 2
-    assert all(seconds == pytest.approx(0.2, abs=0.15) for seconds in table.seconds.values())
 
 
 def test_all_asynchronous_calls_share_one_daemon_loop(make_rollouts):
@@ -466,7 +465,7 @@ def test_processing_classes_of_functions_are_ignored():
 
 def test_a_missing_math_verify_fails_at_construction(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install groupgrad\[math\]"):
+    with pytest.raises(ImportError, match=r"pip install 'groupgrad\[math\]'"):
         RewardRunner([length, functools.partial(accuracy_reward, a=1)])
 
 

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from groupgrad import dist
-from groupgrad.telemetry import CompletionLog
+from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.parquet import to_table
 from groupgrad.telemetry.render import plain_text, visible, without_images
 
@@ -112,7 +112,6 @@ class TestParquet:
         log = quiet_log(tmp_path)
         add(log, [record(0)])
         assert log.flush(1) is None
-        assert len(log) == 0
         assert not (tmp_path / "completions").exists()
 
     def test_messages_stay_structured_and_lose_their_images(self, tmp_path):
@@ -140,10 +139,9 @@ class TestParquet:
     def test_a_missing_column_is_null(self, tmp_path):
         log = quiet_log(tmp_path)
         short = record(1)
-        del short["solution"], short["step"]
+        del short["solution"]
         add(log, [record(0, late="x"), short])
         frame = pd.read_parquet(log.flush(12))
-        assert frame["step"].tolist() == [10, 12]
         assert pd.isna(frame["solution"][1])
         assert pd.isna(frame["late"][1])
 
@@ -364,7 +362,6 @@ def test_records_survive_a_checkpoint(tmp_path):
     frames = [pd.read_parquet(log.flush(10)) for log in (first, second)]
     pd.testing.assert_frame_equal(*frames)
     assert frames[0]["accuracy"].tolist() == [0.5, 1.0]
-    assert len(second) == 1
 
 
 def test_plain_text_of_odd_messages():

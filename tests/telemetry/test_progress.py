@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from groupgrad.telemetry import ProgressCallback, Timings
+from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.timings import Timings
 
 LOGS = {"loss": 0.0, "reward": 0.5, "completions/mean_length": 40.0}
 
@@ -201,7 +202,7 @@ SCRIPT = """
 import fcntl, struct, sys, termios
 from types import SimpleNamespace
 fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
-from groupgrad.telemetry import ProgressCallback
+from groupgrad.telemetry.progress import ProgressCallback
 args = SimpleNamespace(disable_tqdm=False)
 state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=4)
 progress = ProgressCallback()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupgrad import compat
@@ -51,12 +52,14 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     from groupgrad.modeling import load
     from groupgrad.modeling.scoring.forward import ForwardOptions
     from groupgrad.modeling.self_check import check_layout
+    from groupgrad.modeling.vlm import is_multimodal
 
     model: Any = load.load_policy(
         name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, use_device_map=False
     )
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    example, images = _example(model, name, trust_remote_code)
+    tokenizer = functools.partial(load.load_tokenizer, model, name, revision=None, trust_remote_code=trust_remote_code)
+    example, images = _example(tokenizer) if is_multimodal(model) else (None, "")
     layout = check_layout(model, ForwardOptions(), example=example)
     engine = choose_engine(model, EngineOptions(), SamplingOptions(max_new_tokens=8), example=example)
     head = "in tiles" if layout.tiled_head else "by the model's own code"
@@ -71,19 +74,15 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
         lines["because"] = layout.reason
     if images:
         lines["images"] = images
-    return {**lines, "tools": _tools_line(model, name, trust_remote_code)}
+    return {**lines, "tools": _tools_line(tokenizer)}
 
 
-def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Returns a VLM's prompt with an image from its own processor, and a line about images; None and "" for others."""
-    from groupgrad.modeling import load
-    from groupgrad.modeling.vlm import is_multimodal
+def _example(load_tokenizer: Callable[[], Any]) -> tuple[Any, str]:
+    """Returns a prompt with an image from a VLM's own processor, or None, and a line about images."""
     from groupgrad.multimodal.vlm_prompts import example_prompt
 
-    if not is_multimodal(model):
-        return None, ""
     try:
-        example = example_prompt(load.load_tokenizer(model, name, revision=None, trust_remote_code=trust_remote_code))
+        example = example_prompt(load_tokenizer())
     except (OSError, ValueError, ImportError) as error:
         return None, f"not tried: {str(error).splitlines()[0]}"
     if example is None:
@@ -91,15 +90,15 @@ def _example(model: Any, name: str, trust_remote_code: bool) -> tuple[Any, str]:
     return example, f"seen; a small one is part of a prompt of {len(example.ids)} tokens"
 
 
-def _tools_line(model: Any, name: str, trust_remote_code: bool) -> str:
+def _tools_line(load_tokenizer: Callable[[], Any]) -> str:
     """Describes the tool calls of the model's chat template."""
     from groupgrad.chat import ChatFormat
-    from groupgrad.modeling import load
+    from groupgrad.modeling.load import inner_tokenizer
 
     try:
-        tokenizer = load.load_tokenizer(model, name, revision=None, trust_remote_code=trust_remote_code)
-        chat = ChatFormat(load.inner_tokenizer(tokenizer), schemas=[])
+        tokenizer = inner_tokenizer(load_tokenizer())
+        chat = ChatFormat(tokenizer, schemas=[])
     except (OSError, ValueError, ImportError) as error:
         return f"not to be had: {str(error).splitlines()[0]}"
-    ends = ", ".join(map(repr, load.inner_tokenizer(tokenizer).convert_ids_to_tokens(list(chat.end_ids))))
+    ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(chat.end_ids))))
     return f"calls as {chat.name}; turns end with {ends}"

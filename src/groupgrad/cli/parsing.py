@@ -42,9 +42,6 @@ SECTIONS: dict[str, str] = {
 
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
 
-UNSET = ("none", "null")
-"""Texts that set an optional number to None."""
-
 
 @dataclass(slots=True)
 class Parsed:
@@ -120,12 +117,8 @@ class TrainParser(HfArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all fields)\n")
 
     def fields(self) -> dict[str, argparse.Action]:
-        """Returns the flag of each field."""
-        flags: dict[str, argparse.Action] = {}
-        for action in self._actions:
-            if action.dest not in ("help", "config"):
-                flags.setdefault(action.dest, action)
-        return flags
+        """Returns the flag of each field, not its `--no_` form."""
+        return {action.dest: action for action in reversed(self._actions) if action.dest not in ("help", "config")}
 
     def read_config(self, path: str) -> None:
         """Takes a YAML file's keys as defaults and exports its `env:` mapping. Exits with status 2 for a bad file."""
@@ -181,12 +174,9 @@ class TrainParser(HfArgumentParser):
 def parse(argv: Sequence[str]) -> Parsed:
     """Parses a command line. Exits with status 2 and a sentence that says what to change if it cannot."""
     parser = TrainParser()
-    config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_parser.add_argument("--config")
-    path = config_parser.parse_known_args(argv)[0].config
-    if path is not None:
-        parser.read_config(path)
-    _, unknown = parser.parse_known_args(argv)
+    known, unknown = parser.parse_known_args(argv)
+    if known.config is not None:
+        parser.read_config(known.config)
     if unknown:
         argument = unknown[0].split("=")[0]
         hint = _did_you_mean(argument.lstrip("-").replace("-", "_"), parser.fields(), "--")
@@ -206,7 +196,7 @@ class _Optional:
         self.__name__ = number.__name__  # argparse shows it in errors
 
     def __call__(self, text: Any) -> Any:
-        return None if isinstance(text, str) and text.lower() in UNSET else self.number(text)
+        return None if isinstance(text, str) and text.lower() in ("none", "null") else self.number(text)
 
 
 def _did_you_mean(name: str, known: Any, prefix: str = "") -> str:

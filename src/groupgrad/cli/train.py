@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig
 
 from groupgrad import compat
-
-if TYPE_CHECKING:
-    from groupgrad.cli.arguments import ModelArguments, ScriptArguments
-    from groupgrad.cli.parsing import Parsed
-    from groupgrad.config import GRPOConfig
+from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.dataset import load_splits
+from groupgrad.cli.parsing import Parsed, parse
+from groupgrad.config import GRPOConfig
+from groupgrad.config.field_rules import DTYPES, changed, nearest
+from groupgrad.config.settings import mapping
+from groupgrad.rewards import REWARD_FUNCTIONS
 
 _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
     "lora": {
@@ -42,8 +47,6 @@ _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quan
 def main(argv: Sequence[str]) -> int:
     """Trains as the command line says. Returns 0, or 2 after a sentence that says what to change if the run cannot
     begin. Later errors are raised."""
-    from groupgrad.cli.parsing import parse
-
     parsed = parse(argv)
     try:
         trainer = build(parsed)
@@ -58,14 +61,13 @@ def main(argv: Sequence[str]) -> int:
 
 def build(parsed: Parsed) -> Any:
     """Builds the trainer for a command line. Quick checks come first, then the data, and the model last."""
-    from groupgrad.cli.dataset import load_splits
+    from groupgrad.trainer import GRPOTrainer
 
     rewards = load_rewards(parsed.script)
     model = model_name(parsed.model, parsed.config)
     options = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
     train_dataset, eval_dataset = load_splits(parsed.script, parsed.config.evaluates)
-    trainer_class = import_module("groupgrad.trainer").GRPOTrainer
-    return trainer_class(
+    return GRPOTrainer(
         model=model,
         reward_funcs=rewards,
         args=parsed.config,
@@ -98,7 +100,7 @@ def load_rewards(script: ScriptArguments) -> list[Any]:
         rewards.append(script.reward_model_name_or_path)
     if not rewards:
         raise ValueError(
-            f"no reward is given; set reward_funcs to built-in names ({', '.join(_built_in_rewards())}) or dotted "
+            f"no reward is given; set reward_funcs to built-in names ({', '.join(REWARD_FUNCTIONS)}) or dotted "
             f"paths of your own functions, or set reward_model_name_or_path"
         )
     return rewards
@@ -106,17 +108,14 @@ def load_rewards(script: ScriptArguments) -> list[Any]:
 
 def load_reward(name: str) -> Callable[..., Any]:
     """Returns a built-in reward function by its name, or imports one by its dotted path from the current folder."""
-    built_in = _built_in_rewards()
-    if name in built_in:
-        return built_in[name]
+    if name in REWARD_FUNCTIONS:
+        return REWARD_FUNCTIONS[name]
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
-        from groupgrad.config.field_rules import nearest
-
-        similar = nearest(name, built_in)
+        similar = nearest(name, REWARD_FUNCTIONS)
         hint = f"; did you mean {similar!r}?" if similar else ""
         raise ValueError(
-            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(built_in)}; "
+            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(REWARD_FUNCTIONS)}; "
             f"your own are given as module.function"
         )
     if os.getcwd() not in sys.path:
@@ -130,16 +129,9 @@ def load_reward(name: str) -> Callable[..., Any]:
     return function
 
 
-def _built_in_rewards() -> dict[str, Any]:
-    return import_module("groupgrad.rewards").REWARD_FUNCTIONS
-
-
 def model_name(model: ModelArguments, config: GRPOConfig) -> str:
     """Returns the model's name and writes its loading options into `config.model_init_kwargs`. ValueError if an option
     is set there too, to another value."""
-    from groupgrad.config.field_rules import DTYPES
-    from groupgrad.config.settings import mapping
-
     if not model.model_name_or_path:
         raise ValueError("no model is given; set model_name_or_path to a hub id or a local folder")
     kwargs = mapping(config.model_init_kwargs)
@@ -179,7 +171,13 @@ def peft_config(model: ModelArguments) -> Any:
     values = {key: _adapter_value(model, flag) for flag, key in _ADAPTER_FLAGS[method].items()}
     kwargs = {key: value for key, value in values.items() if value not in (None, [])}
     if method == "ia3":
-        _check_feedforward(kwargs)
+        targets = kwargs.get("target_modules", [])
+        alone = [name for name in kwargs.get("feedforward_modules", []) if name not in targets]
+        if alone and targets != "all-linear":  # peft would ignore them
+            raise ValueError(
+                f"ia3_feedforward_modules names {', '.join(alone)}, which ia3_target_modules does not; name them in "
+                "both"
+            )
         return IA3Config(**{"task_type": "CAUSAL_LM", **kwargs})
     if "target_parameters" in kwargs and not hasattr(LoraConfig, "target_parameters"):
         raise ImportError("lora_target_parameters needs peft 0.17 or later: pip install -U peft")
@@ -195,19 +193,8 @@ def _adapter_value(model: ModelArguments, flag: str) -> Any:
     return "all-linear" if names == ["all-linear"] else names
 
 
-def _check_feedforward(kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for feed-forward modules that are not adapted, which peft would ignore."""
-    targets = kwargs.get("target_modules", [])
-    if targets != "all-linear" and (alone := [n for n in kwargs.get("feedforward_modules", []) if n not in targets]):
-        raise ValueError(
-            f"ia3_feedforward_modules names {', '.join(alone)}, which ia3_target_modules does not; name them in both"
-        )
-
-
-def _changed(model: ModelArguments, flags: Sequence[str] | dict[str, str]) -> list[str]:
+def _changed(model: ModelArguments, flags: Iterable[str]) -> list[str]:
     """Lists the flags that differ from their default, with their values."""
-    from groupgrad.config.field_rules import changed
-
     return [f"{name}={getattr(model, name)!r}" for name in changed(model, flags)]
 
 
@@ -235,9 +222,6 @@ def quantization_config(model: ModelArguments) -> Any:
             names = ", ".join(choice for choice in known if choice is not None)
             raise ValueError(f"{name}={getattr(model, name)!r} is not known; set it to one of {names}")
     compat.require("bitsandbytes", "load_in_4bit" if model.load_in_4bit else "load_in_8bit")
-    import torch
-    from transformers import BitsAndBytesConfig
-
     if model.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else torch.float32

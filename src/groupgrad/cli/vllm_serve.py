@@ -6,7 +6,6 @@ import errno
 import importlib.util
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +31,7 @@ _RESERVED = ("--worker-extension-cls", "--api-server-count")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the server until it is stopped; returns its exit status, or 2 for an invalid command line."""
+    """Becomes the server. Returns 2 for an invalid command line, 0 after `--help`."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -48,10 +47,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"groupgrad vllm-serve: warning: {problem}", file=sys.stderr)
     command = [sys.executable, "-m", "groupgrad.engines.vllm.server_launch", *server_command(arguments)]
     sys.stdout.flush()
-    if os.name == "posix":
-        # The process becomes the server: signals and the exit status are its own.
-        os.execv(sys.executable, command)
-    return subprocess.call(command)
+    # The process becomes the server: signals and the exit status are its own.
+    return os.execv(sys.executable, command)
 
 
 def check_port(arguments: Sequence[str]) -> None:

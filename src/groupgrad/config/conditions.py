@@ -137,12 +137,6 @@ def parallel_sizes(c: GRPOSettings) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
 
-def batch_options(c: GRPOSettings) -> str | None:
-    """Finds an option of accelerate that distributes batches over processes."""
-    names = ("split_batches", "dispatch_batches")
-    return next((name for name in names if getattr(c.accelerator_config, name, None)), None)
-
-
 def accumulation_kwargs(c: GRPOSettings) -> dict[str, Any]:
     """Returns accelerate's options of gradient accumulation."""
     return mapping(getattr(c.accelerator_config, "gradient_accumulation_kwargs", None))

@@ -135,6 +135,10 @@ FIXED: dict[str, tuple[object, str]] = {
         "would break up the groups. Leave it at 'random'; shuffle_dataset=False keeps the order of the data set",
     ),
     "label_smoothing_factor": (0, "smooths labels, and GRPO has none. Set it to 0"),
+    "log_completions_hub_repo": (
+        None,
+        "is not part of this version of groupgrad; leave it unset and upload the 'completions' folder of output_dir",
+    ),
     "bf16_full_eval": (False, _FULL_EVAL),
     "fp16_full_eval": (False, _FULL_EVAL),
 }
@@ -153,35 +157,22 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Types in which models are loaded."""
 
 
-def field_problem(name: str, value: object) -> str | None:
+def field_problem(name: str, value: Any) -> str | None:
     """Explains why the setting `name` cannot have this value; None if it can."""
     if name in RANGES:
-        return _range_problem(name, value)
-    if name in CHOICES:
-        return _choice_problem(name, value)
-    if name in FIXED and value and value != FIXED[name][0]:
+        allowed, why = RANGES[name]
+        in_range = is_number(value) and (isinstance(value, int) or not allowed.whole) and allowed.contains(value)
+        if not in_range and not (value is None and allowed.optional):
+            return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
+    elif name in CHOICES and value not in CHOICES[name]:
+        similar = nearest(value, CHOICES[name])
+        hint = f"did you mean {similar!r}? " if similar else ""
+        return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(CHOICES[name])}"
+    elif name in FIXED and value and value != FIXED[name][0]:
         return f"{name}={value!r} {FIXED[name][1].format(name=name)}"
-    if name in DICTS and not isinstance(value, (dict, type(None))):
+    elif name in DICTS and not isinstance(value, (dict, type(None))):
         return f"{name}={value!r} is not a dict. Give a dict, or one as JSON text such as '{{\"key\": 1}}'"
     return None
-
-
-def _range_problem(name: str, value: Any) -> str | None:
-    allowed, why = RANGES[name]
-    if value is None and allowed.optional:
-        return None
-    if is_number(value) and (isinstance(value, int) or not allowed.whole) and allowed.contains(value):
-        return None
-    return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
-
-
-def _choice_problem(name: str, value: object) -> str | None:
-    choices = CHOICES[name]
-    if value in choices:
-        return None
-    similar = nearest(value, choices)
-    hint = f"did you mean {similar!r}? " if similar else ""
-    return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(choices)}"
 
 
 def nearest(value: object, choices: Iterable[str]) -> str | None:

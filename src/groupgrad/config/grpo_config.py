@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import warnings
 from dataclasses import dataclass
@@ -32,8 +33,6 @@ class GRPOConfig(GRPOSettings):
         self._parse_dicts()
         legacy.take_over(self)
         self._normalise()
-        # Before the base class, which overwrites one of the two.
-        two_kwargs = rules.CHECKPOINTING_KWARGS.message(self)
         checkpointing_by_need = self.gradient_checkpointing is None
         try:
             super().__post_init__()
@@ -42,7 +41,7 @@ class GRPOConfig(GRPOSettings):
             failure = error
         if failure is None and checkpointing_by_need:
             self._set_checkpointing(None if self.device.type == "cpu" else True)
-        problems = [*filter(None, [two_kwargs]), *rules.problems(self)]
+        problems = rules.problems(self)
         if problems or isinstance(failure, ValueError):
             raise ConfigError([*problems, *([str(failure)] if failure else [])]) from failure
         if failure is not None:
@@ -86,8 +85,16 @@ class GRPOConfig(GRPOSettings):
         """
         if not hasattr(self, "activation_checkpointing"):
             return
-        if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        old, new = self.gradient_checkpointing_kwargs, self.activation_checkpointing_kwargs
+        if new is None:
+            self.activation_checkpointing_kwargs = old
+        elif isinstance(old, dict) and isinstance(new, dict) and old != new:  # the base class would overwrite one
+            raise ConfigError(
+                [
+                    f"gradient_checkpointing_kwargs={old} and activation_checkpointing_kwargs={new} are one setting "
+                    "with two names. Set both to the same"
+                ]
+            )
         old, new = self.gradient_checkpointing, self.activation_checkpointing
         if old is not None and new is not None and old != new:
             warnings.warn(
@@ -113,20 +120,14 @@ class GRPOConfig(GRPOSettings):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GRPOConfig:
-        copied = object.__new__(type(self))
+        copied = copy.copy(self)
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every field as plain data, without tokens. `GRPOConfig(**data)` equals this config."""
         plain = copy.copy(self)
-        # The base class writes into nested dicts.
-        plain.model_init_kwargs = copy.copy(self.model_init_kwargs)
-        plain.reward_model_init_kwargs = copy.copy(self.reward_model_init_kwargs)
+        for field in dataclasses.fields(self):  # the base class writes into nested dicts
+            setattr(plain, field.name, copy.deepcopy(getattr(self, field.name)))
         data = super(GRPOConfig, plain).to_dict()
-        for name, value in data.items():
-            if name.endswith("_token") and getattr(self, name) is None:
-                data[name] = None
-            elif isinstance(value, (list, dict)):
-                data[name] = copy.copy(value)
-        return data
+        return data | {name: None for name in data if name.endswith("_token") and getattr(self, name) is None}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import TrainingArguments
 
 from groupgrad.compat import env_flag
@@ -17,23 +17,14 @@ def uses_deepspeed(config: TrainingArguments) -> bool:
 
 def zero_stage(config: TrainingArguments) -> int | None:
     """DeepSpeed ZeRO stage of the config or the launcher; None without DeepSpeed or if it cannot be read."""
-    if config.deepspeed is not None:
-        return _stage(config.deepspeed)
     if not uses_deepspeed(config):
         return None
-    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    return _stage(path) if os.path.isfile(path) else int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-
-
-def _stage(deepspeed: Any) -> int | None:
-    """Reads the stage in a DeepSpeed configuration, a dict or the path of a file; 0 if it names none."""
-    if isinstance(deepspeed, str) and os.path.isfile(deepspeed):
-        import yaml
-
-        with open(deepspeed, encoding="utf-8") as file:
-            deepspeed = yaml.safe_load(file)
-    if not isinstance(deepspeed, dict):
+    deepspeed = config.deepspeed
+    if deepspeed is None:
+        deepspeed = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        if not os.path.isfile(deepspeed):
+            return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    try:
+        return HfDeepSpeedConfig(deepspeed).get_value("zero_optimization.stage", 0)
+    except (ValueError, AttributeError):
         return None
-    zero = deepspeed.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    return stage if isinstance(stage, int) else None

@@ -35,6 +35,11 @@ class Legacy:
     renamed: bool = False
     """True for a GRPO field with a new name, whose use emits a warning."""
 
+    def field(self) -> Any:
+        """Returns the dataclass field, whose help says what it does now."""
+        use = f"Now: {self.into or self.why}" if self.into or self.act else f"No effect: {self.why}"
+        return dataclasses.field(default=self.default, metadata={"help": f"For older scripts. {use}."})
+
 
 def _warmup_ratio(config: Any, ratio: float) -> None:
     # A count of steps always had precedence over the ratio. A fraction is the same quantity, and the ratio wins.
@@ -48,10 +53,6 @@ def _logging_dir(config: Any, path: str) -> None:
     os.environ["TENSORBOARD_LOGGING_DIR"] = os.path.expanduser(path)
 
 
-def _adafactor(config: Any, value: bool) -> None:
-    config.optim = "adafactor"
-
-
 def _hub_model_id(config: Any, name: str) -> None:
     organization = config.push_to_hub_organization
     config.hub_model_id = f"{organization}/{name}" if organization and "/" not in name else name
@@ -60,8 +61,7 @@ def _hub_model_id(config: Any, name: str) -> None:
 def _hub_organization(config: Any, organization: str) -> None:
     # Without a model name the repository is named after the output folder.
     if config.hub_model_id is None:
-        name = os.path.basename(os.path.normpath(config.output_dir or "trainer_output"))
-        config.hub_model_id = f"{organization}/{name}"
+        _hub_model_id(config, os.path.basename(os.path.normpath(config.output_dir or "trainer_output")))
 
 
 def _torchdynamo(config: Any, engine: str) -> None:
@@ -78,7 +78,7 @@ LEGACY: dict[str, Legacy] = {
     "warmup_ratio": Legacy(float, 0.0, "a fraction given as warmup_steps", act=_warmup_ratio),
     "logging_dir": Legacy(_str, None, "the TENSORBOARD_LOGGING_DIR environment variable", act=_logging_dir),
     "no_cuda": Legacy(bool, False, into="use_cpu"),
-    "adafactor": Legacy(bool, False, "optim='adafactor'", act=_adafactor),
+    "adafactor": Legacy(bool, False, "optim='adafactor'", act=lambda config, _: setattr(config, "optim", "adafactor")),
     "push_to_hub_model_id": Legacy(_str, None, "hub_model_id", act=_hub_model_id),
     "push_to_hub_organization": Legacy(_str, None, "the owner in hub_model_id", act=_hub_organization),
     "push_to_hub_token": Legacy(_str, None, into="hub_token"),
@@ -116,21 +116,6 @@ LEGACY: dict[str, Legacy] = {
 }
 
 
-def _legacy_fields() -> list[tuple[str, Any, Any]]:
-    # A transformers release that still has one of these fields handles it itself.
-    present = {field.name for field in dataclasses.fields(TrainingArguments)}
-    fields = []
-    for name, row in LEGACY.items():
-        if name not in present:
-            use = f"Now: {row.into or row.why}" if row.into or row.act else f"No effect: {row.why}"
-            metadata = {"help": f"For older scripts. {use}."}
-            fields.append((name, row.type, dataclasses.field(default=row.default, metadata=metadata)))
-    return fields
-
-
-ADDED: tuple[str, ...] = tuple(name for name, _, _ in _legacy_fields())
-"""Names of the legacy fields that the installed transformers lacks and that `LegacyArguments` adds."""
-
 if TYPE_CHECKING:
 
     class LegacyArguments(TrainingArguments):
@@ -138,7 +123,11 @@ if TYPE_CHECKING:
 
 else:
     LegacyArguments = dataclasses.make_dataclass(
-        "LegacyArguments", _legacy_fields(), bases=(TrainingArguments,), repr=False, namespace={"__module__": __name__}
+        "LegacyArguments",
+        [(name, row.type, row.field()) for name, row in LEGACY.items()],
+        bases=(TrainingArguments,),
+        repr=False,
+        namespace={"__module__": __name__},
     )
 
 
@@ -149,13 +138,15 @@ def take_over(config: Any) -> None:
     names of a field are set, to different values.
     """
     inert = []
-    for name in changed(config, ADDED):
+    for name in changed(config, LEGACY):
         row, value = LEGACY[name], getattr(config, name)
         if value is None:
             continue
         if row.into is not None:
             if row.renamed:
-                _check_one_value(config, name, value, row.into)
+                if changed(config, [row.into]) and getattr(config, row.into) != value:
+                    one, other = f"{name}={value!r}", f"{row.into}={getattr(config, row.into)!r}"
+                    raise ConfigError([f"{one} is the earlier name of {other}: set one of the two, to one value"])
                 _warn(f"{name} has a new name, {row.into}, which took the value {value!r}; use that name")
             setattr(config, row.into, value)
         elif row.act is not None:
@@ -163,17 +154,10 @@ def take_over(config: Any) -> None:
         else:
             inert.append(f"{name}={value!r} ({row.why})")
     # Only now, since the two fields of a hub repository's name read each other.
-    for name in ADDED:
-        setattr(config, name, LEGACY[name].default)
+    for name, row in LEGACY.items():
+        setattr(config, name, row.default)
     if inert:
         _warn(f"these settings have no effect and can go: {'; '.join(inert)}")
-
-
-def _check_one_value(config: Any, old: str, value: Any, new: str) -> None:
-    if changed(config, [new]) and getattr(config, new) != value:
-        raise ConfigError(
-            [f"{old}={value!r} is the earlier name of {new}={getattr(config, new)!r}: set one of the two, to one value"]
-        )
 
 
 def _warn(text: str) -> None:

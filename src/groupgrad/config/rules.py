@@ -37,18 +37,6 @@ class Rule:
         return self.sentence.format(c=config, found=found) if found else None
 
 
-CHECKPOINTING_KWARGS = Rule(
-    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-    lambda c: (
-        isinstance(old := c.gradient_checkpointing_kwargs, dict)
-        and isinstance(new := getattr(c, "activation_checkpointing_kwargs", None), dict)
-        and old != new
-    ),
-    "gradient_checkpointing_kwargs={c.gradient_checkpointing_kwargs} and activation_checkpointing_kwargs="
-    "{c.activation_checkpointing_kwargs} are one setting with two names. Set both to the same",
-)
-"""Checked before `TrainingArguments` overwrites one of the two, and so not in `RULES`."""
-
 RULES: tuple[Rule, ...] = (
     # --- models ---
     Rule(
@@ -169,17 +157,6 @@ RULES: tuple[Rule, ...] = (
         "reward_weights={c.reward_weights!r} is not a list of finite numbers. Give one for each reward function, or "
         "None",
     ),
-    Rule(
-        ("log_completions_hub_repo", "log_completions"),
-        lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
-        "log_completions_hub_repo={c.log_completions_hub_repo!r} has nothing to receive. Set log_completions=True",
-    ),
-    Rule(
-        ("log_completions_hub_repo",),
-        lambda c: c.log_completions_hub_repo is not None,
-        "log_completions_hub_repo={c.log_completions_hub_repo!r} is not part of this version of groupgrad; leave it "
-        "unset and upload the 'completions' folder of output_dir",
-    ),
     # --- optimizer, precision and processes ---
     Rule(
         ("stochastic_rounding", "optim", "optim_args", "fp16", "deepspeed"),
@@ -230,8 +207,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("accelerator_config",),
-        conditions.batch_options,
-        "accelerator_config has {found}=True: the trainer deals out the groups itself. Set {found} to False",
+        lambda c: [name for name in ("split_batches", "dispatch_batches") if getattr(c.accelerator_config, name, None)],
+        "accelerator_config has {found[0]}=True: the trainer deals out the groups itself. Set {found[0]} to False",
     ),
     Rule(
         ("accelerator_config",),

@@ -27,44 +27,37 @@ def _fields(prefix: str) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(GRPOSettings) if field.name.startswith(prefix))
 
 
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+    "use_adaptive_entropy": (*_fields("entropy_coef_"), "entropy_target"),
+    "log_completions": ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
+    "use_transformers_continuous_batching": ("transformers_continuous_batching_config",),
+    "use_vllm": _fields("vllm_"),
+    "use_liger_kernel": ("liger_kernel_config",),
+}
+"""Switch -> settings that have no effect while it is off."""
+
 UNUSED: tuple[UnusedSettings, ...] = (
+    *(
+        UnusedSettings(fields, f"{switch} is False", lambda c, switch=switch: not getattr(c, switch))
+        for switch, fields in _NEEDED.items()
+    ),
     # --- objective ---
     UnusedSettings(_fields("sapo_"), "loss_type is not 'sapo'", lambda c: c.loss_type != "sapo"),
     UnusedSettings(_fields("vespo_"), "loss_type is not 'vespo'", lambda c: c.loss_type != "vespo"),
     UnusedSettings(
-        ("delta",),
+        ("delta", "epsilon"),
         "this loss_type does not clip the ratio",
         lambda c: c.loss_type in ("cispo", "sapo", "vespo"),
     ),
-    UnusedSettings(
-        ("epsilon",), "this loss_type has no lower clip", lambda c: c.loss_type in ("cispo", "sapo", "vespo")
-    ),
     UnusedSettings(("epsilon_high",), "this loss_type has no upper clip", lambda c: c.loss_type in ("sapo", "vespo")),
-    UnusedSettings(
-        ("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model is False", lambda c: not c.sync_ref_model
-    ),
     UnusedSettings(("use_bias_correction_kl",), "beta is 0", lambda c: c.beta == 0),
-    UnusedSettings(
-        (*_fields("entropy_coef_"), "entropy_target"),
-        "use_adaptive_entropy is False",
-        lambda c: not c.use_adaptive_entropy,
-    ),
     UnusedSettings(
         ("scale_rewards",),
         "normalize_then_sum scales each reward in its group and the sum over the batch",
         lambda c: c.multi_objective_aggregation == "normalize_then_sum",
     ),
     # --- logs, sampling, rewards ---
-    UnusedSettings(
-        ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
-        "log_completions is False",
-        lambda c: not c.log_completions,
-    ),
-    UnusedSettings(
-        ("transformers_continuous_batching_config",),
-        "use_transformers_continuous_batching is False",
-        lambda c: not c.use_transformers_continuous_batching,
-    ),
     UnusedSettings(
         ("engine_kv_memory", "engine_pack_weights"),
         "rollout_engine is 'transformers', and they are the native engine's",
@@ -83,7 +76,6 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: zero_stage(c) == 3 and c.use_vllm,
     ),
     # --- vLLM ---
-    UnusedSettings(_fields("vllm_"), "use_vllm is False", lambda c: not c.use_vllm),
     UnusedSettings(
         (
             *("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
@@ -134,7 +126,6 @@ UNUSED: tuple[UnusedSettings, ...] = (
         "dataloader_num_workers is 0",
         lambda c: c.dataloader_num_workers == 0,
     ),
-    UnusedSettings(("liger_kernel_config",), "use_liger_kernel is False", lambda c: not c.use_liger_kernel),
     UnusedSettings(("fsdp_config",), "fsdp is not in use", lambda c: not c.fsdp),
     UnusedSettings(
         ("optim_target_modules",),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from groupgrad import compat
 from groupgrad.rewards.math_verifier import MathVerifier
 from groupgrad.rewards.text import completion_text
 
@@ -15,16 +15,14 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def require_math_verify() -> None:
-    """ImportError if math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("accuracy rewards need math-verify, which is not installed: pip install groupgrad[math]")
-
-
 def requires_math_verify(function: F) -> F:
     """Decorator: `RewardRunner` then checks for math-verify before the first generation."""
-    function.__dict__["check_ready"] = require_math_verify
+    function.__dict__["check_ready"] = _require_math_verify
     return function
+
+
+def _require_math_verify() -> None:
+    compat.require("math-verify", "an accuracy reward")
 
 
 _VERIFIER = MathVerifier()
@@ -86,7 +84,7 @@ def _reward(
     log_extra: Callable[..., None] | None,
     log_metric: Callable[..., None] | None,
 ) -> list[float | None]:
-    require_math_verify()
+    _require_math_verify()
     if len(solution) != len(answers):
         raise ValueError(
             f"{len(solution)} solutions for {len(answers)} completions: each completion is compared with its own; give "

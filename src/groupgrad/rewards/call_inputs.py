@@ -24,8 +24,6 @@ HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Data-set columns that functions do not get, since `prompts`, `completions` and `completion_ids` take their place."""
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
-TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "finish_reason", "num_tokens")
-"""Columns that every completions table has."""
 TRAINER_METRICS = frozenset(
     {
         *("loss", "policy_loss", "aux_loss", "kl", "entropy", "entropy_coef", "cispo_clip_ratio"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import numbers
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch
 
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
-from groupgrad.rewards.call_inputs import GROUND_TRUTH_COLUMNS, TABLE_COLUMNS, CallInputs, CallLog, short_repr
+from groupgrad.rewards.call_inputs import GROUND_TRUTH_COLUMNS, CallInputs, CallLog, short_repr
+from groupgrad.telemetry.completions import TABLE_COLUMNS
 
 
 @dataclass(slots=True)
@@ -86,16 +88,13 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
 
 def distinct_names(names: list[str]) -> list[str]:
     """Numbers repeated names (`f`, `f_2`, `f_3`) and names that equal a column of the completions table."""
-    taken: set[str] = set(TABLE_COLUMNS)
-    result = []
+    distinct: list[str] = []
     for name in names:
-        unique, number = name, 1
-        while unique in taken or (number > 1 and unique in names):
-            number += 1
-            unique = f"{name}_{number}"
-        taken.add(unique)
-        result.append(unique)
-    return result
+        taken = {*TABLE_COLUMNS, *distinct}
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        free = (other for other in numbered if other not in taken and other not in names)
+        distinct.append(next(free) if name in taken else name)
+    return distinct
 
 
 def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:

@@ -1,9 +1,11 @@
-"""Loads reward models and their tokenizers, and rejects those that cannot give one reward a text."""
+"""Loads and places reward models and their tokenizers, and rejects those that cannot give one reward a text."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +37,6 @@ class RewardModelOptions:
     """Maximum tokens of a forward pass, padding included; a longer text gets a pass of its own."""
     offload: bool = False
     """Keep the weights in host memory between calls."""
-
-    def __post_init__(self) -> None:
-        if self.batch_tokens < 1:
-            raise ValueError(
-                f"batch_tokens={self.batch_tokens}: a forward pass reads at least one token; set it to 1 or more"
-            )
-        try:
-            torch.device(self.device)
-        except RuntimeError as error:
-            raise ValueError(
-                f"reward_model_device={self.device!r} is no device; set it to 'cpu', 'cuda', 'cuda:1' or the like"
-            ) from error
 
     @property
     def trusts(self) -> bool:
@@ -117,26 +107,23 @@ def load_tokenizer(source: str, name: str, options: RewardModelOptions) -> Any:
     return AutoTokenizer.from_pretrained(source, trust_remote_code=options.trusts, **kwargs)
 
 
-def padding_id(tokenizer: Any, model: nn.Module, name: str) -> int:
+def set_padding(tokenizer: Any, model: nn.Module, name: str) -> int:
     """Returns the tokenizer's padding token, else the model's, else the end-of-sequence token; else ValueError.
 
-    The tokenizer itself is not changed, since other code may use it: the caller pads with the returned id.
+    The model's configuration gets it, since the model scores the last token that is not padding. The tokenizer is not
+    changed, since other code may use it: the caller pads with the returned id.
     """
     config = _text_config(model)
-    for token_id in (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), tokenizer.eos_token_id):
-        if isinstance(token_id, int) and token_id >= 0:
-            return token_id
-    raise ValueError(
-        f"the tokenizer of reward model '{name}' has neither a padding nor an end-of-sequence token, so that rows "
-        "of different length cannot be scored together; set tokenizer.pad_token"
-    )
-
-
-def set_padding_id(model: nn.Module, pad_id: int) -> None:
-    """Sets `pad_token_id` in the model's configuration; the model scores the last token that is not padding."""
-    config: Any = getattr(model, "config", None)
+    candidates = (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), tokenizer.eos_token_id)
+    pad_id = next((token_id for token_id in candidates if isinstance(token_id, int) and token_id >= 0), None)
+    if pad_id is None:
+        raise ValueError(
+            f"the tokenizer of reward model '{name}' has neither a padding nor an end-of-sequence token, so that rows "
+            "of different length cannot be scored together; set tokenizer.pad_token"
+        )
     if config is not None:
-        config.pad_token_id = _text_config(model).pad_token_id = pad_id
+        model.config.pad_token_id = config.pad_token_id = pad_id  # pyright: ignore
+    return pad_id
 
 
 def max_input_tokens(model: nn.Module) -> int | None:
@@ -153,21 +140,28 @@ def max_input_tokens(model: nn.Module) -> int | None:
     return limit
 
 
-def check_device(device: torch.device | str, name: str) -> None:
-    """ValueError if no tensor can be created on `device`."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"reward_model_device='{device}' cannot be used for reward model '{name}': {str(error).splitlines()[0]}; "
-            "set it to a device that this machine has, or leave it unset"
-        ) from error
-
-
 def is_placed(model: nn.Module, options: RewardModelOptions) -> bool:
     """True if the model must not be moved: it is quantized or placed by a device map."""
     has_map = getattr(model, "hf_device_map", None) or (options.init_kwargs or {}).get("device_map") is not None
     return bool(has_map or getattr(model, "is_quantized", False))
+
+
+@contextmanager
+def weights_on_device(model: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Context in which a frozen model is on `device`; afterwards, also on errors, it is back in host memory.
+
+    The device copies are dropped; nothing is copied back, since frozen weights do not change. Buffers that the model
+    has created in between, such as a position table, are moved to host memory.
+    """
+    host_data: dict[int, torch.Tensor] = {}
+    try:
+        for tensor in (*model.parameters(), *model.buffers()):
+            host_data[id(tensor)] = tensor.data
+            tensor.data = tensor.data.to(device, copy=True)
+        yield
+    finally:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = host_data[id(tensor)] if id(tensor) in host_data else tensor.data.to("cpu")
 
 
 def _text_config(model: nn.Module) -> Any:

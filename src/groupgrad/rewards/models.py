@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,24 +13,21 @@ import torch
 
 from groupgrad.data.prompts import as_text, drop_empty_fields
 from groupgrad.errors import RewardError
-from groupgrad.metrics import Metric, mean_of
+from groupgrad.metrics import mean_of
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
-from groupgrad.rewards.call_inputs import CallInputs
+from groupgrad.rewards.call_inputs import CallInputs, CallLog
 from groupgrad.rewards.functions import call_error
 from groupgrad.rewards.model_loading import (
     RewardModelOptions,
-    check_device,
     is_placed,
     load_model,
     load_tokenizer,
     max_input_tokens,
     model_name,
     model_source,
-    padding_id,
-    set_padding_id,
+    set_padding,
+    weights_on_device,
 )
-from groupgrad.rewards.offload import HostWeights
-from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +49,14 @@ class RewardModel:
         self.name, self.is_by_name = model_name(model), isinstance(model, str)
         self.model = load_model(model, options) if isinstance(model, str) else model
         self.model.eval()
-        self._host_weights = self._place()
+        self._on_device = self._place()
         if processing_class is None:
             processing_class = load_tokenizer(model_source(model), self.name, options)
         self.processing_class = processing_class
         self._tokenizer = getattr(processing_class, "tokenizer", processing_class)
         has_template = getattr(processing_class, "chat_template", None)
         self._formatter = processing_class if has_template else self._tokenizer
-        self._pad_id = padding_id(self._tokenizer, self.model, self.name)
-        set_padding_id(self.model, self._pad_id)
+        self._pad_id = set_padding(self._tokenizer, self.model, self.name)
         self._max_length = max_input_tokens(self.model)
         self._warned_truncated = False
         self._score_test_text()
@@ -72,52 +69,66 @@ class RewardModel:
                 "to write them with; give a tokenizer that has one in reward_processing_classes, or use text prompts"
             )
 
-    def score(self, inputs: CallInputs) -> tuple[list[float], dict[str, Metric]]:
-        """Returns one finite reward a row, without gradient, and the model's metrics.
+    def score(self, inputs: CallInputs, log: CallLog) -> list[float]:
+        """Returns one finite reward a row, without gradient.
 
-        A model with a length limit reads the end of a longer text. RewardError, with the row, if the model gives NaN
-        or infinity, or if the row cannot be tokenized.
+        A model with a length limit reads the end of a longer text and logs the share of such texts. RewardError, with
+        the row, if the model gives NaN or infinity, or if the row cannot be tokenized.
         """
         rows = [self._encode(inputs, row) for row in range(len(inputs.rollouts))]
-        metrics: dict[str, Metric] = {}
         if self._max_length is not None:
             truncated = [row for row, ids in enumerate(rows) if len(ids) > self._max_length]
             if truncated and not self._warned_truncated:
-                self._warn_truncated(len(rows[truncated[0]]), inputs.describe(truncated[0]))
+                self._warned_truncated = True
+                logger.warning(
+                    "reward model '%s' reads at most %d tokens; of longer texts it sees the end only, as of %s, which "
+                    "has %d. 'rewards/%s/truncated' in the log is their share",
+                    self.name,
+                    self._max_length,
+                    inputs.describe(truncated[0]),
+                    len(rows[truncated[0]]),
+                    self.name,
+                )
             for row in truncated:
                 rows[row] = rows[row][-self._max_length :]
-            metrics[f"rewards/{self.name}/truncated"] = mean_of(float(len(truncated)), float(len(rows)))
+            log.metrics[f"rewards/{self.name}/truncated"] = mean_of(float(len(truncated)), float(len(rows)))
         rewards = [0.0] * len(rows)
         self.model.eval()
-        with self._on_device():
-            for chunk in self._chunks(rows):
-                for row, reward in zip(chunk, self._forward_within_memory([rows[row] for row in chunk])):
-                    rewards[row] = reward
+        try:
+            with self._on_device():
+                for chunk in self._chunks(rows):
+                    for row, reward in zip(chunk, self._forward_within_memory([rows[row] for row in chunk])):
+                        rewards[row] = reward
+        except Exception as error:  # a model's own code may raise anything
+            raise call_error(error, self.name, inputs) from error
         for row, reward in enumerate(rewards):
             if not math.isfinite(reward):
                 raise RewardError(
                     f"reward model '{self.name}', step {inputs.step}: it gave {reward} for {inputs.describe(row)}; "
                     "load it in a wider dtype (reward_model_init_kwargs={'dtype': 'float32'}) or check its weights"
                 )
-        return rewards, metrics
+        return rewards
 
-    def _place(self) -> HostWeights | None:
-        """Moves the model to its device; returns its host weights if it is to be offloaded between calls."""
+    def _place(self) -> Callable[[], AbstractContextManager[None]]:
+        """Moves the model to its device, or to host memory if offloaded. Returns the context in which it can score."""
         if is_placed(self.model, self._options):
             if self._options.offload:
                 raise ValueError(
                     f"reward_model_offload=True, but reward model '{self.name}' is quantized or placed by a device map "
                     "and stays where it is; set reward_model_offload=False, or load it plainly"
                 )
-            return None
-        check_device(self._options.device, self.name)
+            return nullcontext
+        try:
+            torch.empty(1, device=self._options.device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(
+                f"reward_model_device='{self._options.device}' cannot be used for reward model '{self.name}': "
+                f"{str(error).splitlines()[0]}; set it to a device that this machine has, or leave it unset"
+            ) from error
+        self.model.to("cpu" if self._options.offload else self._options.device)
         if self._options.offload:
-            return HostWeights(self.model, self._options.device)
-        self.model.to(self._options.device)
-        return None
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._host_weights is None else self._host_weights.on_device()
+            return functools.partial(weights_on_device, self.model, self._options.device)
+        return nullcontext
 
     def _score_test_text(self) -> None:
         """ValueError if a short text does not get one finite reward."""
@@ -136,39 +147,25 @@ class RewardModel:
             )
 
     def _encode(self, inputs: CallInputs, row: int) -> list[int]:
+        rollout = inputs.rollouts[row]
+        prompt, completion = rollout.prompt.row["prompt"], rollout.completion
+        is_conversation = rollout.prompt.is_conversational
         try:
-            ids = self._token_ids(inputs.rollouts[row])
+            if is_conversation:
+                reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+                # The model reads text only; `as_text` replaces images by their names.
+                messages = [as_text(message) for message in drop_empty_fields([*prompt, *reply])]
+                kwargs = self._options.chat_template_kwargs or {}
+                text = self._formatter.apply_chat_template(messages, tokenize=False, **kwargs)
+            else:
+                text = prompt + (completion if isinstance(completion, str) else rollout.text)
+            # A template has already written the special tokens.
+            ids = list(self._tokenizer(text, add_special_tokens=not is_conversation, verbose=False)["input_ids"])
         except Exception as error:  # a chat template may raise anything
             raise call_error(error, self.name, inputs, row) from error
         if not ids:
             raise RewardError(f"reward model '{self.name}', step {inputs.step}: {inputs.describe(row)} has no tokens")
         return ids
-
-    def _token_ids(self, rollout: Rollout) -> list[int]:
-        prompt, completion = rollout.prompt.row["prompt"], rollout.completion
-        if rollout.prompt.is_conversational:
-            reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-            # The model reads text only; `as_text` replaces images by their names.
-            messages = [as_text(message) for message in drop_empty_fields([*prompt, *reply])]
-            text = self._formatter.apply_chat_template(
-                messages, tokenize=False, **(self._options.chat_template_kwargs or {})
-            )
-            # The template has already written the special tokens.
-            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        text = prompt + (completion if isinstance(completion, str) else rollout.text)
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
-
-    def _warn_truncated(self, length: int, row: str) -> None:
-        self._warned_truncated = True
-        logger.warning(
-            "reward model '%s' reads at most %d tokens; of longer texts it sees the end only, as of %s, which has "
-            "%d. 'rewards/%s/truncated' in the log is their share",
-            self.name,
-            self._max_length,
-            row,
-            length,
-            self.name,
-        )
 
     def _chunks(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Yields the row numbers of each forward pass, sorted by length to keep the padding small."""

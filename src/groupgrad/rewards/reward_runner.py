@@ -5,23 +5,22 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import inspect
+import itertools
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.event_loop import LoopThread
-from groupgrad.errors import RewardError
-from groupgrad.metrics import Metric, merge_all
+from groupgrad.metrics import merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
-from groupgrad.rewards.call_inputs import TABLE_COLUMNS, CallInputs, CallLog, LogMisuse
+from groupgrad.rewards.call_inputs import CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.functions import RewardFunction, call_error, distinct_names, inspect_function, read_rewards
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
+from groupgrad.telemetry.completions import TABLE_COLUMNS
 from groupgrad.types import RewardTable, Rollout
 
 if TYPE_CHECKING:
@@ -30,25 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RewardFunc = Union[str, "PreTrainedModel", Callable[..., Any]]
-
-
-@dataclass(slots=True)
-class _Scores:
-    """Rewards of one function or model for the rows of a call."""
-
-    rewards: list[float]
-    seconds: float
-    metrics: dict[str, Metric] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _AsyncResult:
-    """Return value or exception of an awaitable."""
-
-    returned: Any
-    error: BaseException | None
-    """Carried as a value, since KeyboardInterrupt and SystemExit would end the event loop that they are raised in."""
-    seconds: float
+_Outcome = tuple[Any, BaseException | None]
+"""Return value of an awaitable, or None and its exception."""
 
 
 class RewardRunner:
@@ -112,17 +94,16 @@ class RewardRunner:
             return table
         inputs = CallInputs.of([rollouts[row] for row in rows], trainer_state, step)
         logs = [CallLog(scorer.name, len(rows), step) for scorer in self._scorers]
-        scores = self._call_all(inputs, logs)
+        rewards = self._call_all(inputs, logs)
         own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
         own = [[torch.nan if value is None else value for value in values] for values in own]
-        table.rewards[rows] = torch.tensor([*(score.rewards for score in scores), *own], dtype=torch.float64).T
+        table.rewards[rows] = torch.tensor([*rewards, *own], dtype=torch.float64).T
         for log in logs:
             for column, values in log.columns.items():
                 name = _free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *table.columns})
                 by_row = dict(zip(rows, values))
                 table.columns[name] = [by_row.get(row) for row in range(len(rollouts))]
-        table.metrics = merge_all([*(score.metrics for score in scores), *(log.metrics for log in logs)])
-        table.seconds = {name: score.seconds for name, score in zip(self.names, scores)}
+        table.metrics = merge_all(log.metrics for log in logs)
         self._warn_unscored(table.rewards[rows], inputs)
         return table
 
@@ -130,61 +111,61 @@ class RewardRunner:
         """Ends the thread of the async functions. May be called any number of times."""
         self._loop.close()
 
-    def _call_all(self, inputs: CallInputs, logs: list[CallLog]) -> list[_Scores]:
-        """Returns the scores of all functions and models, in order. A failure cancels the pending async calls."""
-        pending: dict[int, concurrent.futures.Future[_AsyncResult]] = {}
-        scores: dict[int, _Scores] = {}
+    def _call_all(self, inputs: CallInputs, logs: list[CallLog]) -> list[list[float]]:
+        """Returns the rewards of all functions and models, in order. A failure cancels the pending async calls."""
+        pending: dict[int, concurrent.futures.Future[_Outcome]] = {}
+        rewards: dict[int, list[float]] = {}
         try:
             for i, scorer in enumerate(self._scorers):
                 if isinstance(scorer, RewardFunction) and scorer.is_async:
                     call = functools.partial(scorer.call, **scorer.arguments(inputs, logs[i]))
-                    pending[i] = self._loop.submit(_await(call, logs[i]))
+                    pending[i] = self._loop.submit(_outcome(call))
             for i, scorer in enumerate(self._scorers):
-                if isinstance(scorer, RewardModel):
-                    scores[i] = _call_model(scorer, inputs)
-                elif i not in pending:
-                    scores[i] = self._call_function(scorer, inputs, logs[i])
+                if i not in pending:
+                    rewards[i] = self._score(scorer, inputs, logs[i])
             for i, future in pending.items():
-                scores[i] = _async_scores(future.result(), self.names[i], inputs)
-            return [scores[i] for i in range(len(logs))]
+                rewards[i] = self._score(self._scorers[i], inputs, logs[i], future)
+            return [rewards[i] for i in range(len(logs))]
         finally:
             for future in pending.values():
                 future.cancel()
-            for log in logs:
-                log.close()
 
-    def _call_function(self, function: RewardFunction, inputs: CallInputs, log: CallLog) -> _Scores:
-        arguments = function.arguments(inputs, log)
-        start = time.perf_counter()
+    def _score(
+        self,
+        scorer: RewardFunction | RewardModel,
+        inputs: CallInputs,
+        log: CallLog,
+        pending: concurrent.futures.Future[_Outcome] | None = None,
+    ) -> list[float]:
+        """Calls a model or a plain function, or waits for a pending async function. Returns one reward a row."""
+        if isinstance(scorer, RewardModel):
+            return scorer.score(inputs, log)
+        arguments = scorer.arguments(inputs, log) if pending is None else {}
         try:
-            returned = self._call(function, arguments, log)
+            returned = self._call(scorer, arguments) if pending is None else _result(pending)
         except LogMisuse:
             raise
         except Exception as error:
-            row = self._failing_row(function, inputs, error)
-            raise call_error(error, function.name, inputs, row) from error
+            row = self._failing_row(scorer, inputs, error)
+            raise call_error(error, scorer.name, inputs, row) from error
         finally:
             log.close()
-        seconds = time.perf_counter() - start
-        return _Scores(read_rewards(returned, function.name, inputs), seconds)
+        return read_rewards(returned, scorer.name, inputs)
 
-    def _call(self, function: RewardFunction, arguments: dict[str, Any], log: CallLog) -> Any:
+    def _call(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
         returned = function.call(**arguments)
         if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an async one
-            result = self._loop.submit(_await(lambda: returned, log)).result()
-            if result.error is not None:
-                raise result.error
-            return result.returned
+            return _result(self._loop.submit(_outcome(lambda: returned)))
         return returned
 
     def _failing_row(self, function: RewardFunction, inputs: CallInputs, error: Exception) -> int | None:
-        """Finds the row that raises `error` by calling the function on one row at a time."""
+        """Finds the row that raises `error` by calling a plain function on one row at a time."""
         if len(inputs.rollouts) == 1:
             return 0
-        for row in range(len(inputs.rollouts)):
-            single, log = inputs.only(row), CallLog(function.name, 1, inputs.step)
+        for row in range(0 if function.is_async else len(inputs.rollouts)):
+            log = CallLog(function.name, 1, inputs.step)
             try:
-                self._call(function, function.arguments(single, log), log)
+                self._call(function, function.arguments(inputs.only(row), log))
             except Exception as single_error:
                 # Another exception may come from the size of the batch, such as a statistic over too few rows.
                 if type(single_error) is type(error):
@@ -205,36 +186,19 @@ class RewardRunner:
             )
 
 
-def _call_model(model: RewardModel, inputs: CallInputs) -> _Scores:
-    start = time.perf_counter()
+async def _outcome(call: Callable[[], Any]) -> _Outcome:
+    """Awaits a call. Exceptions are returned: KeyboardInterrupt and SystemExit, if raised, would end the event loop."""
     try:
-        rewards, metrics = model.score(inputs)
-    except RewardError:
-        raise
-    except Exception as error:
-        raise call_error(error, model.name, inputs) from error
-    return _Scores(rewards, time.perf_counter() - start, metrics)
+        return await call(), None
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        return None, error
 
 
-async def _await(call: Callable[[], Any], log: CallLog) -> _AsyncResult:
-    start = time.perf_counter()
-    returned, error = None, None
-    try:
-        returned = await call()
-    except (Exception, KeyboardInterrupt, SystemExit) as caught:
-        error = caught
-    finally:
-        log.close()
-    return _AsyncResult(returned, error, time.perf_counter() - start)
-
-
-def _async_scores(result: _AsyncResult, name: str, inputs: CallInputs) -> _Scores:
-    if result.error is None:
-        return _Scores(read_rewards(result.returned, name, inputs), result.seconds)
-    if isinstance(result.error, LogMisuse) or not isinstance(result.error, Exception):
-        raise result.error
-    row = 0 if len(inputs.rollouts) == 1 else None
-    raise call_error(result.error, name, inputs, row) from result.error
+def _result(future: concurrent.futures.Future[_Outcome]) -> Any:
+    returned, error = future.result()
+    if error is not None:
+        raise error
+    return returned
 
 
 def _align(processing_classes: Any, count: int) -> list[Any]:
@@ -275,8 +239,5 @@ def _scorer(item: Any, processing_class: Any, options: RewardModelOptions) -> Re
 
 def _free_name(column: str, function: str, taken: set[str]) -> str:
     """Prefixes a column with its function's name, and numbers it, until it is not taken."""
-    name, number = column, 1
-    while name in taken:
-        name = f"{function}/{column}" if number == 1 else f"{function}/{column}_{number}"
-        number += 1
-    return name
+    numbered = (f"{function}/{column}_{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([column, f"{function}/{column}"], numbered) if name not in taken)

@@ -1,6 +1,6 @@
-"""Factories of reward functions for completion length and repetition.
+"""Rewards for the `<think>` format, completion length and repetition; those with settings are made by a factory.
 
-The `__name__` of a returned function, which names its metric, does not depend on the arguments.
+The `__name__` of a factory's function, which names its metric, does not depend on the arguments.
 """
 
 from __future__ import annotations
@@ -10,8 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupgrad.rewards.accuracy import accuracy_reward, requires_math_verify
+from groupgrad.rewards.text import completion_text
 
 RewardFunction = Callable[..., "list[float | None]"]
+
+
+def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float | None]:
+    """1.0 for a completion that starts with its only `<think>` and has a `</think>`, else 0.0.
+
+    `completions` are texts or message lists, of which the assistant's last message counts. Nothing, not even a space,
+    may come before `<think>`; any text may follow `</think>`.
+    """
+    texts = [completion_text(completion) for completion in completions]
+    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
@@ -31,16 +42,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
     def soft_overlong_punishment_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float | None]:
         """0 for short completions, down to -1 for those at the limit or beyond."""
-        rewards: list[float | None] = []
-        for ids in completion_ids:
-            length = len(ids)
-            if length <= ramp_start:
-                rewards.append(0.0)
-            elif length <= max_completion_len:
-                rewards.append((ramp_start - length) / soft_punish_cache)
-            else:
-                rewards.append(-1.0)
-        return rewards
+        over = [min(ramp_start - len(ids), 0) for ids in completion_ids]
+        return [max(length / max(soft_punish_cache, 1), -1.0) for length in over]
 
     return soft_overlong_punishment_reward
 

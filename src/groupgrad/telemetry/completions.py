@@ -12,14 +12,14 @@ from rich.console import Console
 from tqdm import tqdm
 
 from groupgrad import dist
+from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.telemetry.completions_table import print_table
-from groupgrad.telemetry.parquet import plain_value, write_records
+from groupgrad.telemetry.parquet import write_records
+from groupgrad.telemetry.render import plain_value
 from groupgrad.telemetry.trackers import log_to_trackers, unique_by_prompt
 
-# A record is ordered as: these, the rewards, the columns of _AFTER_REWARDS, then extra columns.
-_BEFORE_REWARDS = ("step", "prompt", "completion")
-_AFTER_REWARDS = ("advantage", "finish_reason", "num_tokens")
-_IMAGES = ("image", "images")
+TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "finish_reason", "num_tokens")
+"""Columns that every record has, beside its rewards."""
 
 
 class CompletionLog:
@@ -49,15 +49,11 @@ class CompletionLog:
         self._records: dict[str, list[dict[str, Any]]] = {}
         self._reward_names: dict[str, list[str]] = {}
 
-    def __len__(self) -> int:
-        """Number of records that have not been flushed, over all phases."""
-        return sum(len(records) for records in self._records.values())
-
     def add(self, records: Sequence[Mapping[str, Any]], *, reward_names: Sequence[str], phase: str = "train") -> None:
         """Keeps records until the next flush of `phase`. No collective: only the rank that has all records adds any.
 
-        A record has `step`, `prompt` and `completion` (text or messages), one column per reward, `advantage`,
-        `finish_reason`, `num_tokens` and any extra columns; a missing column is None.
+        A record has `TABLE_COLUMNS` (prompt and completion as text or messages), one column per reward, and any extra
+        columns; a missing column is None.
         """
         if records:
             names = [*self._reward_names.get(phase, ()), *reward_names]
@@ -75,9 +71,8 @@ class CompletionLog:
         rewards = self._reward_names.pop(phase, [])
         if not records or not dist.is_main():
             return None
-        records = _with_all_columns(records, rewards, step)
         stem = "completions" if phase == "train" else re.sub(r"[^\w.-]+", "_", phase)
-        stored = [{key: value for key, value in record.items() if key not in _IMAGES} for record in records]
+        stored = [{key: value for key, value in record.items() if key not in IMAGE_COLUMNS} for record in records]
         path = write_records(stored, self.folder, f"{stem}_{step:05d}", number_columns=[*rewards, "advantage"])
         self._print(records, rewards, step, phase)
         log_to_trackers(
@@ -107,17 +102,8 @@ class CompletionLog:
             records = [records[row] for row in sorted(rows)]
         if not records:
             return
-        extras = [key for key in records[0] if key not in (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *_IMAGES)]
+        keys = dict.fromkeys(key for record in records for key in record)
+        extras = [key for key in keys if key not in (*TABLE_COLUMNS, *rewards, *IMAGE_COLUMNS)]
         title = f"Step {step}" if phase == "train" else f"Step {step} ({phase})"
         with tqdm.external_write_mode():
             print_table(records, rewards, extras, title=title, console=self.console)
-
-
-def _with_all_columns(records: list[dict[str, Any]], rewards: list[str], step: int) -> list[dict[str, Any]]:
-    """Gives every record every column, in one order; a missing `step` becomes the step of the flush."""
-    extras = (key for record in records for key in record)
-    keys = dict.fromkeys([*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *extras])
-    rows = [{key: record.get(key) for key in keys} for record in records]
-    for row in rows:
-        row["step"] = step if row["step"] is None else row["step"]
-    return rows

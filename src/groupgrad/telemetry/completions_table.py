@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from groupgrad.telemetry.render import cell_text, plain_text, visible
 _MIN_TEXT = 16
 _MAX_EXTRA = 24
 _MAX_EXTRA_CHARS = 200
-_HEADER_WIDTH = 10
 _PADDING = 3  # one border and two blanks a column
 
 
@@ -36,26 +36,13 @@ def print_table(
     made visible.
     """
     target = Console() if console is None else console
-    table = build_table(records, rewards, extras, title=title, width=target.width)
-    encoding = target.encoding or "ascii"
-    if encoding.lower().replace("-", "").startswith("utf"):
-        target.print(table)
-        return
-    with target.capture() as capture:
-        target.print(table)
-    target.file.write(capture.get().encode(encoding, errors="backslashreplace").decode(encoding))
-
-
-def build_table(
-    records: Sequence[Mapping[str, Any]], rewards: Sequence[str], extras: Sequence[str], *, title: str, width: int
-) -> Table:
-    """Builds the table of `print_table` for a terminal of `width` columns."""
     numbers = {name: [_decimals(record.get(name)) for record in records] for name in rewards}
     numbers["Advantage"] = [_decimals(record.get("advantage")) for record in records]
     others = {name: [_extra(record.get(name)) for record in records] for name in extras}
     number_widths = {name: _widest([_header(name), *cells]) for name, cells in numbers.items()}
     extra_widths = {name: min(_widest([_header(name), *cells]), _MAX_EXTRA) for name, cells in others.items()}
 
+    width = target.width
     space = width - 1 - 2 * (_MIN_TEXT + _PADDING) - sum(number_widths.values()) - _PADDING * len(numbers)
     shared = space < 0 and len(rewards) > 1
     visible_extras = list(extras)
@@ -81,7 +68,13 @@ def build_table(
     if len(visible_extras) < len(extras):
         hidden = ", ".join(visible(name) for name in extras[len(visible_extras) :])
         table.caption = Text(f"too narrow for: {hidden} (they are in the parquet file)")
-    return table
+    encoding = target.encoding or "ascii"
+    if encoding.lower().replace("-", "").startswith("utf"):
+        target.print(table)
+        return
+    with target.capture() as capture:
+        target.print(table)
+    target.file.write(capture.get().encode(encoding, errors="backslashreplace").decode(encoding))
 
 
 def _widest(cells: Sequence[str]) -> int:
@@ -90,22 +83,12 @@ def _widest(cells: Sequence[str]) -> int:
 
 def _header(name: str) -> str:
     """Breaks `name` at underscores and slashes into lines of about ten characters."""
-    lines = [""]
-    for character in visible(name).replace("\n", " "):
-        lines[-1] += character
-        if len(lines[-1]) >= _HEADER_WIDTH or (character in "_/- " and len(lines[-1]) >= _HEADER_WIDTH // 2):
-            lines.append("")
+    lines = re.findall(r".{4,9}?[_/\- ]|.{1,10}", visible(name).replace("\n", " "))
     return "\n".join(line for line in lines if line.strip()) or " "
 
 
-def _decimals(value: Any) -> str:
-    if value is None:
-        return "-"
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return visible(str(value))
-    return "-" if math.isnan(number) else f"{number:.2f}"
+def _decimals(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{float(value):.2f}"
 
 
 def _extra(value: Any) -> str:

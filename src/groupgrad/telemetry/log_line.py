@@ -117,8 +117,6 @@ def _end_line(logs: Mapping[str, Any], step: int) -> str:
 
 
 def _number(value: Any, spec: str) -> str:
-    if isinstance(value, str):
-        return value
     try:
         return format(float(value), spec)
     except (TypeError, ValueError):

@@ -36,11 +36,16 @@ class MetricStore:
         ValueError, and none is added, if a key was logged before as another kind (`mean`, `max`, ...).
         """
         for key, metric in metrics.items():
-            self._check_kind(key, metric)
+            known = self._kinds.get(key, metric.kind)
+            if metric.kind != known:
+                raise ValueError(
+                    f"metric '{key}' was logged as '{known}' before and comes as '{metric.kind}' now; the two cannot "
+                    f"be combined into one number, so log it in one way only or give one of them another name"
+                )
         for key, metric in metrics.items():
             self._kinds.setdefault(key, metric.kind)
             pending = self._window.setdefault(key, [])
-            pending.append(Metric(metric.kind, _detached(metric.value), _detached(metric.weight)))
+            pending.append(metric)
             if len(pending) >= _MAX_PENDING:
                 self._window[key] = [_fold(key, _as_floats(pending))]
 
@@ -70,14 +75,6 @@ class MetricStore:
         self._kinds = dict(state["kinds"])
         self._window = {key: [Metric(kind, value, weight)] for key, kind, value, weight in state["window"]}
 
-    def _check_kind(self, key: str, metric: Metric) -> None:
-        known = self._kinds.get(key, metric.kind)
-        if metric.kind != known:
-            raise ValueError(
-                f"metric '{key}' was logged as '{known}' before and comes as '{metric.kind}' now; the two cannot be "
-                f"combined into one number, so log it in one way only or give one of them another name"
-            )
-
     def _folded(self) -> dict[str, Metric]:
         """Returns one metric a key, as floats."""
         flat = _as_floats([metric for pending in self._window.values() for metric in pending])
@@ -93,10 +90,6 @@ def _fold(key: str, metrics: Iterable[Metric]) -> Metric:
         return functools.reduce(merge, metrics)
     except ValueError as error:
         raise ValueError(f"metric '{key}': {error}") from error
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _as_floats(metrics: list[Metric]) -> list[Metric]:

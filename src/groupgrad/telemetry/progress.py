@@ -6,17 +6,15 @@ import atexit
 import shutil
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TextIO
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
 
 from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from groupgrad.telemetry.log_line import format_log
-
-Phase = Literal["sampling", "rewards", "scoring", "training", "evaluating", "saving", "idle"]
 
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {desc}"
 _BAR_UNSIZED = "{n_fmt} [{elapsed}] {desc}"
@@ -26,7 +24,7 @@ _BAR_COLUMNS = 46
 _REFRESH_S = 0.1
 
 
-class ProgressCallback(TrainerCallback):
+class ProgressCallback(TrainerCallback, AbstractContextManager):
     """Shows a bar over optimizer steps with the latest reward, completion length, speed and phase of the trainer.
 
     On a terminal the bar is drawn on standard error and log lines go above it, on standard output. Without a terminal,
@@ -39,29 +37,20 @@ class ProgressCallback(TrainerCallback):
         self._clock = clock
         self._bar: Any = None
         self._evaluation_bar: Any = None
-        self._phase = "idle"
+        self.phase = "idle"
+        """Current phase of the trainer."""
         self._numbers: dict[str, float] = {}
         self._refreshed_at = float("-inf")
         self._logged_at: float | None = None
         self._logged_step = 0
-        self._closes_at_exit = False
-
-    def __enter__(self) -> ProgressCallback:
-        """Returns itself; the end of the block calls `close`."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @property
-    def phase(self) -> str:
-        """Current phase of the trainer."""
-        return self._phase
-
-    def set_phase(self, name: Phase | str) -> None:
+    def set_phase(self, name: str) -> None:
         """Sets the current phase; a new one is shown at once."""
-        if name != self._phase:
-            self._phase = name
+        if name != self.phase:
+            self.phase = name
             self._refresh()
 
     def set_numbers(
@@ -78,17 +67,18 @@ class ProgressCallback(TrainerCallback):
 
     def close(self) -> None:
         """Stops the bars where they are and ends their lines. May be called at any time and any number of times."""
+        atexit.unregister(self.close)
         self._close_evaluation()
         bar, self._bar = self._bar, None
         if bar is not None:
-            self._phase = "idle"
+            self.phase = "idle"
             bar.set_description_str(self._description(), refresh=False)
             bar.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Opens the bar at the step that training starts or resumes from."""
         self.close()
-        self._phase, self._numbers = "idle", {}
+        self.phase, self._numbers = "idle", {}
         self._logged_at, self._logged_step = self._clock(), state.global_step
         if state.is_world_process_zero and _wants_bar(args):
             self._bar = self._new_bar(total=state.max_steps, initial=state.global_step, bar_format=_BAR)
@@ -115,9 +105,7 @@ class ProgressCallback(TrainerCallback):
         """Removes the evaluation bar."""
         self._close_evaluation()
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Removes the evaluation bar."""
-        self._close_evaluation()
+    on_predict = on_evaluate  # pyright: ignore[reportAssignmentType]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Writes the log event as one line above the bar."""
@@ -161,10 +149,10 @@ class ProgressCallback(TrainerCallback):
         A narrow terminal drops the last numbers first, and never the phase.
         """
         numbers = [f"{key}={_short(key, value)}" for key, value in self._numbers.items()]
-        columns = shutil.get_terminal_size().columns - _BAR_COLUMNS - len(self._phase)
+        columns = shutil.get_terminal_size().columns - _BAR_COLUMNS - len(self.phase)
         while numbers and len(" ".join(numbers)) + 3 > columns:
             numbers.pop()
-        phase = "" if self._phase == "idle" else self._phase
+        phase = "" if self.phase == "idle" else self.phase
         return " | ".join(part for part in (" ".join(numbers), phase) if part)
 
     def _close_evaluation(self) -> None:
@@ -173,18 +161,10 @@ class ProgressCallback(TrainerCallback):
             bar.close()
 
     def _new_bar(self, **options: Any) -> Any:
-        if not self._closes_at_exit:
-            # transformers does not notify callbacks of an exception, so the last bar would stay half drawn when the
-            # interpreter exits. A weak method lets an unused callback be freed before that.
-            self._closes_at_exit = True
-            atexit.register(_call_if_alive, weakref.WeakMethod(self.close))
+        # transformers does not notify callbacks of an exception, so the last bar would stay half drawn when the
+        # interpreter exits.
+        atexit.register(self.close)
         return tqdm(dynamic_ncols=True, file=sys.stderr, mininterval=_REFRESH_S, **options)
-
-
-def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
-    method = reference()
-    if method is not None:
-        method()
 
 
 def _wants_bar(args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Formats prompts and completions as text for terminals and trackers: messages, tool calls, images."""
+"""Formats prompts and completions as text and as plain values: messages, tool calls, images."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from rich.text import Text
 
-from groupgrad.data.images import image_blocks, image_of_block, is_image_block
+from groupgrad.data.images import BLOCK_KEYS, image_blocks, image_of_block, is_image_block
 
 IMAGE_MARKER = "[IMAGE]"
 
@@ -31,10 +33,6 @@ PieceKind = Literal["role", "text", "reasoning", "tool"]
 
 def plain_text(value: Any) -> str:
     """Returns a string as it is, and messages as one text: `ROLE`, newline, content, blank line."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
     return "".join(text for _, text in _pieces(value))
 
 
@@ -44,10 +42,9 @@ def cell_text(value: Any) -> Text:
     Roles are upper-case and bold, reasoning is dim and italic. Markup is not interpreted, control characters become
     visible symbols, and in a text of more than 2000 characters the middle is replaced by its number of characters.
     """
-    pieces = [("text", plain_text(value))] if value is None or isinstance(value, str) else list(_pieces(value))
     styles = {"role": "bold cyan", "reasoning": "dim italic", "tool": "yellow", "text": ""}
     cell = Text(overflow="fold")
-    for kind, text in pieces:
+    for kind, text in _pieces(value):
         cell.append(_shortened(visible(text)), style=styles[kind])
     return cell
 
@@ -59,47 +56,48 @@ def visible(text: str) -> str:
     return text.replace("\r\n", "\n").expandtabs(4).translate(_VISIBLE_FORMS)
 
 
-def images_of(value: Any) -> list[Any]:
-    """Collects the images of messages, of a list of images, or of one image; markers of images are left out."""
-    if value is None:
+def images_of(messages: Any) -> list[Any]:
+    """Collects the images of messages; a text has none, and markers of images are left out."""
+    if isinstance(messages, str):
         return []
-    if not isinstance(value, (list, tuple)):
-        return [value]
-    images: list[Any] = []
-    for item in value:
-        if not isinstance(item, Mapping):
-            images.extend(images_of(item))
-            continue
-        blocks = [image_of_block(block) for block in image_blocks([item])]
-        images.extend(image for image in blocks if image is not None and not _is_marker(image))
-    return images
+    blocks = image_blocks([message for message in messages or () if isinstance(message, Mapping)])
+    images = [image_of_block(block) for block in blocks]
+    return [image for image in images if image is not None and not (isinstance(image, str) and image == IMAGE_MARKER)]
 
 
 def without_images(record: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces every image in the prompt and the completion of a record by a marker."""
-    return {**record, **{key: _with_markers(record[key]) for key in ("prompt", "completion") if key in record}}
+    return {**record, **{key: plain_value(record[key]) for key in ("prompt", "completion") if key in record}}
 
 
-def _is_marker(image: Any) -> bool:
-    return isinstance(image, str) and image == IMAGE_MARKER
+def plain_value(value: Any) -> Any:
+    """Converts to dicts, lists, texts, bytes, numbers, booleans and None only; images become a marker."""
+    if value is None or isinstance(value, (bool, int, float, bytes)):
+        return value
+    if isinstance(value, str):
+        # Half-decoded tokens give lone surrogates, which have no UTF-8 form.
+        return value.encode("utf-8", errors="replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        hidden = BLOCK_KEYS if is_image_block(value) else ()
+        plain = {str(key): plain_value(item) for key, item in value.items() if key not in hidden}
+        return {**plain, "image": IMAGE_MARKER} if hidden else plain
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain_value(item) for item in value), key=repr)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    is_image = all(hasattr(value, name) for name in ("size", "mode", "save"))  # as Pillow's have
+    return IMAGE_MARKER if is_image else plain_value(str(value))
 
 
-def _with_markers(messages: Any) -> Any:
-    if not isinstance(messages, (list, tuple)):
-        return messages
-    marker = {"type": "image", "image": IMAGE_MARKER}
-    return [
-        {**message, "content": [marker if is_image_block(block) else block for block in message["content"]]}
-        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
-        else message
-        for message in messages
-    ]
-
-
-def _pieces(messages: Any) -> Iterator[tuple[PieceKind, str]]:
-    if isinstance(messages, Mapping):
-        messages = [messages]
-    for number, message in enumerate(messages):
+def _pieces(value: Any) -> Iterator[tuple[PieceKind, str]]:
+    if isinstance(value, str):
+        yield "text", value
+        return
+    for number, message in enumerate([] if value is None else value):
         if not isinstance(message, Mapping):
             yield "text", str(message)
             continue

@@ -18,18 +18,13 @@ class Timings:
     """
 
     def __init__(
-        self, on_phase: Callable[[str], None] | None = None, *, clock: Callable[[], float] = time.perf_counter
+        self, on_phase: Callable[[str], object] = lambda _: None, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.on_phase = on_phase
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._counted_until = 0.0
-
-    @property
-    def current(self) -> str | None:
-        """Name of the innermost open phase, or None."""
-        return self._open[-1] if self._open else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -38,13 +33,13 @@ class Timings:
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
         try:
-            self._announce(name)
+            self.on_phase(name)
             yield
         finally:
             self._settle()
             self._open.pop()
             if self._open:
-                self._announce(self._open[-1])
+                self.on_phase(self._open[-1])
 
     @contextmanager
     def inclusive(self, name: str) -> Iterator[None]:
@@ -75,7 +70,3 @@ class Timings:
         if self._open:
             self._seconds[self._open[-1]] = self._seconds.get(self._open[-1], 0.0) + now - self._counted_until
         self._counted_until = now
-
-    def _announce(self, name: str) -> None:
-        if self.on_phase is not None:
-            self.on_phase(name)

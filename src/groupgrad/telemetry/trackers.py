@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from groupgrad.telemetry.parquet import is_image, plain_value
-from groupgrad.telemetry.render import images_of, plain_text
+from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
+from groupgrad.data.images import column_images
+from groupgrad.telemetry.render import images_of, plain_text, plain_value
 
 logger = logging.getLogger(__name__)
 
 TABLE_NAME = "completions"
+_CURRENT_RUN: dict[str, Callable[[Any], Any]] = {
+    "wandb": lambda wandb: wandb.run,
+    "trackio": lambda trackio: trackio.context_vars.current_run.get(),
+}
 
 
 def log_to_trackers(
@@ -25,16 +30,16 @@ def log_to_trackers(
     Prompts, completions and other structured values are logged as text, and with `with_images` the images of a record
     go to a column `image`. A tracker that fails is reported by a warning, since a lost table must not end a run.
     """
-    for name, has_run in (("wandb", _has_wandb_run), ("trackio", _has_trackio_run)):
+    for name, current_run in _CURRENT_RUN.items():
         if name not in report_to and "all" not in report_to:
             continue
         try:
             tracker = importlib.import_module(name)
         except ImportError:
             continue
-        if not has_run(tracker):
-            continue
         try:
+            if current_run(tracker) is None:
+                continue
             frame = _frame(records, tracker.Image if with_images else None)
             tracker.log({TABLE_NAME: tracker.Table(dataframe=frame), "train/global_step": step})
         except Exception as error:
@@ -50,34 +55,17 @@ def unique_by_prompt(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def _prompt_images_hash(record: Mapping[str, Any]) -> int:
-    images = [] if isinstance(record.get("prompt"), str) else images_of(record.get("prompt"))
+    images = images_of(record.get("prompt"))
     return hash(tuple((image.size, image.tobytes()) if hasattr(image, "tobytes") else str(image) for image in images))
 
 
 def record_images(record: Mapping[str, Any]) -> list[Any]:
     """Returns the images of a record's `images` or `image` column, or else of its messages."""
-    for key in ("images", "image"):
-        if record.get(key) is not None:
-            return images_of(record[key])
-    return [
-        image
-        for key in ("prompt", "completion")
-        if not isinstance(record.get(key), str)
-        for image in images_of(record.get(key))
-    ]
-
-
-def _has_wandb_run(wandb: Any) -> bool:
-    return getattr(wandb, "run", None) is not None
-
-
-def _has_trackio_run(trackio: Any) -> bool:
-    context = getattr(trackio, "context_vars", None)
-    return context is not None and context.current_run.get() is not None
+    return column_images(record)[1] or [*images_of(record.get("prompt")), *images_of(record.get("completion"))]
 
 
 def _frame(records: Sequence[Mapping[str, Any]], image_class: Any) -> pd.DataFrame:
-    keys = dict.fromkeys(key for record in records for key in record if key not in ("image", "images"))
+    keys = dict.fromkeys(key for record in records for key in record if key not in IMAGE_COLUMNS)
     columns: dict[str, list[Any]] = {key: [_cell(key, record.get(key)) for record in records] for key in keys}
     if image_class is not None:
         cells = [[image_class(image) for image in record_images(record)] for record in records]
@@ -94,4 +82,4 @@ def _cell(key: str, value: Any) -> Any:
         return plain_text(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return plain_text(value) if is_image(value) else str(plain_value(value))
+    return str(plain_value(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,8 @@ def plot_rewards(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> 
     except ImportError as error:
         raise ImportError("drawing the reward curve needs matplotlib; run `pip install matplotlib`") from error
     reward = series(log_history, "reward")
-    evaluations = {key: series(log_history, key) for key in _evaluation_keys(log_history)}
+    keys = dict.fromkeys(key for event in log_history for key in event)
+    evaluations = {key: series(log_history, key) for key in keys if re.fullmatch(r"eval(_[^/]+)?_reward", key)}
     if reward.empty and not evaluations:
         raise ValueError(
             f"the log history has {len(log_history)} events and no `reward` in any of them; train for at least "
@@ -70,7 +70,10 @@ def write_metrics(log_history: Sequence[Mapping[str, Any]], path: str | Path) ->
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_strict(event), ensure_ascii=False, default=str) for event in log_history]
+    lines = []
+    for event in log_history:
+        text = json.dumps(event, default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
+        lines.append(json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False))
     draft = path.with_name(path.name + ".part")
     draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     os.replace(draft, path)
@@ -78,23 +81,14 @@ def write_metrics(log_history: Sequence[Mapping[str, Any]], path: str | Path) ->
 
 
 def series(log_history: Sequence[Mapping[str, Any]], key: str) -> pd.Series:
-    """Returns the float64 numbers logged under `key`, indexed by ascending step; the last event of a step counts."""
-    by_step: dict[float, float] = {}
-    for event in log_history:
-        value, step = event.get(key), event.get("step")
-        if isinstance(value, (int, float)) and isinstance(step, (int, float)):
-            by_step[float(step)] = float(value)
-    return pd.Series(by_step, dtype=np.float64).sort_index()
+    """Returns the float64 numbers logged under `key`, indexed by ascending step; the last number of a step counts."""
+    events = pd.DataFrame(log_history, columns=["step", key]).apply(pd.to_numeric, errors="coerce").dropna()
+    return events.groupby("step")[key].last().astype(np.float64)
 
 
 def running_average(values: pd.Series, span: int) -> pd.Series:
     """Returns the exponentially weighted mean over about `span` values, unbiased at the start; skips NaN and inf."""
     return values.where(np.isfinite(values)).ewm(span=span, ignore_na=True).mean()
-
-
-def _evaluation_keys(log_history: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = dict.fromkeys(key for event in log_history for key in event)
-    return [key for key in keys if re.fullmatch(r"eval(_[^/]+)?_reward", key) and not series(log_history, key).empty]
 
 
 def _draw_reward(axis: Any, reward: pd.Series, std: pd.Series, evaluations: Mapping[str, pd.Series]) -> None:
@@ -146,13 +140,3 @@ def _tidy(axis: Any) -> None:
     axis.spines["bottom"].set_color(_GRID)
     axis.margins(x=0.01)
     axis.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
