@@ -16,7 +16,19 @@ from groupgrad._version import __version__
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
-_MODULES = {"GRPOConfig": "groupgrad.config", "GRPOTrainer": "groupgrad.trainer"}
+_MODULES = {
+    "GRPOConfig": "groupgrad.config",
+    "GRPOTrainer": "groupgrad.trainer",
+    # Helpers of scripts for TRL.
+    "DatasetMixtureConfig": "groupgrad.cli.scripts",
+    "ModelConfig": "groupgrad.cli.scripts",
+    "ScriptArguments": "groupgrad.cli.scripts",
+    "TrlParser": "groupgrad.cli.scripts",
+    "get_dataset": "groupgrad.cli.scripts",
+    "get_kbit_device_map": "groupgrad.cli.scripts",
+    "get_peft_config": "groupgrad.cli.scripts",
+    "get_quantization_config": "groupgrad.cli.scripts",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.config import GRPOConfig, legacy
@@ -69,25 +69,13 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-class TrainParser(HfArgumentParser):
-    """Parser with all fields of the three records as flags, in sections."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            [ScriptArguments, ModelArguments, GRPOConfig],  # pyright: ignore[reportArgumentType]
-            prog="groupgrad train",
-            usage="groupgrad train --config FILE --FIELD VALUE ...",
-            description="Train a model with GRPO. Every field is a flag and a key of the YAML file given by --config; "
-            "the command line wins.",
-            epilog="--x_y can be written --x-y, a switch that is on is turned off by --no_x_y, and none means unset.",
-            formatter_class=_Help,
-            allow_abbrev=False,
-        )
-        self.add_argument("--config", metavar="FILE", help="YAML file with defaults; its `env:` mapping is exported")
+class FieldParser(HfArgumentParser):
+    """Parser with the fields of dataclasses as flags, whose defaults may come from a YAML file."""
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         # The sections of `SECTIONS` first, then the fields of transformers, then those of earlier releases.
-        hints, title = typing.get_type_hints(dtype), TRAINING
+        hints = typing.get_type_hints(dtype)
+        title = TRAINING if issubclass(dtype, TrainingArguments) else dtype.__name__
         sections: dict[str, list[dataclasses.Field]] = {}
         for field in dataclasses.fields(dtype):
             title = SECTIONS.get(field.name, title)
@@ -120,25 +108,34 @@ class TrainParser(HfArgumentParser):
         """Returns the flag of each field, not its `--no_` form."""
         return {action.dest: action for action in reversed(self._actions) if action.dest not in ("help", "config")}
 
-    def read_config(self, path: str) -> None:
-        """Takes a YAML file's keys as defaults and exports its `env:` mapping. Exits with status 2 for a bad file."""
+    def read_config(self, path: str) -> dict[str, Any]:
+        """Takes a YAML file's keys as defaults and exports its `env:` mapping; the keys without a field, with values.
+
+        Exits with status 2 for a bad file.
+        """
         content = self._load_yaml(path)
         environment = content.pop("env", None) or {}
         if not isinstance(environment, dict):
             self.error(f"{path}: env={environment!r} is not a mapping of variables to values")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
-        fields, defaults = self.fields(), {}
-        for key, value in content.items():
-            name = str(key).replace("-", "_")
-            if name not in fields:
-                self.error(f"{path}: unknown key {key!r}{_did_you_mean(name, fields)}")
-            shown, flag = f"{path}: {key}={value!r}", fields[name]
+        return self.take_defaults(content, f"{path}: ")
+
+    def take_defaults(self, values: dict[Any, Any], origin: str = "") -> dict[str, Any]:
+        """Takes values as defaults of the fields of their names; those without a field. `origin` begins messages."""
+        fields, unknown = self.fields(), {}
+        for key, value in values.items():
+            flag = fields.get(str(key).replace("-", "_"))
+            if flag is None:
+                unknown[str(key)] = value
+                continue
+            shown = f"{origin}{key}={value!r}"
             if flag.nargs == "+" and value is not None:
                 items = value if isinstance(value, list) else [value]
-                defaults[name] = [self._from_yaml(flag.type, shown, item) for item in items]
+                flag.default = [self._from_yaml(flag.type, shown, item) for item in items]
             else:
-                defaults[name] = self._from_yaml(flag.type, shown, value)
-        self.set_defaults(**defaults)
+                flag.default = self._from_yaml(flag.type, shown, value)
+            flag.required = False
+        return unknown
 
     def _load_yaml(self, path: str) -> dict[Any, Any]:
         try:
@@ -171,12 +168,31 @@ class TrainParser(HfArgumentParser):
         return value
 
 
+class TrainParser(FieldParser):
+    """Parser with all fields of the three records as flags, in sections."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            [ScriptArguments, ModelArguments, GRPOConfig],  # pyright: ignore[reportArgumentType]
+            prog="groupgrad train",
+            usage="groupgrad train --config FILE --FIELD VALUE ...",
+            description="Train a model with GRPO. Every field is a flag and a key of the YAML file given by --config; "
+            "the command line wins.",
+            epilog="--x_y can be written --x-y, a switch that is on is turned off by --no_x_y, and none means unset.",
+            formatter_class=_Help,
+            allow_abbrev=False,
+        )
+        self.add_argument("--config", metavar="FILE", help="YAML file with defaults; its `env:` mapping is exported")
+
+
 def parse(argv: Sequence[str]) -> Parsed:
     """Parses a command line. Exits with status 2 and a sentence that says what to change if it cannot."""
     parser = TrainParser()
     known, unknown = parser.parse_known_args(argv)
     if known.config is not None:
-        parser.read_config(known.config)
+        for key in parser.read_config(known.config):
+            hint = _did_you_mean(key.replace("-", "_"), parser.fields())
+            parser.error(f"{known.config}: unknown key {key!r}{hint}")
     if unknown:
         argument = unknown[0].split("=")[0]
         hint = _did_you_mean(argument.lstrip("-").replace("-", "_"), parser.fields(), "--")

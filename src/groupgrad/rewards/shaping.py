@@ -5,6 +5,7 @@ The `__name__` of a factory's function, which names its metric, does not depend 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,14 +39,17 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             f"soft_punish_cache={soft_punish_cache} is not between 0 and max_completion_len={max_completion_len}: the "
             "ramp must lie inside the limit; set a smaller cache"
         )
-    ramp_start = max_completion_len - soft_punish_cache
+    return _with_settings(
+        soft_overlong_punishment_reward, max_completion_len=max_completion_len, soft_punish_cache=soft_punish_cache
+    )
 
-    def soft_overlong_punishment_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float | None]:
-        """0 for short completions, down to -1 for those at the limit or beyond."""
-        over = [min(ramp_start - len(ids), 0) for ids in completion_ids]
-        return [max(length / max(soft_punish_cache, 1), -1.0) for length in over]
 
-    return soft_overlong_punishment_reward
+def soft_overlong_punishment_reward(
+    completion_ids: list[list[int]], *, max_completion_len: int, soft_punish_cache: int, **kwargs: Any
+) -> list[float | None]:
+    """0 for short completions, down to -1 for those at the limit or beyond."""
+    over = [min(max_completion_len - soft_punish_cache - len(ids), 0) for ids in completion_ids]
+    return [max(length / max(soft_punish_cache, 1), -1.0) for length in over]
 
 
 def get_cosine_scaled_reward(
@@ -69,26 +73,39 @@ def get_cosine_scaled_reward(
         if low > high:
             raise ValueError(f"min_value_{answer}={low} is above max_value_{answer}={high}; swap them")
 
-    @requires_math_verify
-    def cosine_scaled_reward(
-        completions: list[Any],
-        solution: list[Any],
-        completion_ids: list[list[int]],
-        log_extra: Callable[..., None] | None = None,
-        log_metric: Callable[..., None] | None = None,
-        **kwargs: Any,
-    ) -> list[float | None]:
-        """Accuracy scaled by completion length along half a cosine wave."""
-        rewards: list[float | None] = []
-        accuracies = accuracy_reward(completions, solution, log_extra=log_extra, log_metric=log_metric)
-        for accuracy, ids in zip(accuracies, completion_ids):
-            start, end = (max_value_correct, min_value_correct) if accuracy else (min_value_wrong, max_value_wrong)
-            progress = min(len(ids) / max_len, 1.0)
-            scaled = end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
-            rewards.append(None if accuracy is None else scaled)
-        return rewards
+    return _with_settings(
+        cosine_scaled_reward,
+        max_len=max_len,
+        wrong=(min_value_wrong, max_value_wrong),
+        correct=(max_value_correct, min_value_correct),
+    )
 
-    return cosine_scaled_reward
+
+@requires_math_verify
+def cosine_scaled_reward(
+    completions: list[Any],
+    solution: list[Any],
+    completion_ids: list[list[int]],
+    log_extra: Callable[..., None] | None = None,
+    log_metric: Callable[..., None] | None = None,
+    *,
+    max_len: int,
+    wrong: tuple[float, float],
+    correct: tuple[float, float],
+    **kwargs: Any,
+) -> list[float | None]:
+    """Accuracy scaled by completion length along half a cosine wave.
+
+    `wrong` and `correct` are the rewards of completions without tokens and of those of `max_len` tokens or more.
+    """
+    rewards: list[float | None] = []
+    accuracies = accuracy_reward(completions, solution, log_extra=log_extra, log_metric=log_metric)
+    for accuracy, ids in zip(accuracies, completion_ids):
+        start, end = correct if accuracy else wrong
+        progress = min(len(ids) / max_len, 1.0)
+        scaled = end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
+        rewards.append(None if accuracy is None else scaled)
+    return rewards
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
@@ -102,11 +119,21 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if max_penalty > 0:
         raise ValueError(f"max_penalty={max_penalty} is positive and would reward repetition; set it to 0 or less")
 
-    def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float | None]:
-        """0 without repeated n-grams, closer to `max_penalty` the more n-grams repeat."""
-        return [_repeated_share(ids, ngram_size) * max_penalty for ids in completion_ids]
+    return _with_settings(repetition_penalty_reward, ngram_size=ngram_size, max_penalty=max_penalty)
 
-    return repetition_penalty_reward
+
+def repetition_penalty_reward(
+    completion_ids: list[list[int]], *, ngram_size: int, max_penalty: float, **kwargs: Any
+) -> list[float | None]:
+    """0 without repeated n-grams, closer to `max_penalty` the more n-grams repeat."""
+    return [_repeated_share(ids, ngram_size) * max_penalty for ids in completion_ids]
+
+
+def _with_settings(function: RewardFunction, **settings: Any) -> RewardFunction:
+    """The function with these arguments set, under its own name; it can be pickled."""
+    bound: Any = functools.partial(function, **settings)
+    bound.__name__, bound.__doc__ = function.__name__, function.__doc__
+    return bound
 
 
 def _repeated_share(ids: Sequence[int], size: int) -> float:

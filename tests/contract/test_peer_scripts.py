@@ -1,0 +1,156 @@
+"""The training script that ships in TRL's wheel runs here with nothing but the package's name replaced."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from groupgrad import (
+    DatasetMixtureConfig,
+    GRPOConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+)
+from groupgrad.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The peer's script after `sed s/trl/groupgrad/` on its imports."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.origin is not None, "the dev extra installs trl, whose script this test reads"
+    source = (Path(spec.origin).parent / "scripts" / "grpo.py").read_text()
+    path = tmp_path / "grpo.py"
+    path.write_text(re.sub(r"\bfrom trl\b", "from groupgrad", source))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    lines = [json.dumps({"prompt": f"{a}+1=", "solution": str(a + 1)}) for a in range(8)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def settings(tmp_path: Path, rows: Path, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
+    """Flags of a short run of a small model, saved in a folder."""
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return {
+        "model_name_or_path": str(tmp_path / "model"),
+        "dataset_name": str(rows),
+        "reward_funcs": ["think_format_reward", "get_soft_overlong_punishment"],
+        "output_dir": str(tmp_path / "out"),
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "report_to": "none",
+    }
+
+
+@pytest.fixture
+def run(script: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the script with these arguments; its namespace."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        return runpy.run_path(str(script), run_name="__main__")
+
+    return run
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+    return words
+
+
+def test_the_script_with_flags(run: Run, settings: dict[str, Any], tmp_path: Path) -> None:
+    run(*flags(settings))
+    state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())
+    assert state["global_step"] == 1
+    assert state["log_history"][0]["rewards/soft_overlong_punishment_reward/mean"] == 0.0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_script_with_a_file_a_mixture_and_an_adapter(
+    run: Run, settings: dict[str, Any], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OF_THE_FILE", raising=False)
+    del settings["dataset_name"]
+    content = {**settings, "env": {"OF_THE_FILE": 1}, "datasets": [{"path": str(rows), "columns": ["prompt"]}] * 2}
+    content |= {"use_peft": True, "lora_target_modules": ["q_proj"], "lora_r": 2, "unknown_to_the_script": 3}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    namespace = run("--config", str(tmp_path / "run.yaml"), "--lora_r", "4")
+    adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["target_modules"]) == (4, ["q_proj"])
+    assert namespace["model_args"].lora_r == 4
+    assert namespace["training_args"].max_steps == 1
+
+
+def test_parsed_records(tmp_path: Path) -> None:
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    (tmp_path / "run.yaml").write_text("beta: 0.1\nmodel_revision: v2\nno_such_key: 1\n")
+    file = ["--config", str(tmp_path / "run.yaml")]
+    common = ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match="unknown keys: no_such_key"):
+        parser.parse_args_and_config([*file, *common])
+    script, config, model, rest = parser.parse_args_and_config([*file, *common], return_remaining_strings=True)
+    assert (config.beta, model.model_revision, model.dtype, rest) == (0.1, "v2", "float32", ["--no_such_key", "1"])
+    assert isinstance(script, ScriptArguments)
+    assert (get_peft_config(model), get_quantization_config(model), get_kbit_device_map()) == (None, None, None)
+    *_, config, _ = TrlParser([GRPOConfig, ModelConfig]).parse_args_and_config([*common, "--beta", "0.2"])
+    assert config.beta == 0.2
+
+
+def test_mixtures(rows: Path) -> None:
+    part = {"path": str(rows), "columns": ["prompt"]}
+    joined = get_dataset(DatasetMixtureConfig([part, part], test_split_size=4))  # pyright: ignore
+    assert {name: len(split) for name, split in joined.items()} == {"train": 12, "test": 4}
+    shared = get_dataset(DatasetMixtureConfig([{**part, "fraction": 3.0}, {**part, "fraction": 1.0}]))  # pyright: ignore
+    assert shared["train"]["prompt"] == [f"{a}+1=" for a in [*range(8), 0, 1, 2]][: len(shared["train"])]
+    assert len(shared["train"]) == 8 + round(8 / 3)
+    streamed = get_dataset(DatasetMixtureConfig([part], streaming=True))  # pyright: ignore
+    assert next(iter(streamed["train"])) == {"prompt": "0+1="}
+    with pytest.raises(ValueError, match="1 of 2 datasets have no fraction"):
+        get_dataset(DatasetMixtureConfig([{**part, "fraction": 1.0}, part]))  # pyright: ignore
+    with pytest.raises(ValueError, match="datasets is empty"):
+        get_dataset(DatasetMixtureConfig())
+
+
+def test_reward_functions_by_their_modules_and_pickled() -> None:
+    from groupgrad.rewards.accuracy_rewards import accuracy_reward, reasoning_accuracy_reward
+    from groupgrad.rewards.format_rewards import think_format_reward
+    from groupgrad.rewards.other_rewards import get_soft_overlong_punishment as punishment
+
+    assert punishment is get_soft_overlong_punishment
+    built = [get_soft_overlong_punishment(10, 4), get_repetition_penalty_reward(), get_cosine_scaled_reward(10)]
+    for function in (accuracy_reward, reasoning_accuracy_reward, think_format_reward, *built):
+        copy = pickle.loads(pickle.dumps(function))
+        assert copy.__name__ == function.__name__
+    assert pickle.loads(pickle.dumps(built[0]))(completion_ids=[[1] * 8]) == [-0.5]
