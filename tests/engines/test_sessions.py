@@ -269,7 +269,7 @@ def test_a_turn_costs_its_new_tokens_only(build):
 
 @pytest.mark.parametrize("prompt", [LONG, [14]])
 def test_a_prompt_that_is_stored_is_joined(prompt: list[int], build):
-    """While a prompt is stored, a new request costs its last token, for the logits behind it."""
+    """While a prompt is stored, a new request costs its last token, for the logits after it."""
     model = build("qwen3")
     engine = NativeEngine(model)
     submitted = [Request(prompt, seed, 4, keep=seed == 1) for seed in range(4)]

@@ -22,7 +22,7 @@ class ReasoningTags:
     """The generation prompt ends inside a block."""
 
     def split(self, text: str) -> tuple[str | None, str]:
-        """The text of the block, None if there is none, and the text behind it.
+        """The text of the block, None if there is none, and the text after it.
 
         Without a closing tag all of the turn is text, as nothing marks the end of the block.
         """

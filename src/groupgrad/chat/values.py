@@ -29,7 +29,7 @@ def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
-    """The JSON value at `at` (white space before it is skipped) and the index behind it; ValueError if malformed."""
+    """The JSON value at `at` (white space before it is skipped) and the index after it; ValueError if malformed."""
     at = skip(_SPACE, text, at)
     try:
         return _DECODER.raw_decode(text, at)
@@ -42,7 +42,7 @@ def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def decode_braced(text: str, at: int, *, quote: str) -> tuple[Any, int]:
-    """The object of `{key:value}` arguments at `at`, as the Gemma family writes them, and the index behind it.
+    """The object of `{key:value}` arguments at `at`, as the Gemma family writes them, and the index after it.
 
     ValueError if it is malformed. Texts stand between `quote` marks; without them a value is a JSON literal, a Python
     constant, or itself a text.
@@ -89,7 +89,7 @@ def _decode_braced_items(text: str, at: int, quote: str) -> tuple[Any, int]:
 
 
 def _decode_braced_text(text: str, at: int, quote: str, bare_end: re.Pattern[str]) -> tuple[str, bool, int]:
-    """A text, True if it stands between quote marks, and the index behind it; a bare text ends before `bare_end`."""
+    """A text, True if it stands between quote marks, and the index after it; a bare text ends before `bare_end`."""
     if quote and text.startswith(quote, at):
         start = at + len(quote)
         if (end := text.find(quote, start)) < 0:

@@ -15,10 +15,11 @@ from groupgrad.objectives import PolicyOptions, policy_loss
 
 
 def precompute_gradient(batch: Batch, options: PolicyOptions, *, exact: bool = True) -> PrecomputedGradient | None:
-    """What the loss will ask of the log-probs; None off-policy, or where the sampler gave no log-probs that are
-    `exact`, those of the modules that train.
+    """The gradient of the loss with respect to the log-probs; None off-policy, or without log-probs of the sampler.
 
-    The entropy bonus is left out: with one, entropies carry gradients of their own and nothing can be foreseen.
+    `exact` says that the sampler's log-probs are those of the modules that train; otherwise the result is None too.
+
+    The entropy bonus is left out: with one, entropies carry gradients of their own and no gradient is known beforehand.
     """
     if not exact or batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
         return None

@@ -92,7 +92,7 @@ def setting(field: str) -> ReadOnly:
 
 
 def given(argument: str, read: Callable[[Any], Any]) -> ReadOnly:
-    """What `GRPOTrainer(argument=...)` was given, as `read` finds it."""
+    """The constructor's argument of this name, as `read` finds it."""
     return ReadOnly(read, f"pass GRPOTrainer({argument}=...)")
 
 

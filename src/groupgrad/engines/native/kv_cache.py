@@ -38,7 +38,7 @@ class KVSlab:
         self.version = 0
         """Changes when the tensors are replaced."""
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By layer, keys and values, each (num_slots, Hkv, slot_size, D)."""
+        """Keys and values of each layer, each (num_slots, Hkv, slot_size, D)."""
         self.resize(0, 0)
 
     @property
@@ -77,7 +77,7 @@ class OffloadedKV:
 
     num_tokens: int
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """By layer, keys and values, each (Hkv, num_tokens, D)."""
+    """Keys and values of each layer, each (Hkv, num_tokens, D)."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,7 +18,7 @@ PromptKey = tuple[tuple[int, ...], str]
 
 @dataclass(eq=False)
 class Group:
-    """A distinct prompt, computed and stored once for all sequences behind it."""
+    """A distinct prompt, computed and stored once for all sequences that continue it."""
 
     prompt_ids: list[int]
     number: int

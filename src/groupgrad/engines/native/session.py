@@ -329,7 +329,7 @@ class _RunningBatch:
 
 
 def _start_of_last_pass(group: Group) -> int:
-    """Index of the first token of a stored prompt to compute again for the logits behind it.
+    """Index of the first token of a stored prompt to compute again for the logits after it.
 
     The last token is enough, unless it belongs to an image, whose features need the whole prompt.
     """
