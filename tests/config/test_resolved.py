@@ -64,7 +64,8 @@ def test_pad_to_multiple_of_spellings(value, expected):
 def test_dicts_as_json(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert getattr(make(**{name: '{"a": {"b": "1"}, "c": true}'}), name) == {"a": {"b": "1"}, "c": True}
+        text = '{"cache_config": {"b": "1"}, "use_cache": true}'
+        assert getattr(make(**{name: text}), name) == {"cache_config": {"b": "1"}, "use_cache": True}
 
 
 def test_groups_in_evaluation():

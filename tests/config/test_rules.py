@@ -13,6 +13,7 @@ from groupgrad.config import rules
 from groupgrad.config.conditions import divisors_near
 from groupgrad.config.field_rules import CHOICES, DICTS, RANGES, nearest
 from groupgrad.config.launcher import zero_stage
+from groupgrad.config.sampling import sampling_options
 from groupgrad.config.unused_settings import UNUSED
 from groupgrad.errors import ConfigError
 from groupgrad.trainer import room_options
@@ -32,9 +33,39 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"vllm_importance_sampling_mode": "mask"}, ["vllm_importance_sampling_mode='mask'", "sequence_mask"]),
     ({"rollout_engine": "vllm"}, ["rollout_engine='vllm'", "auto, native, transformers"]),
     ({"epsilon": -0.2}, ["epsilon=-0.2", "0 or more"]),
+    ({"epsilon": 1.0}, ["epsilon=1.0", "below 1"]),
+    ({"epsilon_high": 0}, ["epsilon_high=0", "above 0"]),
+    ({"entropy_coef": -0.1}, ["entropy_coef=-0.1", "0 or more"]),
+    ({"weight_decay": -0.1}, ["weight_decay=-0.1", "0 or more"]),
+    ({"max_grad_norm": -1.0}, ["max_grad_norm=-1.0", "0 clips nothing"]),
+    ({"adam_beta1": 1.0}, ["adam_beta1=1.0", "below 1"]),
+    ({"adam_beta2": 1.5}, ["adam_beta2=1.5", "below 1"]),
+    ({"adam_epsilon": -1e-8}, ["adam_epsilon=-1e-08", "0 or more"]),
+    ({"seed": -1}, ["seed=-1", "no negative seed"]),
+    ({"data_seed": -1}, ["data_seed=-1", "leave it unset"]),
+    ({"neftune_noise_alpha": -1.0}, ["neftune_noise_alpha=-1.0", "above 0"]),
+    ({"num_train_epochs": 0}, ["num_train_epochs=0", "max_steps=-1", "Set one of them above 0"]),
+    ({"num_train_epochs": -2.0}, ["num_train_epochs=-2.0", "Set one of them above 0"]),
+    ({"save_steps": 0}, ["save_steps=0", "save_strategy='no'"]),
+    ({"save_strategy": "steps", "save_steps": -5}, ["save_steps=-5", "Set it to 1 or more"]),
+    (
+        {"gradient_checkpointing_kwargs": {"use_reentrand": True}},
+        ["'use_reentrand' (did you mean 'use_reentrant'?)", "torch.utils.checkpoint"],
+    ),
+    ({"torch_compile": True, "torch_compile_mode": "fast"}, ["torch_compile_mode='fast'", "reduce-overhead"]),
+    ({"chat_template_kwargs": {"tokenize": False}}, ["tokenize=False", "Take it out"]),
+    ({"chat_template_kwargs": {"add_generation_prompt": 0}}, ["add_generation_prompt=0", "Take it out"]),
+    ({"output_dir": __file__}, ["output_dir=", "is a file", "Set it to a folder"]),
+    ({"output_dir": f"{__file__}/below"}, ["test_rules.py' is a file", "Set it to a folder"]),
+    ({"generation_kwargs": {"repetiton_penalty": 1.1}}, ["'repetiton_penalty' (did you mean 'repetition_penalty'?)"]),
+    ({"generation_kwargs": {"nonsense_x": 1}}, ["'nonsense_x', which no engine knows", "Take it out"]),
+    ({"generation_kwargs": {"do_sample": False}}, ["do_sample=False", "set a low temperature"]),
+    ({"log_completions": "perhaps"}, ["log_completions='perhaps' is a text", "True or False"]),
+    ({"max_steps": "many"}, ["max_steps='many' is a text", "a number"]),
+    ({"learning_rate": "fast"}, ["learning_rate='fast'", "0 or more"]),
     ({"epsilon": float("nan")}, ["epsilon=nan", "0 or more"]),
     ({"epsilon_high": -0.1}, ["epsilon_high=-0.1", "leave it unset"]),
-    ({"loss_type": "cispo", "epsilon_high": 0.0}, ["epsilon_high=0", "Set epsilon_high to 5.0"]),
+    ({"loss_type": "cispo", "epsilon_high": 0.0}, ["epsilon_high=0", "above 0"]),
     ({"delta": 1.0}, ["delta=1.0", "above 1 + epsilon"]),
     ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
     ({"temperature": "hot"}, ["temperature='hot'", "a number above 0"]),
@@ -338,3 +369,21 @@ def test_nearest():
     assert divisors_near(24, 7, least=2) == [4, 6, 8]
     assert divisors_near(7, 3, least=2) == [7]
     assert divisors_near(1, 3, least=2) == []
+
+
+def test_numbers_and_switches_as_text(tmp_path):
+    texts = {"learning_rate": "1e-6", "max_steps": "5", "num_generations": "4", "beta": "0.1", "save_steps": "0.5"}
+    texts |= {"log_completions": "no", "mask_truncated_completions": "Yes", "shuffle_dataset": "false"}
+    texts |= {"gradient_checkpointing": "off", "epsilon_high": "none"}
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16="no", report_to="none", **texts)
+    assert (config.learning_rate, config.max_steps, config.num_generations) == (1e-6, 5, 4)
+    assert (config.beta, config.save_steps, config.epsilon_high) == (0.1, 0.5, None)
+    assert isinstance(config.max_steps, int)
+    assert (config.log_completions, config.mask_truncated_completions, config.shuffle_dataset) == (False, True, False)
+    assert (config.bf16, config.gradient_checkpointing) == (False, False)
+
+
+def test_do_sample_may_be_named():
+    config = GRPOConfig("out", use_cpu=True, bf16=False, generation_kwargs={"do_sample": True, "top_k": 3})
+    options = sampling_options(config, eos_ids=[1], pad_id=0)
+    assert (options.top_k, options.extra) == (3, {})

@@ -5,10 +5,15 @@ Each returns the text that its rule's sentence shows as `{found}`, empty or None
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
+from pathlib import Path
 from typing import Any
 
-from groupgrad.config.field_rules import DTYPES, field_problem
+from transformers import GenerationConfig, GenerationMixin
+
+from groupgrad.config.field_rules import DTYPES, field_problem, nearest
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.sampling import has_comparable_logprobs, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
@@ -57,7 +62,49 @@ def device_beside_map(c: GRPOSettings) -> str | None:
 def owned_keys(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that the trainer sets itself."""
     kwargs = mapping(c.generation_kwargs)
-    return ", ".join(f"{key}={kwargs[key]!r} ({OWNED_KEYS[key]})" for key in kwargs if key in OWNED_KEYS)
+    owned = [key for key in kwargs if key in OWNED_KEYS and (key != "do_sample" or not kwargs[key])]
+    return ", ".join(f"{key}={kwargs[key]!r} ({OWNED_KEYS[key]})" for key in owned)
+
+
+def unknown_sampling_options(c: GRPOSettings) -> str:
+    """Lists the entries of `generation_kwargs` that neither an engine nor `generate` knows, with the most similar."""
+    if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
+        return ""
+    known = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters, "stop", "stop_strings"}
+    unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
+    similar = {key: nearest(key, known) for key in unknown}
+    return ", ".join(f"{key!r}" + (f" (did you mean {similar[key]!r}?)" if similar[key] else "") for key in unknown)
+
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_TEMPLATE_KEYS = ("conversation", "messages", "tokenize", "add_generation_prompt", "return_dict", "tools")
+_CHECKPOINTING_KEYS = (
+    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
+)
+
+
+def owned_template_keys(c: GRPOSettings) -> str:
+    """Lists the entries of `chat_template_kwargs` that the trainer sets itself."""
+    kwargs = mapping(c.chat_template_kwargs)
+    return ", ".join(f"{key}={kwargs[key]!r}" for key in kwargs if key in _TEMPLATE_KEYS)
+
+
+def unknown_checkpointing_keys(c: GRPOSettings) -> str:
+    """Lists the entries of `gradient_checkpointing_kwargs` that PyTorch does not know, with the most similar known."""
+    unknown = [key for key in c.gradient_checkpointing_kwargs or {} if key not in _CHECKPOINTING_KEYS]
+    similar = [nearest(key, _CHECKPOINTING_KEYS) for key in unknown]
+    return ", ".join(
+        f"{key!r} (did you mean {known!r}?)" if known else repr(key) for key, known in zip(unknown, similar)
+    )
+
+
+def unusable_folder(c: GRPOSettings) -> str | None:
+    """The reason why `output_dir` cannot be a folder to write to; None if it can."""
+    path = Path(c.output_dir or ".").expanduser().absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not existing.is_dir():
+        return f"{str(existing)!r} is a file"
+    return None if os.access(existing, os.W_OK) else f"{str(existing)!r} is read-only"
 
 
 def overridden_sampling(c: GRPOSettings) -> str:

@@ -38,6 +38,7 @@ POSITIVE = Range(lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = Range(lambda x: x >= 0, "0 or more")
 SHARE = Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 NONZERO_SHARE = Range(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+DECAY = Range(lambda x: 0 <= x < 1, "0 or more and below 1")
 FINITE = Range(math.isfinite, "a finite number")
 COUNT = Range(lambda x: x >= 1, "a whole number of at least 1", whole=True)
 COUNT_OR_ZERO = Range(lambda x: x >= 0, "a whole number, 0 or more", whole=True)
@@ -70,8 +71,11 @@ RANGES: dict[str, tuple[Range, str]] = {
     # objective
     "learning_rate": (NOT_NEGATIVE, "a negative rate makes good completions less likely"),
     "beta": (NOT_NEGATIVE, "a negative weight drives the policy away from the reference"),
-    "epsilon": (NOT_NEGATIVE, "it is the width of the trust region below 1"),
-    "epsilon_high": (or_none(NOT_NEGATIVE), "it is the width of the trust region above 1, or cispo's ceiling"),
+    "epsilon": (
+        Range(lambda x: 0 <= x < 1, "0 or more and below 1"),
+        "it is the width of the trust region below 1, and ratios are positive",
+    ),
+    "epsilon_high": (or_none(POSITIVE), "it is the width of the trust region above 1, or cispo's ceiling (5.0)"),
     "delta": (
         or_none(Range(lambda x: x > 1, "above 1, best above 1 + epsilon")),
         "it would cut the ratio 1 of an unmoved policy",
@@ -84,12 +88,21 @@ RANGES: dict[str, tuple[Range, str]] = {
     "vespo_lambda_neg": (POSITIVE, "the weight would grow without bound"),
     "top_entropy_quantile": (SHARE, "it is a share of the tokens; 1.0 trains all"),
     "off_policy_mask_threshold": (or_none(NOT_NEGATIVE), "an unmoved policy has a drift of 0"),
-    "entropy_coef": (FINITE, "the bonus is multiplied by it"),
+    "entropy_coef": (NOT_NEGATIVE, "a negative bonus drives the entropy to 0"),
     "entropy_coef_min": (FINITE, "it bounds entropy_coef"),
     "entropy_coef_max": (FINITE, "it bounds entropy_coef"),
     "entropy_coef_delta": (NOT_NEGATIVE, "it is the size of a step"),
     "entropy_target": (NOT_NEGATIVE, "the entropy of a token is never negative"),
     "router_aux_loss_coef": (or_none(NOT_NEGATIVE), "a negative weight unbalances the experts"),
+    # optimizer and run
+    "weight_decay": (NOT_NEGATIVE, "a negative decay makes weights grow"),
+    "max_grad_norm": (or_none(NOT_NEGATIVE), "it is a length; 0 clips nothing"),
+    "adam_beta1": (DECAY, "it is the decay of a moving average"),
+    "adam_beta2": (DECAY, "it is the decay of a moving average"),
+    "adam_epsilon": (NOT_NEGATIVE, "it is added to a square root"),
+    "seed": (COUNT_OR_ZERO, "random generators take no negative seed"),
+    "data_seed": (or_none(COUNT_OR_ZERO), "random generators take no negative seed"),
+    "neftune_noise_alpha": (or_none(POSITIVE), "it is the size of the noise"),
     # rewards
     "reward_model_batch_tokens": (COUNT, "it counts the tokens of a forward pass"),
     # reference model

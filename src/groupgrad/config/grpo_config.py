@@ -13,8 +13,9 @@ import torch
 
 from groupgrad import compat
 from groupgrad.config import legacy, rules
-from groupgrad.config.field_rules import DICTS
+from groupgrad.config.field_rules import DICTS, RANGES
 from groupgrad.config.settings import GRPOSettings
+from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
 
 
@@ -31,6 +32,8 @@ class GRPOConfig(GRPOSettings):
 
     def __post_init__(self) -> None:
         self._parse_dicts()
+        if texts := [text for text in parse_texts(self) if text.partition("=")[0] not in RANGES]:
+            raise ConfigError(texts)
         legacy.take_over(self)
         self._normalise()
         checkpointing_by_need = self.gradient_checkpointing is None
@@ -44,6 +47,8 @@ class GRPOConfig(GRPOSettings):
         problems = rules.problems(self)
         if problems or isinstance(failure, ValueError):
             raise ConfigError([*problems, *([str(failure)] if failure else [])]) from failure
+        if isinstance(failure, ImportError) and self.deepspeed is not None:
+            compat.require("deepspeed", f"deepspeed={self.deepspeed!r}")
         if failure is not None:
             raise failure
         for text in rules.warnings_for(self):

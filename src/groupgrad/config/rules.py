@@ -61,7 +61,18 @@ RULES: tuple[Rule, ...] = (
         conditions.owned_keys,
         "generation_kwargs has {found}: the trainer sets that itself. Take it out",
     ),
+    Rule(
+        ("generation_kwargs", "use_vllm"),
+        conditions.unknown_sampling_options,
+        "generation_kwargs has {found}, which no engine knows. Take it out, or set an option of transformers' "
+        "GenerationConfig",
+    ),
     Rule(("generation_kwargs",), conditions.overridden_sampling, "in generation_kwargs, {found}"),
+    Rule(
+        ("chat_template_kwargs",),
+        conditions.owned_template_keys,
+        "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",
+    ),
     Rule(
         ("engine_kv_memory",),
         lambda c: c.engine_kv_memory is not None and parse_bytes(c.engine_kv_memory) is None,
@@ -89,11 +100,6 @@ RULES: tuple[Rule, ...] = (
         "{found}",
     ),
     # --- objective ---
-    Rule(
-        ("loss_type", "epsilon_high"),
-        lambda c: c.loss_type == "cispo" and c.epsilon_high == 0,
-        "epsilon_high=0 with loss_type='cispo' is a ceiling that makes every weight 0. Set epsilon_high to 5.0",
-    ),
     Rule(
         ("loss_type", "epsilon_high"),
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
@@ -158,6 +164,34 @@ RULES: tuple[Rule, ...] = (
         "None",
     ),
     # --- optimizer, precision and processes ---
+    Rule(
+        ("num_train_epochs", "max_steps"),
+        lambda c: c.max_steps <= 0 and c.num_train_epochs <= 0,
+        "num_train_epochs={c.num_train_epochs} and max_steps={c.max_steps} make a run without a step. Set one of them "
+        "above 0",
+    ),
+    Rule(
+        ("save_strategy", "save_steps"),
+        lambda c: getattr(c.save_strategy, "value", c.save_strategy) == "steps" and c.save_steps <= 0,
+        "save_steps={c.save_steps} with save_strategy='steps' never comes to a save. Set it to 1 or more, or "
+        "save_strategy='no'",
+    ),
+    Rule(
+        ("gradient_checkpointing_kwargs",),
+        conditions.unknown_checkpointing_keys,
+        "gradient_checkpointing_kwargs has {found}. Set it to arguments of torch.utils.checkpoint.checkpoint",
+    ),
+    Rule(
+        ("torch_compile", "torch_compile_mode"),
+        lambda c: c.torch_compile_mode not in (None, *conditions.COMPILE_MODES),
+        "torch_compile_mode={c.torch_compile_mode!r} is no mode of torch.compile. Set it to one of "
+        + ", ".join(conditions.COMPILE_MODES),
+    ),
+    Rule(
+        ("output_dir",),
+        conditions.unusable_folder,
+        "output_dir={c.output_dir!r} cannot be written to: {found}. Set it to a folder that exists or can be made",
+    ),
     Rule(
         ("stochastic_rounding", "optim", "optim_args", "fp16", "deepspeed"),
         lambda c: c.stochastic_rounding and conditions.beside_stochastic_rounding(c),

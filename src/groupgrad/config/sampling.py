@@ -12,6 +12,7 @@ from groupgrad.engines.vllm.vllm_params import logprobs_mode, sampling_fields
 def sampling_options(config: GRPOSettings, *, eos_ids: list[int], pad_id: int) -> SamplingOptions:
     """Returns the sampling parameters that every engine takes. `generation_kwargs` wins over the named fields."""
     sampling, extra = config.sampling_resolved, config.generation_kwargs_resolved
+    extra.pop("do_sample", None)  # the rules allow True alone, which every engine does
     return SamplingOptions(
         max_new_tokens=int(extra.pop("max_new_tokens", config.max_completion_length)),
         temperature=config.temperature_resolved,
