@@ -134,6 +134,19 @@ BAD: dict[str, tuple[Arguments | dict[str, Any], type[Exception], str, str]] = {
 }
 
 
+def test_a_special_token_beyond_the_embeddings_is_allowed_unless_the_template_writes_it(
+    make_trainer: MakeTrainer, tokenizer: Any, model: Any
+) -> None:
+    """As Gemma 3 without images has the placeholder of an image."""
+    missing = model.get_input_embeddings().num_embeddings - len(tokenizer)
+    tokenizer.add_tokens([f"<new{i}>" for i in range(missing)])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    make_trainer(model=model, processing_class=tokenizer)
+    tokenizer.chat_template = "<image_soft_token>"
+    with pytest.raises(ValueError, match="tokenizer has"):
+        make_trainer(model=model, processing_class=tokenizer)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_inputs(case: str, make_trainer: MakeTrainer, tokenizer: Any, model: Any, unsampled: None) -> None:
     arguments, error_type, seen, remedy = BAD[case]

@@ -43,11 +43,19 @@ def check_language_model(model: nn.Module) -> None:
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
-    """ValueError if the tokenizer has tokens without a row in the model's embeddings."""
+    """ValueError if the tokenizer has tokens without a row in the model's embeddings.
+
+    Special tokens that the chat template does not write are allowed: text-only variants of models with images share the
+    tokenizer of the others, and with it the placeholder of an image.
+    """
     inner: Any = unwrap(model)
     num_rows = int(getattr(inner.get_input_embeddings(), "num_embeddings", 0))
     num_tokens = len(tokenizer)
-    if num_rows and num_tokens > num_rows:
+    if not num_rows or num_tokens <= num_rows:
+        return
+    added, template = tokenizer.added_tokens_decoder, str(getattr(tokenizer, "chat_template", None) or "")
+    beyond = [added.get(index) for index in range(num_rows, num_tokens)]
+    if not all(token is not None and token.special and str(token) not in template for token in beyond):
         raise ValueError(
             f"the tokenizer has {num_tokens} tokens, but the model's embeddings have {num_rows} rows, so tokens from "
             f"{num_rows} on cannot be read; give the model's own tokenizer, or call "
