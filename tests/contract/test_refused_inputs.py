@@ -125,6 +125,28 @@ BAD: dict[str, tuple[Arguments | dict[str, Any], type[Exception], str, str]] = {
         "train_dataset has the column 'completions'",
         "rename_column",
     ),
+    "argument that no column has": (
+        {"reward_funcs": lambda completions, solution, **kwargs: [0.0] * len(completions)},
+        ValueError,
+        "'<lambda>' requires the argument 'solution', and train_dataset has no such column",
+        "add the column",
+    ),
+    "argument that the evaluation set lacks": (
+        {
+            "reward_funcs": lambda completions, solution: [0.0] * len(completions),
+            "train_dataset": rows(solution="1"),
+            "eval_dataset": {"easy": rows(solution="1"), "hard": rows()},
+        },
+        ValueError,
+        r"requires the argument 'solution', and eval_dataset\['hard'\] has no such column",
+        "give the argument a default",
+    ),
+    "rollout_func of one argument": (
+        {"rollout_func": lambda prompts: {}},
+        TypeError,
+        r"rollout_func takes \(prompts\)",
+        r"a function of \(prompts, trainer\)",
+    ),
     "column named like the state": (
         {"eval_dataset": rows(trainer_state="x")},
         ValueError,

@@ -114,6 +114,7 @@ def test_none_and_nan_are_nan(make_rollouts):
         ([1.0, float("inf"), 0.0], r"'f', step 7: it returned inf for row 1 \(prompt 'p1', completion 'y'\)"),
         ([1.0, 0.0, -float("inf")], r"returned -inf for row 2"),
         ([10**400, 0, 0], r"for row 0 .*infinite"),
+        ([0.0, 1e39, 0.0], r"returned 1e\+39 for row 1 .*beyond 3\.4e\+38"),
         (["1.0", 0.0, 0.0], r"returned '1.0' \(str\) for row 0"),
         ([1j, 0.0, 0.0], r"\(complex\) for row 0"),
         ([[1.0], [2.0], [3.0]], r"\[1.0\] \(list\) for row 0"),

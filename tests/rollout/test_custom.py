@@ -107,6 +107,14 @@ def test_logprobs_may_name_their_tokens(tokenizer):
     assert np.isnan(second.sampling_logprobs[1])
 
 
+@pytest.mark.parametrize("value", [0.5, float("nan"), -float("inf")])
+def test_logprobs_that_are_none_are_refused(tokenizer, value):
+    with pytest.raises(
+        RolloutError, match=r"log-prob (0\.5|nan|-inf) in row 0; log-probs are finite"
+    ):
+        run(lambda prompts, trainer: answer(prompts, logprobs=[[value]]), tokenizer, request(rows=[0]))
+
+
 def test_arrays_and_tensors_are_taken_too(tokenizer):
     def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         plain = answer(prompts)

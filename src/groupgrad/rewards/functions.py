@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,18 @@ import torch
 
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.errors import RewardError
-from groupgrad.rewards.call_inputs import GROUND_TRUTH_COLUMNS, CallInputs, CallLog, short_repr
+from groupgrad.rewards.call_inputs import (
+    GROUND_TRUTH_COLUMNS,
+    HIDDEN_COLUMNS,
+    STANDARD_ARGUMENTS,
+    CallInputs,
+    CallLog,
+    short_repr,
+)
 from groupgrad.telemetry.completions import TABLE_COLUMNS
+
+LARGEST_REWARD = float(torch.finfo(torch.float32).max)
+"""Advantages are float32."""
 
 
 @dataclass(slots=True)
@@ -35,6 +45,13 @@ class RewardFunction:
     """Keywords in the signature without a default."""
     bound: frozenset[str] = frozenset()
     """Keywords that a `functools.partial` has set; they are not passed again."""
+
+    def missing(self, columns: Iterable[str]) -> list[str]:
+        """Required keywords that rows with these data-set columns do not provide."""
+        columns = set(columns)
+        aliases = {"responses", *(["ground_truths"] if columns.intersection(GROUND_TRUTH_COLUMNS) else [])}
+        provided = {*STANDARD_ARGUMENTS, *(columns - set(HIDDEN_COLUMNS)), *aliases}
+        return [name for name in self.requires if name not in provided]
 
     def arguments(self, inputs: CallInputs, log: CallLog) -> dict[str, Any]:
         """Returns copies of the keyword arguments for one call. RewardError if a required one does not exist."""
@@ -125,10 +142,11 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
                 f"{where}: it returned {short_repr(value)} for {inputs.describe(row)}; return a number, or None where "
                 "the function does not apply"
             )
-        if math.isinf(reward):
+        if abs(reward) > LARGEST_REWARD:
             raise RewardError(
-                f"{where}: it returned {value!r} for {inputs.describe(row)}; an infinite reward makes the advantages "
-                "of its whole group meaningless: return a finite number, or None where the function does not apply"
+                f"{where}: it returned {value!r} for {inputs.describe(row)}; an infinite reward, or one beyond "
+                f"{LARGEST_REWARD:.2g}, makes the advantages of its whole group meaningless: return a smaller number, "
+                "or None where the function does not apply"
             )
         rewards.append(reward)
     return rewards

@@ -71,6 +71,12 @@ class RewardRunner:
         """The reward functions and models as they are called."""
         return [scorer.model if isinstance(scorer, RewardModel) else scorer.call for scorer in self._scorers]
 
+    def missing_arguments(self, columns: Sequence[str]) -> dict[str, list[str]]:
+        """The required arguments of each function that rows with these data-set columns do not provide."""
+        functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
+        missing = {function.name: function.missing(columns) for function in functions}
+        return {name: arguments for name, arguments in missing.items() if arguments}
+
     @property
     def processing_classes(self) -> list[Any]:
         """The tokenizers of the reward models; None for functions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 OPTIONAL = ("env_mask", "logprob_token_ids")
 NAN = float("nan")
+LOGPROB_TOLERANCE = 1e-3
+"""Largest log-prob (nats) that rounding explains."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -235,7 +238,13 @@ def _logprobs(entries: list[Any], token_ids: list[Any] | None, completion_ids: l
             entry = dict(zip(tokens, entry)).get(token)
         if entry is not None and not isinstance(entry, numbers.Real):
             raise RolloutError(f"rollout_func returned {short_repr(entry)} among logprobs of row {row}; return numbers")
-        logprobs.append(NAN if entry is None else float(entry))
+        value = NAN if entry is None else float(entry)
+        if entry is not None and not -math.inf < value <= LOGPROB_TOLERANCE:
+            raise RolloutError(
+                f"rollout_func returned the log-prob {value} in row {row}; log-probs are finite numbers of at most 0, "
+                "and None where there is none"
+            )
+        logprobs.append(value)
     return logprobs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -180,4 +181,15 @@ def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
         raise TypeError(f"rollout_func is a {type(function).__name__}; give a function of (prompts, trainer)")
     if is_async(function):
         raise TypeError("rollout_func is async; give a plain function (it may run asyncio.run(...) itself)")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return function
+    try:
+        signature.bind([], None)
+    except TypeError as error:
+        raise TypeError(
+            f"rollout_func takes {signature}, but it is called with the prompts and the trainer ({error}); give a "
+            "function of (prompts, trainer)"
+        ) from error
     return function

@@ -12,6 +12,7 @@ from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.rewards.call_inputs import STANDARD_ARGUMENTS
+from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
 
 _COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
@@ -79,6 +80,17 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
         )
     check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_components.environments is not None)
     rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
+
+
+def check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any) -> None:
+    """ValueError if a reward function requires an argument that a data set has no column for."""
+    for name, dataset in {"train_dataset": train, **named_datasets(evaluation)}.items():
+        columns = column_names(dataset)
+        for function, missing in rewards.missing_arguments(columns).items():
+            raise ValueError(
+                f"the reward function {function!r} requires the argument {missing[0]!r}, and {name} has no such column "
+                f"(it has {', '.join(columns)}); add the column, or give the argument a default"
+            )
 
 
 def column_names(dataset: Any) -> list[str]:

@@ -170,6 +170,8 @@ class GRPOTrainer(TrainingRun):
             )
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
             build.check_reward_models(self.rewards, train_dataset)
+            if self.rollout_components.function is None:  # which may return further columns
+                dataset_checks.check_reward_arguments(self.rewards, train_dataset, eval_dataset)
             super().__init__(
                 model=policy.model,
                 args=config,
