@@ -109,9 +109,7 @@ def test_logprobs_may_name_their_tokens(tokenizer):
 
 @pytest.mark.parametrize("value", [0.5, float("nan"), -float("inf")])
 def test_logprobs_that_are_none_are_refused(tokenizer, value):
-    with pytest.raises(
-        RolloutError, match=r"log-prob (0\.5|nan|-inf) in row 0; log-probs are finite"
-    ):
+    with pytest.raises(RolloutError, match=r"log-prob (0\.5|nan|-inf) in row 0; log-probs are finite"):
         run(lambda prompts, trainer: answer(prompts, logprobs=[[value]]), tokenizer, request(rows=[0]))
 
 

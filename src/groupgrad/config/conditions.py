@@ -70,7 +70,8 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that neither an engine nor `generate` knows, with the most similar."""
     if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
         return ""
-    known = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters, "stop", "stop_strings"}
+    generate: Any = getattr(GenerationMixin, "generate")  # noqa: B009 - its annotations hide it from type checkers
+    known = {*vars(GenerationConfig()), *inspect.signature(generate).parameters, "stop_strings"}
     unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
     similar = {key: nearest(key, known) for key in unknown}
     return ", ".join(f"{key!r}" + (f" (did you mean {similar[key]!r}?)" if similar[key] else "") for key in unknown)
