@@ -133,3 +133,16 @@ def test_paper_recipes_are_configurations(make_trainer: Any) -> None:
         steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         assert len(steps) == 2, name
         assert all(torch.isfinite(torch.tensor([step["loss"], step["grad_norm"]])).all() for step in steps), name
+
+
+def test_a_readme_of_the_users_is_kept(make_trainer: Any, tmp_path: Any, caplog: Any) -> None:
+    mine, own = tmp_path / "mine", tmp_path / "own"
+    mine.mkdir()
+    (mine / "README.md").write_text("# My notes\n")
+    for folder in (mine, own, own):
+        settings = {"output_dir": str(folder), "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        make_trainer({**settings, "max_completion_length": 6}, reward_funcs=rate_digits).train()
+    assert (mine / "README.md").read_text() == "# My notes\n"
+    assert "| `max_completion_length` | 6 |" in (own / "README.md").read_text()
+    kept = [record for record in caplog.records if "is kept, since groupgrad has not written it" in record.getMessage()]
+    assert len(kept) == 1

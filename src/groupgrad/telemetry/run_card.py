@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from groupgrad import compat
+
+logger = logging.getLogger(__name__)
 
 SETTINGS = (
     "loss_type",
@@ -36,6 +39,12 @@ OTHER_NAMES = {
     "tasks": "pipeline_tag",
 }
 """Arguments of `Trainer.create_model_card`, with their names here."""
+
+_MARK = "was trained with reinforcement learning by groupgrad"
+_REPLACED_CARDS = (_MARK, "# Model Card for Model ID")
+"""Texts of the cards that a run replaces: its own, and the template that PEFT saves with an adapter."""
+_kept: set[Path] = set()
+"""Files of the user that have been warned of."""
 
 _TAGS = ("generated_from_trainer", "groupgrad", "grpo")
 _PACKAGES = ("groupgrad", "torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
@@ -63,7 +72,7 @@ def write_run_card(
     hub_model_id: str | None = None,
     **fields: Any,
 ) -> str:
-    """Writes the model card of a run into `config.output_dir` and returns its text.
+    """Writes the model card of a run into `config.output_dir` and returns its text; a README of the user's stays.
 
     The base model and the adapter type are read from `model`, the last metrics from `log_history`. The quick start
     loads `hub_model_id`, or else `model_name` or the output folder. `fields` are metadata (`base_model`,
@@ -101,7 +110,13 @@ def write_run_card(
     ]
     header = ModelCardData(**{**defaults, **fields}).to_yaml()
     card = ModelCard(f"---\n{header}\n---\n\n" + "\n\n".join(section for section in sections if section) + "\n")
-    card.save(Path(str(config.output_dir)) / "README.md")
+    path = Path(str(config.output_dir)) / "README.md"
+    if path.is_file() and not any(mark in path.read_text(errors="replace") for mark in _REPLACED_CARDS):
+        if path not in _kept:
+            _kept.add(path)
+            logger.warning("%s is kept, since groupgrad has not written it; the run's model card is not written", path)
+    else:
+        card.save(path)
     return str(card)
 
 
@@ -123,7 +138,7 @@ def _as_list(value: str | Sequence[str]) -> list[str]:
 
 
 def _introduction(base_model: str | None, datasets: Sequence[str]) -> str:
-    text = "This model was trained with reinforcement learning by groupgrad"
+    text = f"This model {_MARK}"
     if base_model:
         text += f", starting from {_hub_link(base_model, '')}"
     if datasets:
