@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -21,11 +22,14 @@ _BAR_UNSIZED = "{n_fmt} [{elapsed}] {desc}"
 
 # Columns of the bar itself: percentage, twelve cells, counts, elapsed and remaining time.
 _BAR_COLUMNS = 46
-_REFRESH_S = 0.1
+_REFRESH_S = 0.5
+"""Least time between two drawings of the bar."""
 
 
 class ProgressCallback(TrainerCallback, AbstractContextManager):
     """Shows a bar over optimizer steps with the latest reward, completion length, speed and phase of the trainer.
+
+    The bar is drawn at most twice a second.
 
     On a terminal the bar is drawn on standard error and log lines go above it, on standard output. Without a terminal,
     or with `disable_tqdm`, there is no bar and each log event is one line. Ranks other than the first show nothing. Use
@@ -41,6 +45,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         """Current phase of the trainer."""
         self._numbers: dict[str, float] = {}
         self._refreshed_at = float("-inf")
+        self._timer: threading.Timer | None = None
+        self._has_sampled = False
         self._logged_at: float | None = None
         self._logged_step = 0
 
@@ -48,28 +54,29 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self.close()
 
     def set_phase(self, name: str) -> None:
-        """Sets the current phase; a new one is shown at once."""
-        if name != self.phase:
+        """Sets the current phase. A first step is not shown as training before it has sampled."""
+        self._has_sampled |= name == "sampling"
+        if name != self.phase and (self._has_sampled or name != "training"):
             self.phase = name
             self._refresh()
 
     def set_numbers(
         self, *, reward: float | None = None, length: float | None = None, tokens_per_second: float | None = None
     ) -> None:
-        """Sets the latest mean reward, mean completion length (tokens) and speed; None keeps the last number.
-
-        The bar is redrawn at most ten times a second.
-        """
+        """Sets the latest mean reward, mean completion length (tokens) and speed; None keeps the last number."""
         numbers = {"reward": reward, "len": length, "tok/s": tokens_per_second}
         self._numbers.update({key: float(value) for key, value in numbers.items() if value is not None})
-        if self._clock() - self._refreshed_at >= _REFRESH_S:
-            self._refresh()
+        self._refresh()
 
     def close(self) -> None:
         """Stops the bars where they are and ends their lines. May be called at any time and any number of times."""
         atexit.unregister(self.close)
         self._close_evaluation()
         bar, self._bar = self._bar, None
+        if (timer := self._timer) is not None:
+            timer.cancel()
+            timer.join()
+            self._timer = None
         if bar is not None:
             self.phase = "idle"
             bar.set_description_str(self._description(), refresh=False)
@@ -78,7 +85,7 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Opens the bar at the step that training starts or resumes from."""
         self.close()
-        self.phase, self._numbers = "idle", {}
+        self.phase, self._numbers, self._has_sampled = "idle", {}, False
         self._logged_at, self._logged_step = self._clock(), state.global_step
         if state.is_world_process_zero and _wants_bar(args):
             self._bar = self._new_bar(total=state.max_steps, initial=state.global_step, bar_format=_BAR)
@@ -87,7 +94,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Moves the bar to the current step."""
         if self._bar is not None:
-            self._bar.update(state.global_step - self._bar.n)
+            self._bar.n = state.global_step
+            self._refresh()
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -137,11 +145,22 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         return None if last_logged is None or steps <= 0 else (now - last_logged) / steps
 
     def _refresh(self) -> None:
-        if self._bar is None:
+        """Draws the bar now, or by a timer as soon as it may be drawn again."""
+        wait_s = _REFRESH_S - (self._clock() - self._refreshed_at)
+        if self._bar is None or (wait_s > 0 and self._timer is not None):
             return
-        self._refreshed_at = self._clock()
-        self._bar.set_description_str(self._description(), refresh=False)
-        self._bar.refresh()
+        if wait_s <= 0:
+            self._draw()
+            return
+        self._timer = threading.Timer(wait_s, self._draw)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _draw(self) -> None:
+        bar, self._timer, self._refreshed_at = self._bar, None, self._clock()
+        if bar is not None:
+            bar.set_description_str(self._description(), refresh=False)
+            bar.refresh()
 
     def _description(self) -> str:
         """Formats `reward=... len=... tok/s=... | phase`, without the phase `idle`.
