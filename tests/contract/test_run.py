@@ -146,3 +146,20 @@ def test_a_readme_of_the_users_is_kept(make_trainer: Any, tmp_path: Any, caplog:
     assert "| `max_completion_length` | 6 |" in (own / "README.md").read_text()
     kept = [record for record in caplog.records if "is kept, since groupgrad has not written it" in record.getMessage()]
     assert len(kept) == 1
+
+
+def test_a_file_gets_plain_lines_and_no_bars(
+    make_trainer: Any, make_model: Any, make_tokenizer: Any, tmp_path: Any, capfd: Any
+) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    capfd.readouterr()
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "disable_tqdm": False}
+    trainer = make_trainer(
+        {**settings, "max_completion_length": 6}, model=str(tmp_path / "model"), reward_funcs=rate_digits
+    )
+    trainer.train()
+    trainer.save_model()
+    out, err = capfd.readouterr()
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("step")] == [["step", "1"], ["step", "2"]]
+    assert not any(bar in err for bar in ("it/s", "%|", "\r"))

@@ -7,13 +7,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import has_length
+from transformers.utils import logging as hf_logging
 
 from groupgrad.telemetry.log_line import format_log
 
@@ -184,6 +185,19 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         # interpreter exits.
         atexit.register(self.close)
         return tqdm(dynamic_ncols=True, file=sys.stderr, mininterval=_REFRESH_S, **options)
+
+
+@contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    """Inside, transformers draws no bars (of loading and saving weights) unless standard error is a terminal."""
+    if _is_terminal(sys.stderr) or not hf_logging.is_progress_bar_enabled():
+        yield
+        return
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.enable_progress_bar()
 
 
 def _wants_bar(args: Any) -> bool:

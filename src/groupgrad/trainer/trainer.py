@@ -39,7 +39,7 @@ from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.requests import training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
-from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
@@ -147,7 +147,8 @@ class GRPOTrainer(TrainingRun):
         config = resolve_config(args, model, num_generations)
         reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = resolve_processing_class(processing_class, tokenizer)
-        policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
+        with bars_on_terminals_only():
+            policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
         check_devices(config, policy.model)
         check_optimizer(config, optimizers, policy.model)
         train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)

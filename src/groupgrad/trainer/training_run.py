@@ -46,7 +46,7 @@ from groupgrad.rollout.requests import row_seed
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.metric_store import MetricStore
-from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
@@ -95,7 +95,7 @@ class TrainingRun(TRLNames, Trainer):
         whatever happens."""
         self._invalidate_vllm()
         try:
-            with self.progress, configured_kernels(self.args):
+            with self.progress, bars_on_terminals_only(), configured_kernels(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
             self.components.collector.close()
@@ -228,6 +228,11 @@ class TrainingRun(TRLNames, Trainer):
             if replaced is not None:
                 self.batch_loss = replaced
         return PolicyLoss(loss, merge_all(part.metrics for part in losses))
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """`Trainer.save_model`, without a bar in files."""
+        with bars_on_terminals_only():
+            super().save_model(*args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
