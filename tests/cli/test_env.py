@@ -7,6 +7,7 @@ import tiny_vlms
 from scripted_agents import with_tools
 
 from groupgrad.cli import main as cli
+from groupgrad.kernels.compile import cache_folder
 
 
 def test_it_describes_how_a_model_would_run(model_dir, capsys):
@@ -16,6 +17,7 @@ def test_it_describes_how_a_model_would_run(model_dir, capsys):
     assert "native engine: it samples from the modules that train, and its log-probs agree" in text
     assert "shared layout, output head in tiles (within" in text
     assert "because" not in text
+    assert ["kernel", "cache", str(cache_folder())] in [line.split() for line in text.splitlines()]
 
 
 def test_it_describes_the_chat_templates_tool_calls(model_dir, make_tokenizer, capsys):

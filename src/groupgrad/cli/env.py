@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupgrad import compat
+from groupgrad.kernels.compile import cache_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="float32", help="precision to load it in (default float32)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     arguments = parser.parse_args(argv)
-    report = compat.environment()
+    report = compat.environment() | {"kernel cache": str(cache_folder())}
     width = max(len(name) for name in report)
     for name, value in report.items():
         print(f"{name:<{width}}  {value}")

@@ -81,9 +81,11 @@ def load() -> ctypes.CDLL:
     failures = []
     for compiler in _compilers():
         name = f"{_key(compiler, runtime)}.so"
-        cached = _read(_cache() / name)
+        cached = _read(cache_folder() / name)
         if cached is not None:
             return cached
+        text = f"groupgrad: compiling its kernels for this CPU, about ten seconds, once; kept in {cache_folder()}"
+        print(text, file=sys.stderr, flush=True)
         try:
             return _build(compiler, runtime, name)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -130,7 +132,8 @@ def _key(compiler: str, runtime: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Folder in which compiled kernels are kept."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(root) if root else Path.home() / ".cache") / "groupgrad" / "kernels"
@@ -162,14 +165,14 @@ def _build(compiler: str, runtime: str, name: str) -> ctypes.CDLL:
 def _keep(built: Path, name: str) -> ctypes.CDLL | None:
     """Moves the library into the cache atomically, because other processes may read or write it, and loads it."""
     try:
-        _cache().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=_cache(), prefix=name, delete=False) as file:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache_folder(), prefix=name, delete=False) as file:
             file.write(built.read_bytes())
-        os.replace(file.name, _cache() / name)
+        os.replace(file.name, cache_folder() / name)
     except OSError as error:
         logger.info("the compiled kernels cannot be kept for the next run (%s)", error)
         return None
-    return _read(_cache() / name)
+    return _read(cache_folder() / name)
 
 
 def _compile(compiler: str, runtime: str, folder: Path) -> Path:

@@ -394,3 +394,14 @@ def test_kernels_may_be_turned_off(monkeypatch):
     assert library() is None
     assert status() == "off: GROUPGRAD_NATIVE_KERNELS=0"
     assert isinstance(direct_form(make(*MODELS["window"])), DirectModel)
+
+
+@needs_kernels
+def test_the_first_compile_says_what_it_does_and_happens_once(fresh, capsys):
+    assert library() is not None
+    assert capsys.readouterr().err == (
+        f"groupgrad: compiling its kernels for this CPU, about ten seconds, once; kept in {fresh}\n"
+    )
+    build._library.cache_clear()
+    assert library() is not None
+    assert capsys.readouterr().err == ""
