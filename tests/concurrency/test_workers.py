@@ -369,3 +369,28 @@ def test_hanging_calls_do_not_keep_the_interpreter_from_ending(function: str, ti
     assert done.stdout.strip() == ("running" if timeout_s > 1 else "[True, True, True]")
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 45
+
+
+def test_a_cancelled_function_cleans_up_on_a_loop_that_is_given_up():
+    """Its loop is blocked by another call and replaced while it cleans up."""
+    cleaned = threading.Event()
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(1.0)
+            cleaned.set()
+
+    async def blocking() -> None:
+        await asyncio.sleep(0.5)
+        time.sleep(1.5)
+
+    workers = Workers(blocked_s=0.2)
+    try:
+        late, other = workers.call(slow, {}, timeout_s=1.2), workers.call(blocking, {}, timeout_s=0.6)
+        assert other.result(timeout=20).timed_out
+        assert late.result(timeout=20).timed_out
+        assert cleaned.wait(timeout=20)
+    finally:
+        workers.close()

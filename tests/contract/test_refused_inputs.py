@@ -164,7 +164,15 @@ def test_a_special_token_beyond_the_embeddings_is_allowed_unless_the_template_wr
     tokenizer.add_tokens([f"<new{i}>" for i in range(missing)])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
     make_trainer(model=model, processing_class=tokenizer)
+    data = Dataset.from_list([{"prompt": "a<image_soft_token>b"}] * 2)
+    trainer = make_trainer(model=model, processing_class=tokenizer, train_dataset=data)
+    with pytest.raises(ValueError, match=r"a prompt has the token \d+, but the model's embeddings have"):
+        trainer.train()
     tokenizer.chat_template = "<image_soft_token>"
+    with pytest.raises(ValueError, match="tokenizer has"):
+        make_trainer(model=model, processing_class=tokenizer)
+    tokenizer.chat_template = None
+    tokenizer.pad_token = "<image_soft_token>"
     with pytest.raises(ValueError, match="tokenizer has"):
         make_trainer(model=model, processing_class=tokenizer)
 

@@ -100,7 +100,7 @@ def test_what_sampling_knows_is_not_computed_again(model, tokenizer, monkeypatch
     evaluate = evaluator(model, tokenizer, **options)
     plain = run(evaluate)[1]
     rollouts: Any = evaluate.collector.rollouts
-    rollouts.engine, rollouts.is_exact = Reporting(rollouts.engine), True
+    rollouts.engine = Reporting(rollouts.engine)
     monkeypatch.setattr(evaluation, "score_without_gradient", lambda *args, **_: pytest.fail("the policy was run"))
     scored, metrics = run(evaluate)
     numbers = [1.25 + 0.5 * (i % 2) for rollout in scored.rollouts for i in range(len(rollout.completion_ids))]

@@ -244,14 +244,16 @@ def test_what_is_saved_holds_the_policys_adapter_alone(build, tmp_path):
     assert set(trainer.model.peft_config) == {"default"}
 
 
-def test_a_finished_run_takes_no_further_step(make_trainer, caplog):
-    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(**settings).train()
+@pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": -1, "num_train_epochs": 1}], ids=str)
+def test_a_finished_run_takes_no_further_step(make_trainer, caplog, length):
+    settings = {**length, "save_strategy": "steps", "save_steps": 1}
+    steps = make_trainer(**settings).train().global_step
     again = make_trainer(**settings)
     with caplog.at_level("WARNING"):
         result = again.train(resume_from_checkpoint=True)
-    assert (result.global_step, result.training_loss) == (2, 0.0)
-    (message,) = [r.getMessage() for r in caplog.records if "no step is taken" in r.getMessage()]
-    assert "at step 2 and the run has 2" in message
-    longer = make_trainer(**{**settings, "max_steps": 3})
-    assert longer.train(resume_from_checkpoint=True).global_step == 3
+    assert (result.global_step, result.training_loss) == (steps, 0.0)
+    (message,) = [r.getMessage() for r in caplog.records if "no step was taken" in r.getMessage()]
+    assert f"at step {steps} and the run has {steps}" in message
+    longer = make_trainer(**{**settings, "max_steps": steps + 1})
+    assert longer.train(resume_from_checkpoint=True).global_step == steps + 1
+    assert len([r for r in caplog.records if "no step was taken" in r.getMessage()]) == 1

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets, load_dataset
 
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments
+from groupgrad.cli.arguments import ScriptArguments as TrainArguments
 from groupgrad.cli.parsing import FieldParser
 from groupgrad.cli.train import peft_config as get_peft_config
 from groupgrad.cli.train import quantization_config as get_quantization_config
@@ -29,6 +31,17 @@ __all__ = [
     "get_peft_config",
     "get_quantization_config",
 ]
+
+
+@dataclass
+class ScriptArguments(TrainArguments):
+    """The data set, how its rows become prompts, and the reward functions, for scripts that add fields."""
+
+    ignore_bias_buffers: bool = field(default=False, metadata={"help": "Without effect: there are no such buffers."})
+
+    def __post_init__(self) -> None:
+        if self.ignore_bias_buffers:
+            warnings.warn("ignore_bias_buffers has no effect: gradients are averaged, buffers are left alone")
 
 
 @dataclass
@@ -72,7 +85,7 @@ class DatasetMixtureConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
-    """The rows of all data sets of a mixture as the split `train`, and `test` if `test_split_size` is set.
+    """The rows of all data sets of a mixture as the split `train`; with `test_split_size` a random share as `test`.
 
     With fractions each data set gives its first `fraction * N` rows, rounded, for the largest `N` that no data set is
     too small for. ValueError for no data set, for fractions of some data sets only, and for what a stream cannot do.
@@ -84,7 +97,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     if any(share is not None for share in shares):
         if None in shares:
             raise ValueError(f"{shares.count(None)} of {len(parts)} datasets have no fraction; set it for all or none")
-        if streaming or min(share for share in shares if share is not None) <= 0:
+        if streaming or min(shares) < 0 or not sum(shares):  # pyright: ignore[reportArgumentType, reportCallIssue]
             raise ValueError(f"fractions are {shares} and streaming={streaming}; set positive ones, without streaming")
     if streaming and mixture_config.test_split_size is not None:
         raise ValueError("test_split_size needs the number of rows, which a stream does not have; set streaming=False")
@@ -102,7 +115,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     known = [share for share in shares if share is not None]
     if known:
         normalised = [share / sum(known) for share in known]
-        size = min(len(dataset) / share for dataset, share in zip(loaded, normalised))
+        size = min(len(dataset) / share for dataset, share in zip(loaded, normalised) if share)
         loaded = [
             dataset.select(range(min(len(dataset), round(size * share)))) for dataset, share in zip(loaded, normalised)
         ]
@@ -110,7 +123,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     if isinstance(joined, IterableDataset):
         return IterableDatasetDict({"train": joined})
     if mixture_config.test_split_size is not None:
-        return joined.train_test_split(test_size=mixture_config.test_split_size, shuffle=False)
+        return joined.train_test_split(test_size=mixture_config.test_split_size, seed=0)
     return DatasetDict({"train": joined})
 
 

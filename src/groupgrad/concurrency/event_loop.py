@@ -41,11 +41,11 @@ class LoopThread:
         # Outside the lock: a callback of a cancelled future may submit again, on the thread that this waits for.
         _stop(self._take())
 
-    def abandon(self, futures: Collection[Future[Any]] = ()) -> None:
-        """Ends a loop that seems blocked, without waiting for it; the loop first waits for `futures`."""
+    def abandon(self, tasks: Collection[asyncio.Task[Any]] = ()) -> None:
+        """Ends a loop that seems blocked, without waiting for it; the loop first waits for its `tasks`."""
         for loop, thread in self._take():
             if thread.is_alive():
-                asyncio.run_coroutine_threadsafe(_stop_after(futures), loop)
+                asyncio.run_coroutine_threadsafe(_stop_after(tasks), loop)
 
     def _take(self) -> list[tuple[asyncio.AbstractEventLoop, threading.Thread]]:
         with self._lock:
@@ -65,9 +65,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _stop_after(futures: Collection[Future[Any]]) -> None:
-    if futures:
-        await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+async def _stop_after(tasks: Collection[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
     asyncio.get_running_loop().stop()
 
 

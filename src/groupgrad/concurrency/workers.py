@@ -55,6 +55,8 @@ class _Call:
     """The awaitable that a plain function returned."""
     on_loop: Future[Outcome] = field(default_factory=Future[Outcome])
     """Its run on the event loop that it was submitted to last."""
+    task: asyncio.Task[Any] | None = None
+    """The task of that run once it has started. It outlives `on_loop` while it cleans up after its cancellation."""
     _claimed: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -84,7 +86,7 @@ class _Call:
         """The outcome of an async function, or of the awaitable that a plain one returned."""
         if not self.claim():
             return Outcome(error=RuntimeError("it was interrupted on another event loop"))
-        self.started = self.started or time.monotonic()
+        self.task, self.started = asyncio.current_task(), self.started or time.monotonic()
         try:
             value = await (self.function() if self.awaitable is None else self.awaitable)
             return Outcome(value if self.then is None else self.then(value), seconds=self.seconds)
@@ -218,7 +220,7 @@ class Workers:
             return
         self._loop = None
         # Calls that have started stay on the old loop, each with its deadline.
-        loop.abandon([call.on_loop for call in self._on_loop if call.is_claimed])
+        loop.abandon([call.task for call in self._on_loop if call.task is not None])
         logger.warning(
             "an async tool or environment method blocks its event loop; the loop was given up and replaced. Await what "
             "takes time, or make the function a plain one: plain functions run on threads of their own"

@@ -5,13 +5,12 @@ Each returns the text that its rule's sentence shows as `{found}`, empty or None
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 
 from groupgrad.config.field_rules import DTYPES, field_problem, nearest
 from groupgrad.config.launcher import zero_stage
@@ -70,8 +69,7 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that neither an engine nor `generate` knows, with the most similar."""
     if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
         return ""
-    generate: Any = getattr(GenerationMixin, "generate")  # noqa: B009 - its annotations hide it from type checkers
-    known = {*vars(GenerationConfig()), *inspect.signature(generate).parameters, "stop_strings"}
+    known = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS}
     unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
     similar = {key: nearest(key, known) for key in unknown}
     return ", ".join(f"{key!r}" + (f" (did you mean {similar[key]!r}?)" if similar[key] else "") for key in unknown)
@@ -92,7 +90,10 @@ def owned_template_keys(c: GRPOSettings) -> str:
 
 def unknown_checkpointing_keys(c: GRPOSettings) -> str:
     """Lists the entries of `gradient_checkpointing_kwargs` that PyTorch does not know, with the most similar known."""
-    unknown = [key for key in c.gradient_checkpointing_kwargs or {} if key not in _CHECKPOINTING_KEYS]
+    kwargs = c.gradient_checkpointing_kwargs
+    if not isinstance(kwargs, (dict, type(None))):
+        return f"the value {kwargs!r}, which is no dict"
+    unknown = [key for key in kwargs or {} if key not in _CHECKPOINTING_KEYS]
     similar = [nearest(key, _CHECKPOINTING_KEYS) for key in unknown]
     return ", ".join(
         f"{key!r} (did you mean {known!r}?)" if known else repr(key) for key, known in zip(unknown, similar)
@@ -101,9 +102,11 @@ def unknown_checkpointing_keys(c: GRPOSettings) -> str:
 
 def unusable_folder(c: GRPOSettings) -> str | None:
     """The reason why `output_dir` cannot be a folder to write to; None if it can."""
-    path = Path(c.output_dir or ".").expanduser().absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not existing.is_dir():
+    path = Path(os.path.abspath(os.path.expanduser(c.output_dir or ".")))
+    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+        return "a part of it has more than 255 bytes"
+    existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    if not os.path.isdir(existing):
         return f"{str(existing)!r} is a file"
     return None if os.access(existing, os.W_OK) else f"{str(existing)!r} is read-only"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -96,13 +97,12 @@ RANGES: dict[str, tuple[Range, str]] = {
     "router_aux_loss_coef": (or_none(NOT_NEGATIVE), "a negative weight unbalances the experts"),
     # optimizer and run
     "weight_decay": (NOT_NEGATIVE, "a negative decay makes weights grow"),
-    "max_grad_norm": (or_none(NOT_NEGATIVE), "it is a length; 0 clips nothing"),
     "adam_beta1": (DECAY, "it is the decay of a moving average"),
     "adam_beta2": (DECAY, "it is the decay of a moving average"),
     "adam_epsilon": (NOT_NEGATIVE, "it is added to a square root"),
     "seed": (COUNT_OR_ZERO, "random generators take no negative seed"),
     "data_seed": (or_none(COUNT_OR_ZERO), "random generators take no negative seed"),
-    "neftune_noise_alpha": (or_none(POSITIVE), "it is the size of the noise"),
+    "neftune_noise_alpha": (or_none(NOT_NEGATIVE), "it is the size of the noise"),
     # rewards
     "reward_model_batch_tokens": (COUNT, "it counts the tokens of a forward pass"),
     # reference model
@@ -174,7 +174,9 @@ def field_problem(name: str, value: Any) -> str | None:
     """Explains why the setting `name` cannot have this value; None if it can."""
     if name in RANGES:
         allowed, why = RANGES[name]
-        in_range = is_number(value) and (isinstance(value, int) or not allowed.whole) and allowed.contains(value)
+        in_range = (
+            is_number(value) and (isinstance(value, numbers.Integral) or not allowed.whole) and allowed.contains(value)
+        )
         if not in_range and not (value is None and allowed.optional):
             return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
     elif name in CHOICES and value not in CHOICES[name]:
@@ -205,8 +207,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """True for a finite int or float that is not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """True for a finite number that is not a bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def parse_bytes(value: object) -> int | None:

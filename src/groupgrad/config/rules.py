@@ -64,8 +64,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("generation_kwargs", "use_vllm"),
         conditions.unknown_sampling_options,
-        "generation_kwargs has {found}, which no engine knows. Take it out, or set an option of transformers' "
-        "GenerationConfig",
+        "generation_kwargs has {found}, which neither an engine nor transformers' GenerationConfig knows. Take it out",
     ),
     Rule(("generation_kwargs",), conditions.overridden_sampling, "in generation_kwargs, {found}"),
     Rule(
@@ -169,6 +168,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.max_steps <= 0 and c.num_train_epochs <= 0,
         "num_train_epochs={c.num_train_epochs} and max_steps={c.max_steps} make a run without a step. Set one of them "
         "above 0",
+    ),
+    Rule(
+        ("max_grad_norm",),
+        lambda c: c.max_grad_norm is not None and not c.max_grad_norm >= 0,
+        "max_grad_norm={c.max_grad_norm} cannot work: it is a length; 0 clips nothing. Set it to 0 or more",
     ),
     Rule(
         ("save_strategy", "save_steps"),

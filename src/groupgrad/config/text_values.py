@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Any
@@ -36,6 +37,8 @@ def _parsed(text: str, kinds: tuple[type, ...]) -> Any:
             raise ValueError(text)
         return SWITCHES[text]
     number = float(text)
+    if not math.isfinite(number) or (float not in kinds and not number.is_integer()):
+        raise ValueError(text)
     return int(number) if int in kinds and number.is_integer() else number
 
 

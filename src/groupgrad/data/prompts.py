@@ -51,6 +51,8 @@ class PromptMaker:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.max_context = max_context
         """Maximum length of prompt and completion together; None without a limit."""
+        self.num_embeddings: int | None = None
+        """Rows of the model's embeddings, where the tokenizer has more tokens; None otherwise."""
         self._no_images = no_images
         self.checked: set[tuple[str, int | None]] = set()
         """(fingerprint, max_context) of the data sets that passed `check_dataset`."""
@@ -62,6 +64,12 @@ class PromptMaker:
             raise ValueError(
                 f"the prompt {row['prompt']!r} gives no token at all, so there is nothing to continue; remove the row "
                 "or add text to it"
+            )
+        if self.num_embeddings is not None and max(encoded.ids) >= self.num_embeddings:
+            raise ValueError(
+                f"a prompt has the token {max(encoded.ids)}, but the model's embeddings have {self.num_embeddings} "
+                f"rows: {_excerpt(prompt)}; remove that token from the data set, or enlarge the embeddings with "
+                "model.resize_token_embeddings(...)"
             )
         if self.max_context is not None and len(encoded.ids) >= self.max_context:
             raise ValueError(self.too_long_message(prompt, len(encoded.ids)))
@@ -156,13 +164,15 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(str(block.get("text", f"[{block.get('type')}]")) for block in content)}
 
 
-def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False) -> None:
+def check_dataset(
+    dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False, renders: bool = True
+) -> None:
     """Rejects a data set that cannot be trained on; `argument` names it in the message.
 
     TypeError for another class; ValueError for a missing `prompt` column (unless `may_lack_prompts`), empty or
     malformed prompts, images that are unreadable or do not fit their messages, and prompts longer than the context. The
     first `DECODED_FIRST` images are decoded, of the others only the header is read. Of a stream only the first row is
-    checked.
+    checked. With `renders` the first conversations are rendered, as they will be.
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
@@ -183,11 +193,13 @@ def check_dataset(dataset: Any, argument: str, prompt_maker: PromptMaker, *, may
     key = (str(getattr(dataset, "_fingerprint", "")), prompt_maker.max_context)
     if key[0] and key in prompt_maker.checked:
         return
-    _check_prompts(dataset, argument, prompt_maker)
+    _check_prompts(dataset, argument, prompt_maker, RENDERED_FIRST if renders else 0)
     prompt_maker.checked.add(key)
 
 
-def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker) -> None:
+def _check_prompts(
+    dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker, num_rendered: int
+) -> None:
     too_long: list[tuple[int, Any]] = []
     is_encoded, num_decoded = False, 0
     for number, row in enumerate(prompt_rows(dataset)):
@@ -199,7 +211,7 @@ def _check_prompts(dataset: Dataset | IterableDataset, argument: str, prompt_mak
             row, ImageSource("image", number, argument), decode=num_decoded < DECODED_FIRST
         )
         num_decoded += len(sizes)
-        if number < RENDERED_FIRST and not isinstance(prompt, str) and not sizes:
+        if number < num_rendered and not isinstance(prompt, str) and not sizes:
             _check_rendering(prompt, number, argument, prompt_maker)
         limit = prompt_maker.max_context
         if limit is not None and _may_exceed(prompt, limit - prompt_maker.num_image_tokens(sizes)):

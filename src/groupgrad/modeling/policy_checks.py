@@ -32,9 +32,10 @@ def check_language_model(model: nn.Module) -> None:
             "AutoModelForCausalLM.from_pretrained(...)"
         )
     for parameter_name, parameter in inner.named_parameters():
-        if not parameter.is_floating_point() or parameter.is_meta or is_packed(parameter):
+        if parameter.is_meta or is_packed(parameter) or parameter.dtype.itemsize < 2:  # quantized
             continue
-        if not bool(torch.isfinite(parameter).all()):
+        # The sum needs no copy of the weights, and is finite only if all of them are.
+        if not bool(parameter.detach().sum(dtype=torch.float64).isfinite()):
             num_bad = int((~torch.isfinite(parameter)).sum())
             raise ValueError(
                 f"{num_bad} of {parameter.numel()} numbers of the model's {parameter_name} are NaN or infinite, so "
@@ -45,17 +46,19 @@ def check_language_model(model: nn.Module) -> None:
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """ValueError if the tokenizer has tokens without a row in the model's embeddings.
 
-    Special tokens that the chat template does not write are allowed: text-only variants of models with images share the
-    tokenizer of the others, and with it the placeholder of an image.
+    Special tokens are allowed that nothing writes, neither the chat template nor the ends and the padding of rows:
+    text-only variants of models with images share the tokenizer of the others, and with it the placeholder of an image.
     """
     inner: Any = unwrap(model)
     num_rows = int(getattr(inner.get_input_embeddings(), "num_embeddings", 0))
     num_tokens = len(tokenizer)
     if not num_rows or num_tokens <= num_rows:
         return
+    written = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     added, template = tokenizer.added_tokens_decoder, str(getattr(tokenizer, "chat_template", None) or "")
     beyond = [added.get(index) for index in range(num_rows, num_tokens)]
-    if not all(token is not None and token.special and str(token) not in template for token in beyond):
+    is_unused = all(token is not None and token.special and str(token) not in template for token in beyond)
+    if not is_unused or any(index is not None and index >= num_rows for index in written):
         raise ValueError(
             f"the tokenizer has {num_tokens} tokens, but the model's embeddings have {num_rows} rows, so tokens from "
             f"{num_rows} on cannot be read; give the model's own tokenizer, or call "

@@ -27,7 +27,7 @@ from groupgrad.rewards.call_inputs import (
 from groupgrad.telemetry.completions import TABLE_COLUMNS
 
 LARGEST_REWARD = float(torch.finfo(torch.float32).max)
-"""Advantages are float32."""
+"""A batch holds advantages in float32."""
 
 
 @dataclass(slots=True)

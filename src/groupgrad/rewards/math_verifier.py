@@ -151,13 +151,21 @@ class _Worker:
 
 def _receive(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any] | None:
     """Returns the next line of the process; None if it has ended. It is killed if it writes none in time."""
-    watchdog = threading.Timer(timeout_s, process.kill)
+    is_late = threading.Event()
+
+    def kill() -> None:
+        is_late.set()
+        process.kill()
+
+    watchdog = threading.Timer(timeout_s, kill)
+    watchdog.daemon = True
     watchdog.start()
     try:
         line = process.stdout.readline()  # pyright: ignore[reportOptionalMemberAccess]
     finally:
         watchdog.cancel()
-    return json.loads(line) if line.endswith("\n") else None
+    # A reply that comes while the process is being killed is late too: the process cannot take another row.
+    return json.loads(line) if line.endswith("\n") and not is_late.is_set() else None
 
 
 def _stop_all(workers: list[_Worker]) -> None:

@@ -68,7 +68,6 @@ class AgentRollouts(RolloutSource):
     ):
         self.prompt_maker, self.engine, self.chat = prompt_maker, engine, chat
         self.sampling, self.options, self.seed = sampling, options, seed
-        self.is_exact = engine.is_exact
         self.tools, self.environments = tuple(tools), environments
         by_environment = [[tool.schema for tool in tools]] if environments is None else environments.schemas.values()
         self._tool_names = {schema["function"]["name"] for schemas in by_environment for schema in schemas}
@@ -76,6 +75,11 @@ class AgentRollouts(RolloutSource):
         self._handles: dict[tuple[str, int], list[EnvHandle]] = {}
         """Acquired environments by phase and number of their generation batch."""
         self._warned_unreadable = False
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the engine's log-probs are those that training would compute."""
+        return self.engine.is_exact
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number; all of them run side by side."""

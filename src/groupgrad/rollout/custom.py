@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 OPTIONAL = ("env_mask", "logprob_token_ids")
 NAN = float("nan")
-LOGPROB_TOLERANCE = 1e-3
-"""Largest log-prob (nats) that rounding explains."""
+LOGPROB_TOLERANCE = 0.1
+"""Largest log-prob (nats) that rounding explains, in bfloat16."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,15 +56,17 @@ class CustomRollouts(RolloutSource):
     itself. The number of returned rows reveals it; such a function then gets each prompt once.
     """
 
-    is_exact = False
-    """Training computes its own log-probs, because the function may have sampled with other weights."""
-
     def __init__(self, function: Any, trainer: Any, prompt_maker: PromptMaker, eos_ids: Sequence[int]):
         self._function, self._trainer, self._prompt_maker = function, trainer, prompt_maker
         self._eos_ids = frozenset(eos_ids)
         embeddings = getattr(getattr(trainer, "model", None), "get_input_embeddings", lambda: None)()
         self._vocab_size = int(getattr(embeddings, "num_embeddings", 0) or len(prompt_maker.tokenizer))
         self._makes_groups = False
+
+    @property
+    def is_exact(self) -> bool:
+        """False: training computes its own log-probs, because the function may have sampled with other weights."""
+        return False
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number. RolloutError if the return value cannot be used."""
@@ -118,7 +120,11 @@ class CustomRollouts(RolloutSource):
 
     def _read_row(self, columns: Mapping[str, list[Any]], extra: Mapping[str, list[Any]], row: int) -> _ReturnedRow:
         """One returned row. RolloutError if it is malformed, has ids outside the vocabulary or exceeds the context."""
-        lists = {name: _as_list(column[row], name, row) for name, column in columns.items()}
+        lists = {
+            name: _as_list(column[row], name, row)
+            for name, column in columns.items()
+            if name != "logprob_token_ids" or column[row] is not None
+        }
         prompt_ids, completion_ids = lists["prompt_ids"], lists["completion_ids"]
         if not prompt_ids:
             raise RolloutError(f"rollout_func returned no prompt_ids for row {row}; a prompt has at least one token")

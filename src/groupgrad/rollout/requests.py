@@ -51,8 +51,10 @@ def training_request(
 class RolloutSource(Protocol):
     """Makes this rank's rollouts of a generation batch, in the order of its row numbers. Local, not a collective."""
 
-    is_exact: bool
-    """True if its log-probs and entropies are those that training would compute (`Engine.is_exact`)."""
+    @property
+    def is_exact(self) -> bool:
+        """True if its log-probs and entropies are those that training would compute (`Engine.is_exact`)."""
+        ...
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]: ...
 

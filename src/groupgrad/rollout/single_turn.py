@@ -42,7 +42,11 @@ class SingleTurnRollouts(RolloutSource):
 
     def __init__(self, prompt_maker: PromptMaker, engine: Engine, sampling: SamplingOptions, *, seed: int):
         self.prompt_maker, self.engine, self.sampling, self.seed = prompt_maker, engine, sampling, seed
-        self.is_exact = engine.is_exact
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the engine's log-probs are those that training would compute."""
+        return self.engine.is_exact
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number."""

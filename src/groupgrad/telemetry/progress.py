@@ -183,6 +183,7 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
     def _new_bar(self, **options: Any) -> Any:
         # transformers does not notify callbacks of an exception, so the last bar would stay half drawn when the
         # interpreter exits.
+        atexit.unregister(self.close)
         atexit.register(self.close)
         return tqdm(dynamic_ncols=True, file=sys.stderr, mininterval=_REFRESH_S, **options)
 

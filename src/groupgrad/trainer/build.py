@@ -145,11 +145,13 @@ def entropy_controller(config: GRPOConfig) -> EntropyController:
     )
 
 
-def signal_watch(config: GRPOConfig) -> SignalWatch | None:
-    """The watch of generation batches without a gradient; None where a KL term or a bonus gives one everywhere."""
-    if config.beta != 0.0 or config.entropy_coef != 0.0 or config.use_adaptive_entropy or not dist.is_main():
+def signal_watch(config: GRPOConfig, policy: PolicyBundle) -> SignalWatch | None:
+    """The watch of generation batches without a gradient; None where another term of the loss gives one everywhere."""
+    further_terms = config.beta != 0.0 or config.entropy_coef != 0.0 or policy.aux_loss_coef != 0.0
+    if further_terms or config.use_adaptive_entropy or not dist.is_main():
         return None
-    return SignalWatch(mask_truncated=config.mask_truncated_completions)
+    # The share of truncated completions is this rank's, so with several ranks it does not speak for all.
+    return SignalWatch(mask_truncated=config.mask_truncated_completions and not dist.is_active())
 
 
 @dataclass(slots=True, frozen=True)
@@ -232,6 +234,13 @@ def checkpointing_by_need(
 
 def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
     """The maker of prompts from rows; with images where the model takes them and there is a processor for them."""
+    maker = _prompt_maker(config, policy)
+    num_embeddings = int(getattr(unwrap(policy.model).get_input_embeddings(), "num_embeddings", 0))
+    maker.num_embeddings = num_embeddings if 0 < num_embeddings < len(policy.tokenizer) else None
+    return maker
+
+
+def _prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
     kwargs, name = mapping(config.chat_template_kwargs), type(unwrap(policy.model)).__name__
     if not is_multimodal(policy.model):
         no_images = f"{name} reads text alone; train a model that takes images, or remove the images from the data set"

@@ -11,7 +11,7 @@ from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.envs.environments import ENV_COLUMN
-from groupgrad.rewards.call_inputs import STANDARD_ARGUMENTS
+from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, STANDARD_ARGUMENTS
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
 
@@ -73,12 +73,18 @@ def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config:
 
 def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:
     """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
-    if taken := [column for column in column_names(dataset) if column in STANDARD_ARGUMENTS]:
+    if taken := [column for column in column_names(dataset) if column in {*STANDARD_ARGUMENTS} - {*HIDDEN_COLUMNS}]:
         raise ValueError(
             f"{name} has the column {taken[0]!r}, a name under which reward functions get something else from the "
             f"trainer; rename it: dataset.rename_column({taken[0]!r}, '...')"
         )
-    check_dataset(dataset, name, prompt_maker, may_lack_prompts=rollout_components.environments is not None)
+    check_dataset(
+        dataset,
+        name,
+        prompt_maker,
+        may_lack_prompts=rollout_components.environments is not None,
+        renders=rollout_components.function is None and rollout_components.chat is None,
+    )
     rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
 
 

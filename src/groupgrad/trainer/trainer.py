@@ -1,6 +1,6 @@
 """`GRPOTrainer`: one optimizer step, in reading order.
 
-`training_step` → `_begin_step` → `_generate` → `_loss` → `batch_loss`. The rest joins these to the training loop of
+`training_step` → `_begin_step` → `_sample` → `_loss` → `batch_loss`. The rest joins these to the training loop of
 `transformers.Trainer`; `trainer/training_run.py` logs, saves and resumes the run.
 """
 
@@ -171,7 +171,8 @@ class GRPOTrainer(TrainingRun):
             )
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
             build.check_reward_models(self.rewards, train_dataset)
-            if self.rollout_components.function is None:  # which may return further columns
+            # Rollout functions and environments may bring further arguments.
+            if self.rollout_components.function is None and self.rollout_components.environments is None:
                 dataset_checks.check_reward_arguments(self.rewards, train_dataset, eval_dataset)
             super().__init__(
                 model=policy.model,
@@ -219,7 +220,7 @@ class GRPOTrainer(TrainingRun):
         self._on_policy = self.sampler_logprobs.on_policy(step)
         for index, key in enumerate(keys):
             if key.position == 0 or self.buffer.get(key.generation) is None:
-                self.buffer.put(key.generation, self._generate(key, index))
+                self.buffer.put(key.generation, self._sample(key, index))
         self.buffer.keep_only({key.generation for key in keys})
         batch = self._rows_of_step(keys)
         with self.timings.phase("scoring"):
@@ -238,7 +239,7 @@ class GRPOTrainer(TrainingRun):
             one_pass=is_sharded(self.model),
         )
 
-    def _generate(self, key: MicroBatchKey, index: int) -> Batch:
+    def _sample(self, key: MicroBatchKey, index: int) -> Batch:
         """Collective. Samples and scores a generation batch; this rank's rows, on the CPU.
 
         `index` is the place among the step's micro-batches of the one that needs it first.
@@ -409,7 +410,9 @@ class GRPOTrainer(TrainingRun):
         self._on_policy = OnPolicyInfo(step=0, exact=False)
         types = computing_types(self.model, self.accelerator.mixed_precision)
         self.mismatch_watch = MismatchWatch(tolerance(types, self.accelerator.device))
-        self.signal_watch = build.signal_watch(self.args)
+        self.signal_watch = None
+        if self._keeps_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
+            self.signal_watch = build.signal_watch(self.args, self._policy)
         self.memory = memory_guard(self.model, self.args, aux_loss=self.components.forward_options.aux_loss)
         self.run_state = RunState(
             {

@@ -96,7 +96,15 @@ class TrainingRun(TRLNames, Trainer):
         self._invalidate_vllm()
         try:
             with self.progress, bars_on_terminals_only(), configured_kernels(self.args):
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            if resume_from_checkpoint and self.state.global_step == self._initial_global_step >= self.state.max_steps:
+                logger.warning(
+                    "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
+                    "max_steps or num_train_epochs to train further",
+                    self.state.global_step,
+                    self.state.max_steps,
+                )
+            return result
         finally:
             self.components.collector.close()
 
@@ -104,14 +112,8 @@ class TrainingRun(TRLNames, Trainer):
         """`Trainer._run_epoch`, which would take a step after the last one of a finished run."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
-            return
-        logger.warning(
-            "the checkpoint is at step %d and the run has %d, so it is finished and no step is taken; raise max_steps "
-            "or num_train_epochs to train further",
-            self.state.global_step,
-            self.state.max_steps,
-        )
-        self.control.should_training_stop = True
+        else:
+            self.control.should_training_stop = True
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`: the metrics, by `eval_` names."""

@@ -44,7 +44,6 @@ REPLACED: Mapping[str, str] = {
     "_textual_logs": "the run folder's completions/ holds every completion that was logged (log_completions=True)",
     "_total_train_tokens": "trainer.state.num_input_tokens_seen counts tokens",
     "_buffered_inputs": "trainer.buffer holds the generation batches that are trained on",
-    "_signature_columns": "all columns reach the reward functions; set remove_unused_columns=True to drop them",
     "_pending_metrics": "call log_metric, which every reward function gets",
     "_pending_extra_logs": "call log_extra, which every reward function gets",
     "_tokenizer": "trainer.processing_class is the tokenizer or processor",
@@ -53,6 +52,11 @@ REPLACED: Mapping[str, str] = {
     "llm": "trainer.vllm_policy.engine is vLLM in this process",
     "generation_config": "trainer.components.sampling holds the sampling options",
     "async_loop": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
+    "async_loop_thread": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
+    "async_loop_ready_event": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
+    "chat_template": "trainer.processing_class.chat_template is the template that prompts are rendered with",
+    "commit_scheduler": "the run folder's completions/ holds what was logged; upload it when the run has ended",
+    "continuous_batching_config": "rollout_engine='native' batches continuously by itself",
     "environments": "trainer.rollout_components.environments holds the environments",
     "environment_factories": "trainer.rollout_components.environments holds the environments",
 }
@@ -112,7 +116,20 @@ class MetricList:
             self.append(value)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"metrics can be appended to, not read ({name}); trainer.state.log_history has the logs")
+        raise _unreadable()
+
+    def __iter__(self) -> Any:
+        raise _unreadable()
+
+    def __len__(self) -> int:
+        raise _unreadable()
+
+    def __getitem__(self, place: Any) -> Any:
+        raise _unreadable()
+
+
+def _unreadable() -> AttributeError:
+    return AttributeError("metrics can be appended to, not read; trainer.state.log_history has the logs")
 
 
 class MetricLists:
@@ -123,6 +140,15 @@ class MetricLists:
 
     def __getitem__(self, name: str) -> MetricList:
         return MetricList(self._store, name)
+
+    def __iter__(self) -> Any:
+        raise _unreadable()
+
+    def __contains__(self, name: object) -> bool:
+        raise _unreadable()
+
+    def __len__(self) -> int:
+        raise _unreadable()
 
 
 class TRLNames:
@@ -159,6 +185,7 @@ class TRLNames:
     )
     shuffle_dataset = setting("shuffle_dataset")
     pad_to_multiple_of = setting("pad_to_multiple_of")
+    use_transformers_continuous_batching = setting("use_transformers_continuous_batching")
     use_vllm = setting("use_vllm")
     vllm_mode = setting("vllm_mode")
     vllm_gpu_memory_utilization = setting("vllm_gpu_memory_utilization")
@@ -188,7 +215,7 @@ class TRLNames:
     )
     """The frozen copy of the policy; None without a KL term, and for adapters, which are switched off instead."""
     pad_token_id = given("processing_class", lambda trainer: int(trainer._policy.tokenizer.pad_token_id))
-    eos_token_id = given("processing_class", lambda trainer: int(trainer._policy.tokenizer.eos_token_id))
+    eos_token_id = given("processing_class", lambda trainer: trainer._policy.tokenizer.eos_token_id)
     eos_token_ids = given("processing_class", lambda trainer: list(trainer._policy.eos_ids))
     """All tokens that end a completion."""
     vllm_client = ReadOnly(

@@ -379,16 +379,26 @@ def test_an_address_whose_port_is_none_is_refused(url: str) -> None:
         Address.of(url)
 
 
-@pytest.mark.parametrize(("waits_s", "error"), [(0.0, ServerUnreachable), (2.0, ServerTimeout)])
-def test_a_refusal_that_breaks_off_is_a_server_that_went_away(waits_s: float, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("status", "sent", "waits_s", "error"),
+    [
+        (503, b"starting", 0.0, ServerUnreachable),
+        (503, b"starting", 2.0, ServerTimeout),
+        (200, b"", 0.0, ServerUnreachable),
+        (200, b'{"a": ', 0.0, ServerUnreachable),
+    ],
+)
+def test_an_answer_that_breaks_off_is_a_server_that_went_away(
+    status: int, sent: bytes, waits_s: float, error: type[Exception]
+) -> None:
     """It announces more bytes than it sends, and then closes or hangs."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(503)
+            self.send_response(status)
             self.send_header("Content-Length", "100")
             self.end_headers()
-            self.wfile.write(b"starting")
+            self.wfile.write(sent)
             self.wfile.flush()
             time.sleep(waits_s)
 

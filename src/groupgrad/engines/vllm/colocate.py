@@ -81,9 +81,9 @@ class VLLMColocateEngine(VLLMEngine):
         ValueError if the engine was not started for adapters of this rank (`ColocateOptions.max_lora_rank`), or for an
         adapter that can only be merged.
         """
-        adapter = self._adapter_request(push) if push.kind == "adapter" else None
         if self._engine.has_unfinished_requests():
             raise RuntimeError("weights cannot change while rows are sampled; close the session first")
+        adapter = self._adapter_request(push) if push.kind == "adapter" else None
         self._wake("weights")
         self._weight_version, self._last_push = None, push
         if adapter is None or not self._has_base:

@@ -80,7 +80,9 @@ def call(
     Raises `ServerUnreachable`, `ServerTimeout` or `ServerRefused`.
     """
     lines = list(Stream(address, route, body, query=query, timeout_s=timeout_s))
-    return lines[0] if lines else {}
+    if not lines:  # every route answers with an object
+        raise ServerUnreachable(f"{address} ended before its answer to /groupgrad/{route}")
+    return lines[0]
 
 
 class Stream:
@@ -105,8 +107,10 @@ class Stream:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Make the call; yields the objects as they come."""
         address = self._address
+        data, self._data = self._data, None  # a body with images is large, and is not needed once it is sent
         try:
-            self._connection.request("GET" if self._data is None else "POST", self._path, body=self._data)
+            self._connection.request("GET" if data is None else "POST", self._path, body=data)
+            del data
             response = self._connection.getresponse()
             if response.status != 200:
                 raise ServerRefused(response.status, _reason(response.read()))
