@@ -235,7 +235,8 @@ def checkpointing_by_need(
 def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
     """The maker of prompts from rows; with images where the model takes them and there is a processor for them."""
     maker = _prompt_maker(config, policy)
-    num_embeddings = int(getattr(unwrap(policy.model).get_input_embeddings(), "num_embeddings", 0))
+    model: Any = unwrap(policy.model)
+    num_embeddings = int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
     maker.num_embeddings = num_embeddings if 0 < num_embeddings < len(policy.tokenizer) else None
     return maker
 
