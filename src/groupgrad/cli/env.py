@@ -100,6 +100,6 @@ def _tools_line(load_tokenizer: Callable[[], Any]) -> str:
         tokenizer = inner_tokenizer(load_tokenizer())
         chat = ChatFormat(tokenizer, schemas=[])
     except (OSError, ValueError, ImportError) as error:
-        return f"not to be had: {str(error).splitlines()[0]}"
+        return f"not available: {str(error).splitlines()[0]}"
     ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(list(chat.end_ids))))
     return f"calls as {chat.name}; turns end with {ends}"

@@ -158,7 +158,7 @@ class TrlParser(FieldParser):
     ) -> tuple[Any, ...]:
         """One instance of each dataclass.
 
-        With `return_remaining_strings` a list of unknown arguments follows, those of the file first; separated into
+        With `return_remaining_strings` a list of unknown arguments follows, the file's first; separated into
         two lists with `separate_remaining_strings`. ValueError for unknown keys of the file unless they are returned
         or `fail_with_unknown_args` is False.
         """

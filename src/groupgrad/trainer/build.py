@@ -174,7 +174,7 @@ class ExecutionPlan:
     engine: EngineChoice
     layout: LayoutReport
     example: Prompt | None = None
-    """The prompt with an image that a model that sees was tried on."""
+    """The prompt with an image that the self-check used; None for a model that takes text alone."""
 
 
 def plan_execution(
@@ -213,7 +213,7 @@ def engine_of_model(
 
 
 def _example(policy: PolicyBundle) -> Prompt | None:
-    """A prompt with an image, for a model that sees; None if its processor fails, which rows with images will tell."""
+    """A prompt with an image, for a model that takes images; None if its processor fails on it."""
     try:
         return example_prompt(policy.processing_class) if is_multimodal(policy.model) else None
     except ValueError:
@@ -255,7 +255,7 @@ def _prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
 
 
 def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
-    """Let prompts and completions fit into `longest` tokens together; whether that is less than the model has."""
+    """Limits prompts and completions together to `longest` tokens; True if the model has more positions than that."""
     if prompt_maker.max_context is not None and prompt_maker.max_context <= longest:
         return False
     prompt_maker.max_context = longest
@@ -311,8 +311,7 @@ def build_components(
     rollout_components: RolloutComponents,
     trainer: Any = None,
 ) -> TrainerComponents:
-    """Cut the configuration into each floor's options and hand them to the floors. `trainer` is what a user's rollout
-    function is called with."""
+    """Makes the components of a run from the configuration. A user's rollout function is called with `trainer`."""
     pad_id = int(policy.tokenizer.pad_token_id)
     policy_options = room_options.policy_options(config)
     forward_options = room_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)

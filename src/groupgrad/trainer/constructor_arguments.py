@@ -15,7 +15,7 @@ from groupgrad.modeling.systems.stochastic_adamw import check_parameters
 
 
 def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, environment_factory: Any = None) -> Any:
-    """One of the spellings of "what scores the completions"; ValueError if none or several are given.
+    """The reward functions by whichever of their three arguments is given; ValueError for none or several of them.
 
     With environments, which may bring rewards of their own, there may be none: an empty list.
     """
@@ -83,7 +83,7 @@ def check_kinds(callbacks: Any, optimizers: Any) -> None:
 
 def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:
     """ImportError if the optimizer that `config` names needs a package that is not installed, ValueError if it lacks
-    another setting, or is to round stochastically what is not bfloat16."""
+    another setting, or if stochastic rounding meets weights that are not bfloat16."""
     if config.stochastic_rounding:
         if optimizers[0] is not None:
             raise ValueError(
