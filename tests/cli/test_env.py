@@ -23,7 +23,7 @@ def test_it_describes_how_a_model_would_run(model_dir, capsys):
 def test_it_describes_the_chat_templates_tool_calls(model_dir, make_tokenizer, capsys):
     assert cli.main(["env", "--model", str(model_dir)]) == 0
     assert "tools" in (text := capsys.readouterr().out)
-    assert "not to be had: the chat template shows no tool calls" in text
+    assert "not available: the chat template shows no tool calls" in text
     with_tools(make_tokenizer()).save_pretrained(model_dir)
     assert cli.main(["env", "--model", str(model_dir)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tools")]
