@@ -231,10 +231,10 @@ class TrainingRun(TRLNames, Trainer):
                 self.batch_loss = replaced
         return PolicyLoss(loss, merge_all(part.metrics for part in losses))
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`Trainer.save_model`, without a bar in files."""
         with bars_on_terminals_only():
-            super().save_model(*args, **kwargs)
+            super().save_model(output_dir, _internal_call)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
