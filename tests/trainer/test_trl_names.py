@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -73,11 +73,17 @@ def test_each_attribute_of_the_peer_is_there_or_names_its_replacement(make_train
 
 
 @pytest.mark.parametrize(
-    "name", ["beta", "temperature", "entropy_coef", "num_generations", "reward_weights", "ref_model"]
+    ("name", "field"),
+    [
+        *((name, name) for name in ("beta", "temperature", "entropy_coef", "num_generations", "reward_weights")),
+        ("epsilon_low", "epsilon"),
+        ("ref_model", "sync_ref_model"),
+    ],
 )
-def test_attributes_cannot_be_assigned(make_trainer, name):
-    with pytest.raises(AttributeError, match=rf"trainer\.{name} cannot be assigned, it would change nothing"):
+def test_attributes_cannot_be_assigned(make_trainer, name, field):
+    with pytest.raises(AttributeError, match=rf"trainer\.{name} cannot be assigned, .*GRPOConfig\({field}=") as error:
         setattr(make_trainer(), name, 1)
+    assert field in {each.name for each in fields(GRPOConfig)}, error.value
 
 
 def test_appended_metrics_are_logged(make_trainer):

@@ -56,7 +56,7 @@ REPLACED: Mapping[str, str] = {
     "async_loop_ready_event": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
     "chat_template": "trainer.processing_class.chat_template is the template that prompts are rendered with",
     "commit_scheduler": "the run folder's completions/ holds what was logged; upload it when the run has ended",
-    "continuous_batching_config": "rollout_engine='native' batches continuously by itself",
+    "continuous_batching_config": "rollout_engine='native' batches continuously without a configuration",
     "environments": "trainer.rollout_components.environments holds the environments",
     "environment_factories": "trainer.rollout_components.environments holds the environments",
 }
@@ -91,8 +91,9 @@ class ReadOnly:
 
 
 def setting(field: str) -> ReadOnly:
-    """The configuration's field of this name."""
-    return ReadOnly(lambda trainer: getattr(trainer.args, field), f"set GRPOConfig({field}=...) before the trainer")
+    """The configuration's field or resolved value of this name."""
+    name = field.removesuffix("_resolved")
+    return ReadOnly(lambda trainer: getattr(trainer.args, field), f"set GRPOConfig({name}=...) before the trainer")
 
 
 def given(argument: str, read: Callable[[Any], Any]) -> ReadOnly:
