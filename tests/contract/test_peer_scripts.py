@@ -123,6 +123,12 @@ def test_parsed_records(tmp_path: Path) -> None:
     script, config, model, rest = parser.parse_args_and_config([*file, *common], return_remaining_strings=True)
     assert (config.beta, model.model_revision, model.dtype, rest) == (0.1, "v2", "float32", ["--no_such_key", "1"])
     assert isinstance(script, ScriptArguments)
+    *_, config = TrlParser([GRPOConfig]).parse_args_and_config(
+        [f"--config={tmp_path / 'run.yaml'}", *common], fail_with_unknown_args=False
+    )
+    assert config.beta == 0.1
+    with pytest.raises(SystemExit):
+        TrlParser([GRPOConfig]).parse_args_and_config([*common, "--config"])
     assert (get_peft_config(model), get_quantization_config(model), get_kbit_device_map()) == (None, None, None)
     *_, config, _ = TrlParser([GRPOConfig, ModelConfig]).parse_args_and_config([*common, "--beta", "0.2"])
     assert config.beta == 0.2

@@ -162,10 +162,16 @@ class TrlParser(FieldParser):
         two lists with `separate_remaining_strings`. ValueError for unknown keys of the file unless they are returned
         or `fail_with_unknown_args` is False.
         """
-        arguments = list(sys.argv[1:] if args is None else args)
+        words = list(sys.argv[1:] if args is None else args)
+        # `--config=FILE` is `--config FILE`.
+        arguments = [
+            part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+        ]
         unknown: dict[str, Any] = {}
         if "--config" in arguments:
             place = arguments.index("--config")
+            if place + 1 == len(arguments):
+                self.error("--config names no file; give the path of a YAML file after it")
             path = arguments[place + 1]
             del arguments[place : place + 2]
             unknown = self.read_config(path)
