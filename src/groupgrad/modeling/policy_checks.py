@@ -34,8 +34,9 @@ def check_language_model(model: nn.Module) -> None:
     for parameter_name, parameter in inner.named_parameters():
         if parameter.is_meta or is_packed(parameter) or parameter.dtype.itemsize < 2:  # quantized
             continue
-        # The sum needs no copy of the weights, and is finite only if all of them are.
-        if not bool(parameter.detach().sum(dtype=torch.float64).isfinite()):
+        # The sum needs no copy of the weights, and is finite only if all of them are. MPS has no float64.
+        dtype = torch.float32 if parameter.device.type == "mps" else torch.float64
+        if not bool(parameter.detach().sum(dtype=dtype).isfinite()):
             num_bad = int((~torch.isfinite(parameter)).sum())
             raise ValueError(
                 f"{num_bad} of {parameter.numel()} numbers of the model's {parameter_name} are NaN or infinite, so "
