@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -79,6 +79,8 @@ class TrainingRun(TRLNames, Trainer):
     components: TrainerComponents
     plan: GenerationPlan
     rollout_components: RolloutComponents
+    batch_loss: Callable[..., PolicyLoss]
+    """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""
     _gradient_sync: GradientSync | None = None
     """Averages gradients over ranks; None for a single rank, and where DeepSpeed does it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
@@ -203,10 +205,6 @@ class TrainingRun(TRLNames, Trainer):
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
         return self.batch_loss(model, inputs).loss
-
-    def batch_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
-        """The share of a batch in the loss of its optimizer step, with gradient, and its metrics."""
-        raise NotImplementedError
 
     @property
     def _keeps_compute_loss(self) -> bool:
