@@ -140,7 +140,7 @@ def warm_up(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_steps // 10, num_steps)
     model.train()
-    for _ in tqdm(range(num_steps), desc="warm-up", unit="step"):
+    for _ in tqdm(range(num_steps), desc="warm-up", unit="step", disable=None):
         batch = make_batch(tokenizer, [demonstrate(rng) for _ in range(batch_size)], schemas)
         loss = model(**batch).loss
         loss.backward()

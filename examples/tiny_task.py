@@ -202,7 +202,7 @@ def warm_up(
     batches = demonstration_batches(problems, tokenizer, batch_size=batch_size, seed=seed)
     losses: list[float] = []
     model.train()
-    with tqdm(total=num_steps, desc="warm-up", unit="step") as bar:
+    with tqdm(total=num_steps, desc="warm-up", unit="step", disable=None) as bar:
         for _, batch in zip(range(num_steps), batches):
             loss = model(**batch).loss
             loss.backward()

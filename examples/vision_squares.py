@@ -185,7 +185,7 @@ def warm_up(model: Any, processor: Any, *, num_steps: int, seed: int, batch_size
         add_generation_prompt=True,
     )
     model.train()
-    for _ in tqdm(range(num_steps), desc="warm-up", unit="step"):
+    for _ in tqdm(range(num_steps), desc="warm-up", unit="step", disable=None):
         scenes = [make_scene(rng) for _ in range(batch_size)]
         texts = [f"{question} {demonstrate(scene, rng)} {eos}" for scene in scenes]
         batch = processor(
