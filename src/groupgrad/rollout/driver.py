@@ -58,7 +58,7 @@ class Driver(Generic[T]):
     """Indices of the rollouts being sampled, by ticket."""
     _last_tickets: dict[int, int] = field(default_factory=dict)
     _waiting: dict[int, tuple[Sequence[Future[Any]], float, float]] = field(default_factory=dict)
-    """By the rollout's index: its futures, the time when the wait began, and `_engine_s` at that time."""
+    """Futures of each waiting rollout (by index), the time when it began to wait, and `_engine_s` at that time."""
     _answered: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     """The index of the waiting rollout, once for each of its futures that is done."""
     _engine_s: float = 0.0

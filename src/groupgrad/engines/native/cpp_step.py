@@ -111,7 +111,7 @@ class LayerModules:
     head_dim: int
     activation: Any
     modules: dict[str, Any]
-    """By the names in `NORMS` and `LINEARS`; None for a norm that the model lacks."""
+    """Norms and linear layers under their names in `NORMS` and `LINEARS`; None for a norm that the model lacks."""
 
 
 def layer_modules(layer: Any, calls: dict[int, AttentionCall]) -> LayerModules:

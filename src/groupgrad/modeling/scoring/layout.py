@@ -1,4 +1,4 @@
-"""The inputs of the forward pass that scores a batch, in three layouts.
+"""Lays a batch out as the inputs of the forward pass that scores it, in three layouts.
 
 The shared layout has each distinct prompt once, with its rows behind it. The packed layout has a copy of the prompt for
 each row. Both are flat and do not pad; the last token of a completion predicts nothing, so it is not computed. The
