@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -57,6 +57,14 @@ class Experience:
     """One for each rollout of all ranks, in row order, for the completions table; empty unless asked for."""
 
 
+class ScoringHooks(Protocol):
+    """Methods by which a subclass of the trainer may change rewards and advantages."""
+
+    def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable: ...
+
+    def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages: ...
+
+
 class ExperienceCollector:
     """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
 
@@ -75,7 +83,7 @@ class ExperienceCollector:
         *,
         ahead: int = 0,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        hooks: Any = None,
+        hooks: ScoringHooks | None = None,
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self._score = rewards.score if hooks is None else hooks.score_rollouts
