@@ -236,6 +236,7 @@ def test_tools_as_written(with_template: Path, calling: Any, run: Any) -> None:
     assert log["tools/call_frequency"] == 2.0
     assert log["tools/failure_frequency"] == 0.0
     assert log["rollouts/turns"] == 2.0
+    assert "rollouts/tool_budget" in log and "rollouts/tool_limit" not in log
     for messages in seen:
         assert [m["role"] for m in messages] == ["assistant", "tool", "tool", "assistant"]
         a = messages[0]["tool_calls"][0]["function"]["arguments"]["a"]

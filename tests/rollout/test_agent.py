@@ -501,7 +501,7 @@ def test_metrics_by_hand(tokenizer):
 
 def test_without_calls_frequencies_are_zero_without_weight(tokenizer):
     rollouts, _ = play(tokenizer, {0: ["ok"]}, [multiply])
-    metrics = agent_metrics(rollouts, ["multiply"])
+    metrics = agent_metrics(rollouts, ["multiply"], ["eos"])
     assert metrics["tools/failure_frequency"].read() == 0
     assert 3.0 + float(metrics["tools/failure_frequency"].weight) == 3.0
     assert rollouts[0].completion_ids[-1] == EOS

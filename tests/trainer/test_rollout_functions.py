@@ -62,3 +62,44 @@ def test_old_logprobs_are_the_policys_own_whatever_the_function_reports(trained:
         assert "sampling/logp_mismatch" not in with_them
     for one, other in zip(told.model.parameters(), untold.model.parameters()):
         assert torch.allclose(one, other, atol=1e-7)
+
+
+class Greeter:
+    """An environment without tools."""
+
+    def reset(self, **columns: Any) -> str:
+        return " hello"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def endings(trainer: Any) -> set[str]:
+    """The names of the metrics that a run logged about tools and endings."""
+    names = {name for entry in trainer.state.log_history for name in entry}
+    return {name for name in names if name.startswith(("rollouts/", "tools/"))} - {"tools/wait_hidden"}
+
+
+def test_only_what_can_happen_is_logged(trained, tmp_path, tokenizer, make_model):
+    assert endings(trained(gives_logprobs=True)) == {"rollouts/eos", "rollouts/length", "rollouts/error"}
+    trainer = GRPOTrainer(
+        model=make_model(),
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "greeter"),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=3,
+            max_steps=1,
+            logging_steps=1,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}]),
+        processing_class=tokenizer,
+        environment_factory=Greeter,
+    )
+    trainer.train()
+    reasons = {"eos", "length", "error", "context"}
+    assert endings(trainer) == {"tools/wait_s", *(f"rollouts/{reason}" for reason in reasons)}

@@ -90,8 +90,20 @@ class AgentRollouts(RolloutSource):
             return Driver(session, [agent.run() for agent in agents]).run()
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-        """Calls, failures, latencies, turns and waiting times."""
-        return agent_metrics(rollouts, self._tool_names)
+        """Calls, failures, latencies, turns and waiting times, and why rollouts ended."""
+        return agent_metrics(rollouts, self._tool_names, self._finish_reasons)
+
+    @property
+    def _finish_reasons(self) -> list[FinishReason]:
+        """The reasons for which a rollout of these tools and limits may end."""
+        reasons: list[FinishReason] = ["eos", "length", "error"]
+        if self._tool_names:
+            reasons.append("tool_budget")
+            if self.options.max_tool_calling_iterations is not None:
+                reasons.append("tool_limit")
+        if self.prompt_maker.max_context is not None:
+            reasons.append("context")
+        return reasons
 
     def close(self) -> None:
         """Closes every environment and ends the threads of tools. May be called any number of times."""

@@ -98,7 +98,7 @@ class CustomRollouts(RolloutSource):
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """The shares of finish reasons."""
-        return ending_metrics(rollouts)
+        return ending_metrics(rollouts, ("eos", "length", "error"))
 
     def _select_rows(self, groups: list[int], size: int, num_passed: int, num_returned: int) -> list[int]:
         """The returned row of each requested one; RolloutError for a wrong number of rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from math import isnan
-from typing import Any, get_args
+from typing import Any
 
 from groupgrad.metrics import Metric, maximum, mean_of, minimum
 from groupgrad.types import FinishReason, RewardTable, Rollout, ToolUse
@@ -30,27 +30,30 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     return metrics
 
 
-def agent_metrics(rollouts: Sequence[Rollout], tools: Collection[str]) -> dict[str, Metric]:
-    """Turns, calls by tool, failures, latencies (seconds a call) and waiting times (seconds a rollout) of agents.
+def agent_metrics(
+    rollouts: Sequence[Rollout], tools: Collection[str], reasons: Sequence[FinishReason]
+) -> dict[str, Metric]:
+    """Turns, calls by tool, failures, latencies (seconds a call) and waiting times (seconds a rollout) of agents, and
+    the shares of the `reasons` for which they may end.
 
-    `tools` are the names of existing tools; other names, which models invent without end, have no metrics.
-    `tools/wait_hidden` is the share of the waiting during which the engine worked for other rollouts.
+    `tools` are the names of existing tools; other names, which models invent without end, have no metrics. Without
+    tools there are no calls and no turns but one. `tools/wait_s` is for tools and environments, `tools/wait_hidden` the
+    share of it during which the engine worked for other rollouts.
     """
     traces = [rollout.trace for rollout in rollouts if rollout.trace is not None]
     uses = [use for trace in traces for use in trace.tool_uses]
     wait_s, hidden_s = sum(trace.wait_s for trace in traces), sum(trace.hidden_s for trace in traces)
-    metrics = {
-        **_call_metrics("tools", uses, len(rollouts)),
-        "tools/wait_s": mean_of(wait_s, len(rollouts)),
-        "rollouts/turns": mean_of(sum(trace.num_turns for trace in traces), len(rollouts)),
-    }
+    metrics = {**ending_metrics(rollouts, reasons), "tools/wait_s": mean_of(wait_s, len(rollouts))}
+    if tools:
+        metrics |= _call_metrics("tools", uses, len(rollouts))
+        metrics["rollouts/turns"] = mean_of(sum(trace.num_turns for trace in traces), len(rollouts))
     if wait_s:
         metrics["tools/wait_hidden"] = mean_of(hidden_s, wait_s)
     for name in dict.fromkeys(use.name for use in uses if use.name in tools):
         of_tool = [use for use in uses if use.name == name]
         metrics |= _call_metrics(f"tools/{name}", of_tool, len(rollouts))
         metrics[f"tools/{name}/latency_s"] = mean_of(sum(use.seconds for use in of_tool), len(of_tool))
-    return {**metrics, **ending_metrics(rollouts)}
+    return metrics
 
 
 def _call_metrics(prefix: str, uses: Sequence[ToolUse], num_rollouts: int) -> dict[str, Metric]:
@@ -61,10 +64,10 @@ def _call_metrics(prefix: str, uses: Sequence[ToolUse], num_rollouts: int) -> di
     }
 
 
-def ending_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """The share of rollouts that ended for each reason, `rollouts/<reason>`."""
-    reasons = [rollout.finish_reason for rollout in rollouts]
-    return {f"rollouts/{reason}": mean_of(reasons.count(reason), len(reasons)) for reason in get_args(FinishReason)}
+def ending_metrics(rollouts: Sequence[Rollout], reasons: Sequence[FinishReason]) -> dict[str, Metric]:
+    """The share of rollouts that ended for each of the possible `reasons`, `rollouts/<reason>`."""
+    ended = [rollout.finish_reason for rollout in rollouts]
+    return {f"rollouts/{reason}": mean_of(ended.count(reason), len(ended)) for reason in reasons}
 
 
 def num_tokens(rollouts: Sequence[Rollout]) -> int:
