@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,8 @@ def plans(draw: st.DrawFn) -> GenerationPlan:
     b, n, accumulation, steps, mu = (draw(SMALL) for _ in range(5))
     total = b * n * steps
     divisors = [g for g in range(1, total + 1) if total % g == 0]
-    return GenerationPlan(b, n, accumulation, steps, mu, draw(st.sampled_from(divisors)))
+    seed = draw(st.sampled_from([None, 1, 2]))
+    return GenerationPlan(b, n, accumulation, steps, mu, draw(st.sampled_from(divisors)), seed)
 
 
 def rows_of_steps(plan: GenerationPlan, num_steps: int) -> list[list[tuple[int, int]]]:
@@ -27,7 +30,7 @@ def rows_of_steps(plan: GenerationPlan, num_steps: int) -> list[list[tuple[int, 
         for micro_step in range(step * plan.accumulation, (step + 1) * plan.accumulation):
             number, position = divmod(micro_step, plan.micro_batches_per_generation)
             for rank in range(plan.world_size):
-                rows += [(number, row) for row in plan.slice_rows(rank, position % plan.steps_per_generation)]
+                rows += [(number, row) for row in plan.slice_rows(rank, position % plan.steps_per_generation, number)]
         steps.append(sorted(rows))
     return steps
 
@@ -55,6 +58,9 @@ def test_rank_rows_are_its_slices_ascending_and_its_groups_cover_them(plan: Gene
     for rank in range(plan.world_size):
         rows = plan.rank_rows(rank)
         assert rows == sorted(rows)
+        places = [place for s in range(plan.steps_per_generation) for place in plan.places(rank, s)]
+        assert sorted(places) == list(range(len(rows)))
+        assert [rows[place] for place in plan.places(rank, 0)] == list(plan.slice_rows(rank, 0))
         assert set(rows) == {row for s in range(plan.steps_per_generation) for row in plan.slice_rows(rank, s)}
         assert plan.rank_groups(rank) == sorted({row // plan.num_generations for row in rows})
     assert plan.prompts_per_generation * plan.num_generations == plan.generation_batch_size
@@ -68,6 +74,29 @@ def test_step_content_depends_on_its_size_alone_when_rounds_hold_whole_steps(b, 
     alone = GenerationPlan(size, 1, 1, factor, 1, 1)
     assert rows_of_steps(plan, 2 * factor) == rows_of_steps(alone, 2 * factor)
     assert rows_of_steps(plan, 1) == [[(0, row) for row in range(size)]]
+
+
+@given(b=SMALL, n=SMALL, accumulation=SMALL, factor=SMALL, seed=SMALL)
+@settings(max_examples=100, deadline=None)
+def test_shuffled_steps_depend_on_seed_and_step_size_alone(b, n, accumulation, factor, seed):
+    size = b * n * accumulation
+    plan = GenerationPlan(b, n, accumulation, accumulation * factor, 1, 1, seed)
+    alone = GenerationPlan(size, 1, 1, factor, 1, 1, seed)
+    steps = rows_of_steps(plan, 2 * factor)
+    assert steps == rows_of_steps(alone, 2 * factor)
+    assert all(len(step) == size for step in steps)
+    assert sorted(row for step in steps for row in step) == [(r, row) for r in (0, 1) for row in range(size * factor)]
+
+
+def test_shuffled_steps_mix_groups_and_differ_between_generation_batches():
+    plan = GenerationPlan(8, 1, 1, 4, 1, 8, shuffle_seed=3)
+    steps = [plan.slice_rows(0, s) for s in range(4)]
+    assert all(len({row // 8 for row in step}) > 1 for step in steps)
+    assert all(list(step) == sorted(step) for step in steps)
+    assert steps != [plan.slice_rows(0, s, 1) for s in range(4)]
+    assert steps != [replace(plan, shuffle_seed=4).slice_rows(0, s) for s in range(4)]
+    whole = replace(plan, accumulation=4)
+    assert [row for s in range(4) for row in whole.slice_rows(0, s)] == list(range(32))
 
 
 @given(b=SMALL, n=SMALL, steps=SMALL, factor=SMALL)

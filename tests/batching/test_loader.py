@@ -119,6 +119,19 @@ def test_a_rounds_first_tick_brings_the_rows_of_rounds_sampled_ahead(rank: int):
     assert all(key.ahead == () for key in keys if key.position)
 
 
+@pytest.mark.parametrize("make_rows", [rows, stream])
+def test_a_rank_gets_the_groups_of_its_shuffled_rows(make_rows):
+    plan = GenerationPlan(2, 2, 1, 4, 1, 4, shuffle_seed=1)  # 16 rows, 4 prompts
+    options, groups = LoaderOptions(shuffle=False, ahead=1), []
+    for rank in (0, 1):
+        keys = list(islice(make_train_loader(make_rows(12), plan, rank, options), 12))
+        firsts = [key for key in keys if key.position == 0]
+        groups.append([list(key.rows) for key in firsts])
+        assert groups[-1] == [plan.rank_groups(rank, number) for number in range(3)]
+        assert [key.ahead[0] for key in firsts[:-1]] == [key.rows for key in firsts[1:]]
+    assert groups[0] != [[0, 1]] * 3
+
+
 def test_the_rows_brought_ahead_are_those_of_the_rounds_that_follow():
     loader = make_train_loader(rows(10), PLAN, 0, LoaderOptions(seed=5, ahead=1))
     firsts = []
@@ -225,9 +238,3 @@ def test_an_empty_stream_is_an_error_and_no_endless_loop():
     empty = stream(3).filter(lambda row: False)
     with pytest.raises(ValueError, match="yielded no row"):
         next(iter(make_train_loader(empty, ALONE, 0, LoaderOptions())))
-
-
-def test_workers_are_not_used_for_a_stream_and_a_warning_says_so(caplog: pytest.LogCaptureFixture):
-    loader = make_train_loader(stream(3), ALONE, 0, LoaderOptions(shuffle=False, num_workers=2))
-    assert "dataloader_num_workers=2 is not used" in caplog.text
-    assert take_prompts(loader, 2) == ["p0", "p1", "p2", "p0"]

@@ -31,6 +31,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"vllm_mode": "colocated"}, ["vllm_mode='colocated'", "did you mean 'colocate'"]),
     ({"vllm_model_impl": "transformer"}, ["vllm_model_impl='transformer'", "did you mean 'transformers'"]),
     ({"vllm_importance_sampling_mode": "mask"}, ["vllm_importance_sampling_mode='mask'", "sequence_mask"]),
+    ({"shuffle_rows": "group"}, ["shuffle_rows='group'", "did you mean 'groups'"]),
     ({"rollout_engine": "vllm"}, ["rollout_engine='vllm'", "auto, native, transformers"]),
     ({"epsilon": -0.2}, ["epsilon=-0.2", "0 or more"]),
     ({"epsilon": 1.0}, ["epsilon=1.0", "below 1"]),
@@ -341,6 +342,7 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeyp
         ({"entropy_target": 0.5}, "use_adaptive_entropy is False"),
         ({"num_completions_to_print": 3}, "log_completions is False"),
         ({"pad_to_multiple_of": 8}, "nothing is padded"),
+        ({"shuffle_rows": "groups"}, "serves one optimizer step"),
         ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": False}, "scale_rewards='none'"),
     ],
 )

@@ -229,6 +229,7 @@ LATER: dict[str, Any] = {
     "router_aux_loss_coef": None,
     "pad_to_multiple_of": None,
     "stochastic_rounding": False,
+    "shuffle_rows": "rows",
     "engine_kv_memory": None,
     "engine_pack_weights": False,
     "use_transformers_continuous_batching": False,
@@ -374,6 +375,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "num_generations_eval": Changes("tests/trainer/test_evaluation.py::test_every_prompt_is_measured_once"),
     "max_completion_length": Changes("tests/trainer/test_options.py::test_max_completion_length"),
     "shuffle_dataset": Changes("tests/trainer/test_options.py::test_shuffle_dataset_off_keeps_the_order"),
+    "shuffle_rows": WEIGHTS,
     "pad_to_multiple_of": Warns(8, "padding"),
     "ds3_gather_for_generation": Warns(False, "DeepSpeed ZeRO-3"),
     # generation

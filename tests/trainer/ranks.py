@@ -52,7 +52,11 @@ CASES: dict[str, dict[str, Any]] = {
         "entropy_coef_delta": 0.05,
     },
     # Few groups have a signal, so that often one rank alone has work, and in some steps none.
-    "flat_groups": {**TWO_STEPS, "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row)},
+    "flat_groups": {
+        **TWO_STEPS,
+        "shuffle_rows": "groups",
+        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+    },
     # Some texts are longer than the 8 tokens that it reads.
     "reward_model": {"reward": "model", "reward_model_batch_tokens": 20, "max_steps": 2},
     "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},

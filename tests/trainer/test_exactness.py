@@ -48,6 +48,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "delta": {"delta": 1.25, **TWO_STEPS},
     "off_policy_mask": {"off_policy_mask_threshold": 0.01, **TWO_STEPS},
+    "shuffle_rows": {"shuffle_rows": "rows", "beta": 0.1, **TWO_STEPS},
     "batch_scale": {"scale_rewards": "batch", "temperature": 0.7, **TWO_STEPS},
 }
 
@@ -183,8 +184,8 @@ def dense_loss(logprobs, old, ref, mask, advantages, *, loss_type: str, beta: fl
     return per_token.sum() / mask.sum()
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tools, loss_type):
+@pytest.mark.parametrize(("loss_type", "shuffle_rows"), [("grpo", "groups"), ("dapo", "groups"), ("dapo", "rows")])
+def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tools, loss_type, shuffle_rows):
     """Four steps of AdamW on the recorded rollouts, in two rounds of two steps, with a KL term at temperature 0.8."""
     rounds: list[tuple[list[list[int]], list[list[int]], list[float]]] = []
 
@@ -200,11 +201,12 @@ def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tool
         per_device_train_batch_size=4,
         gradient_accumulation_steps=4,
         loss_type=loss_type,
+        shuffle_rows=shuffle_rows,
         beta=0.1,
         temperature=0.8,
         weight_decay=0.1,
         **TWO_STEPS,
-        **ADAMW,
+        **STEADY_ADAMW,
     )
     trainer.train()
 
@@ -212,18 +214,22 @@ def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tool
     decayed = [p for n, p in dense.named_parameters() if "norm" not in n]
     others = [p for n, p in dense.named_parameters() if "norm" in n]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2, eps=1e-6
     )
     losses = []
-    for prompts, completions, rewards in rounds:
+    for number, (prompts, completions, rewards) in enumerate(rounds):
         group = torch.tensor(rewards, dtype=torch.float64).view(-1, 4)
         advantages = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)
         advantages = advantages.flatten().float()
         with torch.no_grad():
             old, _ = dense_scores(dense, prompts, completions, 0.8)
             ref, _ = dense_scores(reference, prompts, completions, 0.8)
-        for rows in (slice(0, 16), slice(16, 32)):
-            logprobs, mask = dense_scores(dense, prompts[rows], completions[rows], 0.8)
+        steps = [
+            [row for s in half for row in trainer.plan.slice_rows(0, s, number)] for half in (range(4), range(4, 8))
+        ]
+        assert (steps == [[*range(16)], [*range(16, 32)]]) is (shuffle_rows == "groups")
+        for rows in steps:
+            logprobs, mask = dense_scores(dense, [prompts[i] for i in rows], [completions[i] for i in rows], 0.8)
             width = mask.shape[1]
             loss = dense_loss(
                 logprobs,

@@ -54,7 +54,7 @@ OBJECTIVE: dict[str, tuple[dict[str, Any], Any]] = {
     "loss_type": ({}, "grpo"),
     "importance_sampling_level": ({"loss_type": "grpo"}, "sequence"),
     "num_iterations": ({"generation_batch_size": 8}, 2),
-    "epsilon": ({}, 0.01),
+    "epsilon": ({}, 0.9),
     "epsilon_high": ({}, 0.5),
     "delta": ({"epsilon_high": 0.5}, 1.01),
     "sapo_temperature_neg": ({"loss_type": "sapo"}, 3.0),
@@ -83,6 +83,7 @@ OBJECTIVE: dict[str, tuple[dict[str, Any], Any]] = {
     "num_generations": ({}, 8),
     "temperature": ({}, 0.5),
     "shuffle_dataset": ({}, False),
+    "shuffle_rows": ({}, "groups"),
     "seed": ({}, 7),
 }
 

@@ -19,7 +19,10 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         1,
     ),
     "end_of_an_epoch": ({"rows": 8, "per_device_train_batch_size": 16, "max_steps": 5}, 2),
-    "second_epoch": ({"rows": 8, "steps_per_generation": 2, "max_steps": 7, "num_train_epochs": 2}, 5),
+    "second_epoch": (
+        {"rows": 8, "steps_per_generation": 2, "max_steps": 7, "num_train_epochs": 2, "shuffle_rows": "groups"},
+        5,
+    ),
     "adaptive_entropy": (
         {
             "entropy_coef": 0.1,

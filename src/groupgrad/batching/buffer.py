@@ -48,8 +48,10 @@ class GenerationBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what a checkpoint held; nothing, with a warning, if it was made under another plan."""
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
-        if plan is not None and state["plan"] is not None and state["plan"] != plan:
-            pairs = [(name, state["plan"].get(name), plan[name]) for name in plan]
+        # Checkpoints of earlier releases have no shuffle_seed, and whole groups.
+        saved = None if state["plan"] is None else {"shuffle_seed": None, **state["plan"]}
+        if plan is not None and saved is not None and saved != plan:
+            pairs = [(name, saved.get(name), plan[name]) for name in plan]
             changed = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
             logger.warning("the checkpoint's rollouts are not used: their batches do not fit (%s)", changed)
             self._batches = {}

@@ -3,11 +3,15 @@
 A generation batch holds `N = b*n*S` rows (b rows a micro-batch, n ranks, S micro-batches a generation batch), numbered
 0 to N-1 in group order: row i belongs to group i // G. Optimizer steps take rows in that order, and within a step each
 rank takes a contiguous share. So the rows of a step depend on the step's size alone, not on b, n or the accumulation,
-and groups stay whole on a rank wherever the sizes allow.
+and groups stay whole on a rank wherever the sizes allow. With a `shuffle_seed` the rows are dealt to steps at random
+instead; those of one step keep their ascending order.
 """
 
 from __future__ import annotations
 
+import functools
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -27,6 +31,8 @@ class GenerationPlan:
     """mu, the number of times that a generation batch is trained on."""
     num_generations: int
     """G, completions a prompt."""
+    shuffle_seed: int | None = None
+    """Seed by which the rows of each generation batch are dealt to its steps; None keeps groups whole."""
 
     @property
     def generation_batch_size(self) -> int:
@@ -64,22 +70,38 @@ class GenerationPlan:
             return self.steps_per_generation
         return 1
 
-    def slice_rows(self, rank: int, slice_index: int) -> range:
-        """Row numbers of micro-batch `slice_index` (0 to S-1) on `rank`."""
+    def slice_rows(self, rank: int, slice_index: int, generation: int = 0) -> Sequence[int]:
+        """Row numbers of micro-batch `slice_index` (0 to S-1) of a generation batch on `rank`, ascending."""
         window, place = divmod(slice_index, self._window)
         share = self._window * self.micro_batch_rows
         start = window * share * self.world_size + rank * share + place * self.micro_batch_rows
-        return range(start, start + self.micro_batch_rows)
+        return self._order(generation)[start : start + self.micro_batch_rows]
 
-    def rank_rows(self, rank: int) -> list[int]:
-        """All row numbers that `rank` samples and trains, ascending."""
-        return [row for s in range(self.steps_per_generation) for row in self.slice_rows(rank, s)]
+    def rank_rows(self, rank: int, generation: int = 0) -> list[int]:
+        """All row numbers of a generation batch that `rank` samples and trains, ascending."""
+        slices = (self.slice_rows(rank, index, generation) for index in range(self.steps_per_generation))
+        return sorted(row for rows in slices for row in rows)
 
-    def places(self, position: int) -> range:
-        """Places among a rank's rows of the micro-batch that is the `position`-th to train on the generation batch."""
-        start = position % self.steps_per_generation * self.micro_batch_rows
-        return range(start, start + self.micro_batch_rows)
+    def places(self, rank: int, position: int, generation: int = 0) -> list[int]:
+        """Places among a rank's rows of the micro-batch that is the `position`-th to train on a generation batch."""
+        place_of = {row: place for place, row in enumerate(self.rank_rows(rank, generation))}
+        return [place_of[row] for row in self.slice_rows(rank, position % self.steps_per_generation, generation)]
 
-    def rank_groups(self, rank: int) -> list[int]:
-        """Groups with at least one row on `rank`, ascending."""
-        return sorted({row // self.num_generations for row in self.rank_rows(rank)})
+    def rank_groups(self, rank: int, generation: int = 0) -> list[int]:
+        """Groups of a generation batch with at least one row on `rank`, ascending."""
+        return sorted({row // self.num_generations for row in self.rank_rows(rank, generation)})
+
+    def _order(self, generation: int) -> Sequence[int]:
+        """The row numbers of a generation batch in the order in which steps take them."""
+        size = self.generation_batch_size
+        if self.shuffle_seed is None:
+            return range(size)
+        step_rows = self._window * self.micro_batch_rows * self.world_size
+        return _shuffled(f"rows/{self.shuffle_seed}/{generation}", size, step_rows)
+
+
+@functools.lru_cache(maxsize=8)
+def _shuffled(seed: str, size: int, step_rows: int) -> list[int]:
+    """0 to `size` - 1, dealt at random to parts of `step_rows`, each of them ascending."""
+    order = random.Random(seed).sample(range(size), size)
+    return [row for start in range(0, size, step_rows) for row in sorted(order[start : start + step_rows])]

@@ -99,8 +99,8 @@ SamplerKey = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
 class GenerationRows(torch.utils.data.Dataset):
     """Turns a sampler key into a micro-batch key, reading only the rows that this rank needs."""
 
-    def __init__(self, dataset: Any, groups: list[int]):
-        self.dataset, self.groups = dataset, groups
+    def __init__(self, dataset: Any, plan: GenerationPlan, rank: int):
+        self.dataset, self.plan, self.rank = dataset, plan, rank
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -111,7 +111,8 @@ class GenerationRows(torch.utils.data.Dataset):
         if position:
             return key
         rows, *ahead = (
-            {group: read_row(self.dataset, chosen[group]) for group in self.groups} for chosen in (indices, *later)
+            {group: read_row(self.dataset, chosen[group]) for group in self.plan.rank_groups(self.rank, generation)}
+            for generation, chosen in enumerate((indices, *later), start=number)
         )
         return replace(key, rows=rows, ahead=tuple(ahead))
 
@@ -149,11 +150,11 @@ class StreamKeys(torch.utils.data.IterableDataset):
     Each pass over the data set is shuffled anew, and rows that do not fill a generation batch carry over to the next.
     """
 
-    def __init__(self, dataset: IterableDataset, plan: GenerationPlan, groups: list[int], options: LoaderOptions):
+    def __init__(self, dataset: IterableDataset, plan: GenerationPlan, rank: int, options: LoaderOptions):
         self.dataset = dataset
         if options.shuffle:
             self.dataset = dataset.shuffle(seed=options.seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-        self.plan, self.groups, self.ahead = plan, groups, options.ahead
+        self.plan, self.rank, self.ahead = plan, rank, options.ahead
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         turn = 0
@@ -173,7 +174,8 @@ class StreamKeys(torch.utils.data.IterableDataset):
         while True:
             while len(ahead) <= self.ahead:
                 prompts = [next(rows) for _ in range(self.plan.prompts_per_generation)]
-                ahead.append({group: prompts[group] for group in self.groups})
+                groups = self.plan.rank_groups(self.rank, number + len(ahead))
+                ahead.append({group: prompts[group] for group in groups})
             yield MicroBatchKey(number, 0, ahead.popleft(), ahead=tuple(ahead))
             for position in range(1, self.plan.micro_batches_per_generation):
                 yield MicroBatchKey(number, position, None)
@@ -198,17 +200,10 @@ class LoaderOptions:
 def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: LoaderOptions) -> DataLoader:
     """A loader of micro-batch keys for `rank`, over a map-style or an iterable data set.
 
-    Every rank reads the same stream.
+    Every rank reads the same stream, in its main process.
     """
-    groups = plan.rank_groups(rank)
     if isinstance(dataset, IterableDataset):
-        if options.num_workers:
-            logger.warning(
-                "dataloader_num_workers=%d is not used for a streaming train_dataset: several workers would read the "
-                "same rows; it is read in the main process",
-                options.num_workers,
-            )
-        return DataLoader(StreamKeys(dataset, plan, groups, options), batch_size=None)
+        return DataLoader(StreamKeys(dataset, plan, rank, options), batch_size=None)
     sampler = GenerationSampler(
         len(dataset),
         plan,
@@ -218,7 +213,7 @@ def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: Lo
         ahead=options.ahead,
     )
     return GenerationLoader(
-        GenerationRows(dataset, groups),
+        GenerationRows(dataset, plan, rank),
         batch_sampler=sampler,  # pyright: ignore[reportArgumentType]
         collate_fn=_only,
         num_workers=options.num_workers,

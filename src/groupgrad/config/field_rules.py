@@ -128,6 +128,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_level": get_args(RatioLevel),
     "scale_rewards": get_args(ScaleRewards),
     "multi_objective_aggregation": get_args(Aggregation),
+    "shuffle_rows": ("groups", "rows"),
     "rollout_engine": ("auto", "native", "transformers"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),

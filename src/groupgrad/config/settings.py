@@ -87,6 +87,11 @@ class GRPOSettings(LegacyArguments):
     num_generations_eval: int | None = _option(None, "Group size in evaluation; unset: num_generations.")
     max_completion_length: int | None = _option(256, "Maximum length of a completion, in tokens.")
     shuffle_dataset: bool | None = _option(True, "Shuffle the training prompts, by data_seed or seed.")
+    shuffle_rows: str = _option(
+        "rows",
+        "Rows that an optimizer step takes of a generation batch which serves several: 'rows' (any of the batch, dealt "
+        "by seed) or 'groups' (whole groups: each prompt is computed in one step alone).",
+    )
     pad_to_multiple_of: int | str | None = _option(
         None, "Accepted for older scripts; nothing is padded. 'auto', a number or unset."
     )

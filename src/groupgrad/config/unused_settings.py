@@ -57,6 +57,11 @@ UNUSED: tuple[UnusedSettings, ...] = (
         "normalize_then_sum scales each reward in its group and the sum over the batch",
         lambda c: c.multi_objective_aggregation == "normalize_then_sum",
     ),
+    UnusedSettings(
+        ("shuffle_rows",),
+        "each generation batch serves one optimizer step, which takes all of its rows",
+        lambda c: c.gradient_accumulation_steps % c.steps_per_generation_resolved == 0,
+    ),
     # --- logs, sampling, rewards ---
     UnusedSettings(
         ("engine_kv_memory", "engine_pack_weights"),

@@ -28,6 +28,7 @@ def generation_plan(config: GRPOConfig) -> GenerationPlan:
         steps_per_generation=config.steps_per_generation_resolved,
         num_iterations=config.num_iterations,
         num_generations=cast(int, config.num_generations),
+        shuffle_seed=config.seed if config.shuffle_rows == "rows" else None,
     )
 
 

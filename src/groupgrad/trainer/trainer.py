@@ -249,7 +249,7 @@ class GRPOTrainer(TrainingRun):
         ahead = key.ahead[: self.plan.generations_after(num_left)]
         rows = key.rows
         if rows is None:
-            rows = reread_rows(key, self.train_dataset, self.plan.rank_groups(rank))
+            rows = reread_rows(key, self.train_dataset, self.plan.rank_groups(rank, key.generation))
         request, *upcoming = (
             training_request(self.plan, rank, number, by_group, step)
             for number, by_group in enumerate((rows, *ahead), start=key.generation)
@@ -269,7 +269,7 @@ class GRPOTrainer(TrainingRun):
         """This rank's rows of a step, from one generation batch or several, in the order of the micro-batches."""
         batches = []
         for number, same in groupby(keys, key=lambda key: key.generation):
-            rows = [row for key in same for row in self.plan.places(key.position)]
+            rows = [row for key in same for row in self.plan.places(dist.rank(), key.position, number)]
             batch = self.buffer.get(number)
             assert batch is not None
             batches.append(batch if rows == list(range(batch.num_rows)) else batch.select(rows))
