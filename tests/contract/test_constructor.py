@@ -295,7 +295,11 @@ def test_num_generations_of_the_constructor(make_trainer: MakeTrainer, tmp_path:
 
 
 def test_iterable_train_dataset(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer({"max_steps": 3}, train_dataset=rows(3).to_iterable_dataset())
+    with pytest.warns(UserWarning, match="dataloader_num_workers=2 is not used: train_dataset is a stream"):
+        trainer = make_trainer(
+            {"max_steps": 3, "dataloader_num_workers": 2}, train_dataset=rows(3).to_iterable_dataset()
+        )
+    assert (trainer.args.dataloader_num_workers, trainer.accelerator.dispatch_batches) == (0, False)
     assert trainer.train().global_step == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ def check_datasets(
                 "number of optimizer steps to train"
             )
     elif len(train) < plan.prompts_per_generation:
+        _read_stream_here(config)
         raise ValueError(
             f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_generation} "
             f"distinct prompts ({plan.generation_batch_size} completions / num_generations={plan.num_generations}); "
@@ -53,6 +55,32 @@ def check_datasets(
 
 def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config: GRPOConfig) -> Dataset:
     """Rows with an empty prompt, for one environment that brings its own data: a generation batch's worth of them.
+def _warn_of_context(max_context: int | None, config: GRPOConfig) -> None:
+    """A warning if no completion can be as long as `max_completion_length`."""
+    longest = room_options.longest_completion(config, max_context)
+    if longest == config.max_completion_length:
+        return
+    reason = f"the model has {max_context} positions for prompt and completion together"
+    if longest == config.max_new_tokens_resolved:
+        reason = f"generation_kwargs has max_new_tokens={longest}"
+    divisor = f"; loss_type='dr_grpo' divides by {longest}" if config.loss_type == "dr_grpo" else ""
+    warnings.warn(
+        f"max_completion_length={config.max_completion_length} cannot be reached, since {reason}: completions have at "
+        f"most {longest} tokens{divisor}"
+    )
+
+
+def _read_stream_here(config: GRPOConfig) -> None:
+    """Sets the options of data loading to those by which a stream can be read, with a warning of a change."""
+    if config.dataloader_num_workers:
+        warnings.warn(
+            f"dataloader_num_workers={config.dataloader_num_workers} is not used: train_dataset is a stream, which "
+            "every worker would read from its beginning; it is read in the main process (dataloader_num_workers=0)"
+        )
+        config.dataloader_num_workers = 0
+    config.accelerator_config.dispatch_batches = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
 
     ValueError without an environment, with several of them, and without `max_steps`.
     """
