@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
@@ -149,6 +150,30 @@ def test_shuffle_dataset_off_keeps_the_order(make_trainer):
 
     make_trainer(reward_funcs=reward, shuffle_dataset=False, max_steps=4).train()
     assert rows == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_completion_length": 100}, "the model has 16 positions for prompt and completion together"),
+        ({"generation_kwargs": {"max_new_tokens": 15}}, "generation_kwargs has max_new_tokens=15"),
+    ],
+)
+def test_a_limit_that_cannot_be_reached_is_a_remark(make_trainer, make_policy, tools, settings, reason):
+    """The constant of dr_grpo is the longest completion that there can be."""
+    finals = []
+    common = {"loss_type": "dr_grpo", "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 1}
+    for limits in ({"max_completion_length": 15}, {"max_completion_length": 20, **settings}):
+        policy = make_policy(max_position_embeddings=16)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            make_trainer(model=policy, **common, **limits).train()
+        finals.append((tools.weights(policy), [str(w.message) for w in caught if "max_completion" in str(w.message)]))
+    (expected, silence), (actual, (text,)) = finals
+    assert torch.equal(actual, expected) and silence == []
+    limit = {"max_completion_length": 20, **settings}["max_completion_length"]
+    assert text.startswith(f"max_completion_length={limit} cannot be reached, since {reason}: ")
+    assert text.endswith("at most 15 tokens; loss_type='dr_grpo' divides by 15")
 
 
 # ------------------------------------------------------------------------------------------------ sampling

@@ -13,8 +13,9 @@ def sampling_options(config: GRPOSettings, *, eos_ids: list[int], pad_id: int) -
     """Returns the sampling parameters that every engine takes. `generation_kwargs` wins over the named fields."""
     sampling, extra = config.sampling_resolved, config.generation_kwargs_resolved
     extra.pop("do_sample", None)  # the rules allow True alone, which every engine does
+    extra.pop("max_new_tokens", None)
     return SamplingOptions(
-        max_new_tokens=int(extra.pop("max_new_tokens", config.max_completion_length)),
+        max_new_tokens=config.max_new_tokens_resolved,
         temperature=config.temperature_resolved,
         top_p=float(sampling["top_p"]),
         top_k=int(sampling["top_k"] or 0),

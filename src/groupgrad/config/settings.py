@@ -291,6 +291,11 @@ class GRPOSettings(LegacyArguments):
         return float(self.sampling_resolved["temperature"])
 
     @property
+    def max_new_tokens_resolved(self) -> int:
+        """Maximum number of tokens of a completion: `max_completion_length`, overridden by `generation_kwargs`."""
+        return int(mapping(self.generation_kwargs).get("max_new_tokens", self.max_completion_length))
+
+    @property
     def generation_kwargs_resolved(self) -> dict[str, Any]:
         """Entries of `generation_kwargs` that are not in `sampling_resolved`."""
         return {key: value for key, value in mapping(self.generation_kwargs).items() if key not in SAMPLING_FIELDS}

@@ -313,7 +313,7 @@ def build_components(
 ) -> TrainerComponents:
     """Makes the components of a run from the configuration. A user's rollout function is called with `trainer`."""
     pad_id = int(policy.tokenizer.pad_token_id)
-    policy_options = room_options.policy_options(config)
+    policy_options = room_options.policy_options(config, prompt_maker.max_context)
     forward_options = room_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
     forward_options = execution.layout.options(forward_options)
     scorer = OldAndRefScorer(policy.model, policy.reference, forward_options, config.device)

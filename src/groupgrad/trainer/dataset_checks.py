@@ -15,6 +15,7 @@ from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, STANDARD_ARGUMENTS
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.trainer import room_options
 
 _COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
 
@@ -35,8 +36,8 @@ def check_datasets(
                 f"train_dataset is a stream without a length and max_steps is {config.max_steps}; set max_steps to the "
                 "number of optimizer steps to train"
             )
-    elif len(train) < plan.prompts_per_generation:
         _read_stream_here(config)
+    elif len(train) < plan.prompts_per_generation:
         raise ValueError(
             f"train_dataset has {len(train)} rows, but one generation batch takes {plan.prompts_per_generation} "
             f"distinct prompts ({plan.generation_batch_size} completions / num_generations={plan.num_generations}); "
@@ -44,6 +45,7 @@ def check_datasets(
         )
     for name, dataset in named_datasets(evaluation).items():
         check_rows(dataset, name, prompt_maker, rollout_components)
+    _warn_of_context(prompt_maker.max_context, config)
     strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
     if evaluation is None and strategy != "no":
         raise ValueError(
@@ -53,8 +55,6 @@ def check_datasets(
         raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
 
 
-def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config: GRPOConfig) -> Dataset:
-    """Rows with an empty prompt, for one environment that brings its own data: a generation batch's worth of them.
 def _warn_of_context(max_context: int | None, config: GRPOConfig) -> None:
     """A warning if no completion can be as long as `max_completion_length`."""
     longest = room_options.longest_completion(config, max_context)
@@ -81,6 +81,8 @@ def _read_stream_here(config: GRPOConfig) -> None:
     config.accelerator_config.dispatch_batches = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config: GRPOConfig) -> Dataset:
+    """Rows with an empty prompt, for one environment that brings its own data: a generation batch's worth of them.
 
     ValueError without an environment, with several of them, and without `max_steps`.
     """

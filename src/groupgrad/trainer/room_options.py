@@ -69,8 +69,17 @@ def engine_options(config: GRPOConfig) -> EngineOptions:
     )
 
 
-def policy_options(config: GRPOConfig) -> PolicyOptions:
-    """Returns the options of the objective. Only vLLM, which has weights of its own, needs a mismatch correction."""
+def longest_completion(config: GRPOConfig, max_context: int | None) -> int:
+    """Returns the number of tokens that a completion can have at most, after a prompt of one."""
+    longest = config.max_new_tokens_resolved
+    return longest if max_context is None else min(longest, max_context - 1)
+
+
+def policy_options(config: GRPOConfig, max_context: int | None = None) -> PolicyOptions:
+    """Returns the options of the objective for a model with this many positions.
+
+    Only vLLM, which has weights of its own, needs a mismatch correction.
+    """
     mismatch = None
     if config.use_vllm and config.vllm_importance_sampling_correction and has_comparable_logprobs(config):
         mismatch = MismatchOptions(
@@ -80,7 +89,8 @@ def policy_options(config: GRPOConfig) -> PolicyOptions:
         )
     # Most fields have the same name in both records.
     values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(PolicyOptions)}
-    return PolicyOptions(**{**values, "epsilon_high": config.epsilon_high_resolved, "mismatch": mismatch})
+    values |= {"epsilon_high": config.epsilon_high_resolved, "mismatch": mismatch}
+    return PolicyOptions(**{**values, "max_completion_length": longest_completion(config, max_context)})
 
 
 def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> ForwardOptions:
