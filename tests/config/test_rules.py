@@ -6,9 +6,10 @@ import re
 import warnings
 
 import pytest
+import torch
 from accelerate.parallelism_config import ParallelismConfig
 
-from groupgrad import GRPOConfig
+from groupgrad import GRPOConfig, compat
 from groupgrad.config import rules
 from groupgrad.config.conditions import divisors_near
 from groupgrad.config.field_rules import CHOICES, DICTS, RANGES, nearest
@@ -62,12 +63,12 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"generation_kwargs": {"nonsense_x": 1}}, ["'nonsense_x', which neither an engine", "Take it out"]),
     ({"generation_kwargs": {"do_sample": False}}, ["do_sample=False", "set a low temperature"]),
     ({"log_completions": "perhaps"}, ["log_completions='perhaps' is a text", "True or False"]),
-    ({"dataloader_num_workers": "4.5"}, ["dataloader_num_workers='4.5' is a text", "a number"]),
+    ({"dataloader_num_workers": "4.5"}, ["dataloader_num_workers='4.5'", "a whole number"]),
     ({"logging_steps": "inf"}, ["logging_steps='inf' is a text", "a number"]),
     ({"generation_kwargs": {"custom_generate": "x"}}, ["'custom_generate', which neither", "Take it out"]),
     ({"gradient_checkpointing_kwargs": "abc"}, ["'abc', which is no dict", "torch.utils.checkpoint"]),
     ({"output_dir": "x" * 300}, ["cannot be written to", "Set it to a folder"]),
-    ({"max_steps": "many"}, ["max_steps='many' is a text", "a number"]),
+    ({"max_steps": "many"}, ["max_steps='many'", "a whole number"]),
     ({"learning_rate": "fast"}, ["learning_rate='fast'", "0 or more"]),
     ({"epsilon": float("nan")}, ["epsilon=nan", "0 or more"]),
     ({"epsilon_high": -0.1}, ["epsilon_high=-0.1", "leave it unset"]),
@@ -184,6 +185,42 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"learning_rate": -1e-6}, ["learning_rate=-1e-06", "0 or more"]),
     ({"eval_strategy": "sometimes"}, ["sometimes", "'steps'"]),
     ({"fp16": True, "bf16": True}, ["fp16 and bf16"]),
+    ({"learning_rate": float("inf")}, ["learning_rate=inf", "no finite number", "0 or more"]),
+    ({"max_grad_norm": None}, ["max_grad_norm=None", "0 clips nothing"]),
+    ({"max_steps": 1.5}, ["max_steps=1.5", "whole number"]),
+    ({"num_train_epochs": float("nan")}, ["num_train_epochs=nan", "Set one of them above 0"]),
+    ({"logging_steps": 0}, ["logging_steps=0", "logging_strategy='no'"]),
+    ({"logging_steps": -3}, ["logging_steps=-3", "Set it to 1 or more"]),
+    ({"eval_strategy": "steps", "eval_steps": -1}, ["eval_steps=-1", "eval_strategy='no'"]),
+    ({"save_steps": float("nan")}, ["save_steps=nan", "save_strategy='no'"]),
+    ({"seed": 2**40}, [f"seed={2**40}", "0 to 4294967295"]),
+    ({"log_level": "loud"}, ["log_level='loud'", "Set it to one of passive"]),
+    ({"ddp_timeout": -1}, ["ddp_timeout=-1", "above 0"]),
+    ({"ddp_backend": "ncclx"}, ["ddp_backend='ncclx'", "Set it to nccl or gloo"]),
+    ({"dataloader_num_workers": -1}, ["dataloader_num_workers=-1", "0 or more"]),
+    ({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0}, ["dataloader_prefetch_factor=0", "at least 1"]),
+    ({"dataloader_multiprocessing_context": "thread"}, ["dataloader_multiprocessing_context='thread'", "spawn"]),
+    ({"lr_scheduler_kwargs": {"num_cycle": 2}}, ["'num_cycle', which the scheduler 'linear'", "It takes"]),
+    (
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycle": 2}},
+        ["'num_cycle'", "did you mean 'num_cycles'"],
+    ),
+    ({"lr_scheduler_kwargs": "abc"}, ["the value 'abc', which is no dict", "leave it unset"]),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["'reduce_lr_on_plateau'", "eval_strategy='no'", "'steps'"]),
+    ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "eval_strategy='no'", "'steps' or 'epoch'"]),
+    (
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
+        ["save_strategy='epoch' and eval_strategy='steps' differ", "Set both to the same"],
+    ),
+    ({"save_strategy": "best"}, ["save_strategy='best' with eval_strategy='no'", "metric_for_best_model='reward'"]),
+    ({"save_strategy": "best", "eval_strategy": "steps"}, ["metric_for_best_model=None", "save_strategy='steps'"]),
+    ({"deepspeed": 5}, ["deepspeed=5", "path of a JSON file"]),
+    ({"cache_implementation": "foo"}, ["cache_implementation='foo'", "Set it to one of", "static"]),
+    ({"torch_compile_backend": "nonsense"}, ["torch_compile_backend='nonsense'", "inductor"]),
+    ({"chat_template_kwargs": {"continue_final_message": True}}, ["continue_final_message=True", "Take it out"]),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, ["chat_template='x'", "Take it out"]),
+    ({"chat_template_kwargs": {"return_tensors": "pt"}}, ["return_tensors='pt'", "Take it out"]),
+    ({"output_dir": 5}, ["output_dir=5", "no path", "Set it to a folder"]),
 ]
 
 
@@ -210,6 +247,42 @@ def test_a_bad_setting_is_named_with_what_to_set(settings, texts):
 def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
     config = GRPOConfig(use_cpu=True, use_vllm=True, **settings)
     assert (room_options.policy_options(config).mismatch is not None) is corrects
+
+
+def test_number_of_bad_settings():
+    assert len(BAD) >= 120
+
+
+NO_CUDA = [
+    ({"tf32": True}, ["tf32=True", "Leave tf32 unset"]),
+    ({"model_init_kwargs": {"device_map": "cuda:0"}}, ["device_map='cuda:0'", "no CUDA device", "'cpu'"]),
+    ({"reward_model_device": "cuda"}, ["reward_model_device='cuda'", "no CUDA device", "'cpu'"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "texts"), NO_CUDA, ids=str)
+def test_a_device_that_is_not_there_is_refused(settings, texts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: False)
+    test_a_bad_setting_is_named_with_what_to_set(settings, texts)
+
+
+def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert GRPOConfig(bf16=True).use_cpu
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(compat, "has_bf16_accelerator", lambda: False)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"bf16=True, and the accelerator .* Set bf16=False") as caught:
+        GRPOConfig(bf16=True)
+    assert len(caught.value.problems) == 1
+
+
+def test_what_the_base_class_finds_too_is_one_problem():
+    for settings in ({"load_best_model_at_end": True}, {"ddp_backend": "ncclx"}, {"output_dir": 5}):
+        with pytest.raises(ConfigError) as caught:
+            GRPOConfig(use_cpu=True, **{"save_strategy": "steps", **settings})
+        assert len(caught.value.problems) == 1
 
 
 def test_a_field_without_its_part_is_one_problem():

@@ -5,12 +5,16 @@ Each returns the text that its rule's sentence shows as `{found}`, empty or None
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import DynamoBackend
 from transformers import GenerationConfig
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from groupgrad.config.field_rules import DTYPES, field_problem, nearest
 from groupgrad.config.launcher import zero_stage
@@ -76,7 +80,11 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_TEMPLATE_KEYS = ("conversation", "messages", "tokenize", "add_generation_prompt", "return_dict", "tools")
+_TEMPLATE_KEYS = (
+    *("conversation", "messages", "tokenize", "add_generation_prompt", "return_dict", "tools", "chat_template"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs"),
+    "return_assistant_tokens_mask",
+)
 _CHECKPOINTING_KEYS = (
     *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
 )
@@ -86,6 +94,50 @@ def owned_template_keys(c: GRPOSettings) -> str:
     """Lists the entries of `chat_template_kwargs` that the trainer sets itself."""
     kwargs = mapping(c.chat_template_kwargs)
     return ", ".join(f"{key}={kwargs[key]!r}" for key in kwargs if key in _TEMPLATE_KEYS)
+
+
+def strategy(value: Any) -> str:
+    """The name of a strategy or scheduler, which is an enumeration or a text."""
+    return str(getattr(value, "value", value))
+
+
+def unknown_scheduler_kwargs(c: GRPOSettings) -> str | None:
+    """Describes what the scheduler cannot take of `lr_scheduler_kwargs`, with the most similar that it can."""
+    kwargs, name = c.lr_scheduler_kwargs, strategy(c.lr_scheduler_type)
+    if not isinstance(kwargs, (dict, type(None))):
+        return f"the value {kwargs!r}, which is no dict. Set it to a dict, or leave it unset"
+    function = TYPE_TO_SCHEDULER_FUNCTION.get(name)
+    if not kwargs or function is None:
+        return None
+    own = {"optimizer", "num_warmup_steps", "num_training_steps", "kwargs"}
+    known = [parameter for parameter in inspect.signature(function).parameters if parameter not in own]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    unknown = next((key for key in kwargs if key not in known), None)
+    if unknown is None or takes_all:
+        return None
+    similar = nearest(unknown, known)
+    hint = f"did you mean {similar!r}? " if similar else ""
+    return f"{unknown!r}, which the scheduler {name!r} does not know: {hint}It takes {', '.join(known) or 'none'}"
+
+
+def missing_device(c: GRPOSettings) -> str | None:
+    """Finds a setting that places a model on a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return None
+    for name in ("model_init_kwargs", "reward_model_init_kwargs"):
+        device = mapping(getattr(c, name)).get("device_map")
+        if str(device).startswith("cuda"):
+            return f"{name} has device_map={device!r}"
+    device = c.reward_model_device
+    return f"reward_model_device={device!r}" if str(device).startswith("cuda") else None
+
+
+def unknown_backend(c: GRPOSettings) -> str | None:
+    """Lists the backends of torch.compile if the chosen one is not among them."""
+    if not isinstance(c.torch_compile_backend, str):
+        return None
+    known = [backend.value.lower() for backend in DynamoBackend if backend is not DynamoBackend.NO]
+    return None if c.torch_compile_backend.lower() in known else ", ".join(known)
 
 
 def unknown_checkpointing_keys(c: GRPOSettings) -> str:
@@ -102,6 +154,8 @@ def unknown_checkpointing_keys(c: GRPOSettings) -> str:
 
 def unusable_folder(c: GRPOSettings) -> str | None:
     """The reason why `output_dir` cannot be a folder to write to; None if it can."""
+    if not isinstance(c.output_dir, (str, os.PathLike, type(None))):
+        return "it is no path"
     path = Path(os.path.abspath(os.path.expanduser(c.output_dir or ".")))
     if any(len(os.fsencode(part)) > 255 for part in path.parts):
         return "a part of it has more than 255 bytes"

@@ -43,6 +43,7 @@ DECAY = Range(lambda x: 0 <= x < 1, "0 or more and below 1")
 FINITE = Range(math.isfinite, "a finite number")
 COUNT = Range(lambda x: x >= 1, "a whole number of at least 1", whole=True)
 COUNT_OR_ZERO = Range(lambda x: x >= 0, "a whole number, 0 or more", whole=True)
+SEED = Range(lambda x: 0 <= x < 2**32, "a whole number from 0 to 4294967295", whole=True)
 PORT = Range(lambda x: 1 <= x <= 65535, "a port from 1 to 65535", whole=True)
 
 RANGES: dict[str, tuple[Range, str]] = {
@@ -100,8 +101,12 @@ RANGES: dict[str, tuple[Range, str]] = {
     "adam_beta1": (DECAY, "it is the decay of a moving average"),
     "adam_beta2": (DECAY, "it is the decay of a moving average"),
     "adam_epsilon": (NOT_NEGATIVE, "it is added to a square root"),
-    "seed": (COUNT_OR_ZERO, "random generators take no negative seed"),
-    "data_seed": (or_none(COUNT_OR_ZERO), "random generators take no negative seed"),
+    "seed": (SEED, "random generators take no negative seed"),
+    "data_seed": (or_none(SEED), "random generators take no negative seed"),
+    "max_steps": (Range(lambda x: True, "a whole number, -1 for num_train_epochs", whole=True), "it counts steps"),
+    "ddp_timeout": (POSITIVE, "it is a time in seconds"),
+    "dataloader_num_workers": (COUNT_OR_ZERO, "it counts processes"),
+    "dataloader_prefetch_factor": (or_none(COUNT), "it counts generation batches"),
     "neftune_noise_alpha": (or_none(NOT_NEGATIVE), "it is the size of the noise"),
     # rewards
     "reward_model_batch_tokens": (COUNT, "it counts the tokens of a forward pass"),
@@ -124,6 +129,8 @@ RANGES: dict[str, tuple[Range, str]] = {
 """Allowed numbers of each setting, and why."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "log_level": ("passive", "debug", "info", "warning", "error", "critical"),
+    "log_level_replica": ("passive", "debug", "info", "warning", "error", "critical"),
     "loss_type": get_args(LossType),
     "importance_sampling_level": get_args(RatioLevel),
     "scale_rewards": get_args(ScaleRewards),
@@ -179,6 +186,7 @@ def field_problem(name: str, value: Any) -> str | None:
             is_number(value) and (isinstance(value, numbers.Integral) or not allowed.whole) and allowed.contains(value)
         )
         if not in_range and not (value is None and allowed.optional):
+            why = "it is no finite number" if isinstance(value, float) and not math.isfinite(value) else why
             return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
     elif name in CHOICES and value not in CHOICES[name]:
         similar = nearest(value, CHOICES[name])

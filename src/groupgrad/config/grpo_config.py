@@ -34,6 +34,9 @@ class GRPOConfig(GRPOSettings):
         self._parse_dicts()
         if texts := [text for text in parse_texts(self) if text.partition("=")[0] not in RANGES]:
             raise ConfigError(texts)
+        if self.deepspeed is not None and not isinstance(self.deepspeed, (str, dict)):
+            text = f"deepspeed={self.deepspeed!r} is no configuration. Set it to a dict or to the path of a JSON file"
+            raise ConfigError([text])
         legacy.take_over(self)
         self._normalise()
         checkpointing_by_need = self.gradient_checkpointing is None
@@ -46,7 +49,9 @@ class GRPOConfig(GRPOSettings):
             self._set_checkpointing(None if self.device.type == "cpu" else True)
         problems = rules.problems(self)
         if problems or isinstance(failure, ValueError):
-            raise ConfigError([*problems, *([str(failure)] if failure else [])]) from failure
+            # A rule says better what the base class found too.
+            is_new = isinstance(failure, ValueError) and not any(_is_about(str(failure), text) for text in problems)
+            raise ConfigError([*problems, *([str(failure)] if is_new else [])]) from failure
         if isinstance(failure, ImportError) and self.deepspeed is not None:
             compat.require("deepspeed", f"deepspeed={self.deepspeed!r}")
         if failure is not None:
@@ -77,6 +82,8 @@ class GRPOConfig(GRPOSettings):
             self.pad_to_multiple_of = None if text in ("none", "null") else int(text) if text.isdigit() else text
         if self.report_to is None:
             self.report_to = "none"
+        if self.bf16 and not torch.accelerator.is_available():
+            self.use_cpu = True  # where bfloat16 works too
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and compat.has_bf16_accelerator()
         if self.hub_token == "<HUB_TOKEN>":
@@ -136,3 +143,9 @@ class GRPOConfig(GRPOSettings):
             setattr(plain, field.name, copy.deepcopy(getattr(self, field.name)))
         data = super(GRPOConfig, plain).to_dict()
         return data | {name: None for name in data if name.endswith("_token") and getattr(self, name) is None}
+
+
+def _is_about(failure: str, problem: str) -> bool:
+    """True if an error of the base class names the setting that a rule's sentence begins with."""
+    name = problem.split("=", 1)[0]
+    return name.isidentifier() and {"ddp_backend": "process group"}.get(name, name) in failure

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_all_start_methods
 
+from transformers import training_args
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+from groupgrad import compat
 from groupgrad.compat import env_flag
 from groupgrad.config import conditions
 from groupgrad.config.field_rules import CHOICES, DICTS, DTYPES, FIXED, RANGES, field_problem, is_number, parse_bytes
@@ -165,20 +170,111 @@ RULES: tuple[Rule, ...] = (
     # --- optimizer, precision and processes ---
     Rule(
         ("num_train_epochs", "max_steps"),
-        lambda c: c.max_steps <= 0 and c.num_train_epochs <= 0,
+        lambda c: c.max_steps <= 0 and not c.num_train_epochs > 0,
         "num_train_epochs={c.num_train_epochs} and max_steps={c.max_steps} make a run without a step. Set one of them "
         "above 0",
     ),
     Rule(
         ("max_grad_norm",),
-        lambda c: c.max_grad_norm is not None and not c.max_grad_norm >= 0,
+        lambda c: c.max_grad_norm is None or not c.max_grad_norm >= 0,
         "max_grad_norm={c.max_grad_norm} cannot work: it is a length; 0 clips nothing. Set it to 0 or more",
     ),
     Rule(
         ("save_strategy", "save_steps"),
-        lambda c: getattr(c.save_strategy, "value", c.save_strategy) == "steps" and c.save_steps <= 0,
+        lambda c: conditions.strategy(c.save_strategy) == "steps" and not c.save_steps > 0,
         "save_steps={c.save_steps} with save_strategy='steps' never comes to a save. Set it to 1 or more, or "
         "save_strategy='no'",
+    ),
+    Rule(
+        ("logging_strategy", "logging_steps"),
+        lambda c: conditions.strategy(c.logging_strategy) == "steps" and not c.logging_steps > 0,
+        "logging_steps={c.logging_steps} with logging_strategy='steps' never comes to a log. Set it to 1 or more, or "
+        "logging_strategy='no'",
+    ),
+    Rule(
+        ("eval_strategy", "eval_steps"),
+        lambda c: conditions.strategy(c.eval_strategy) == "steps" and c.eval_steps is not None and not c.eval_steps > 0,
+        "eval_steps={c.eval_steps} with eval_strategy='steps' never comes to an evaluation. Set it to 1 or more, or "
+        "eval_strategy='no'",
+    ),
+    Rule(
+        ("lr_scheduler_type", "lr_scheduler_kwargs"),
+        conditions.unknown_scheduler_kwargs,
+        "lr_scheduler_kwargs has {found}",
+    ),
+    Rule(
+        ("cache_implementation",),
+        lambda c: (
+            c.cache_implementation not in (None, *ALL_CACHE_IMPLEMENTATIONS) and ", ".join(ALL_CACHE_IMPLEMENTATIONS)
+        ),
+        "cache_implementation={c.cache_implementation!r} is no cache of transformers. Set it to one of {found}",
+    ),
+    Rule(
+        ("dataloader_multiprocessing_context",),
+        lambda c: (
+            getattr(c, "dataloader_multiprocessing_context", None) not in (None, *(ways := get_all_start_methods()))
+            and ", ".join(ways)
+        ),
+        "dataloader_multiprocessing_context={c.dataloader_multiprocessing_context!r} is no way to start a process "
+        "here. Set it to one of {found}, or leave it unset",
+    ),
+    Rule(
+        ("ddp_backend",),
+        lambda c: c.ddp_backend not in (None, *"nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl", "xccl"),
+        "ddp_backend={c.ddp_backend!r} is no backend of torch.distributed. Set it to nccl or gloo, or leave it unset",
+    ),
+    Rule(
+        ("load_best_model_at_end", "eval_strategy"),
+        lambda c: c.load_best_model_at_end and conditions.strategy(c.eval_strategy) == "no",
+        "load_best_model_at_end=True compares evaluations, and eval_strategy='no' makes none. Set eval_strategy to "
+        "'steps' or 'epoch', or load_best_model_at_end=False",
+    ),
+    Rule(
+        ("load_best_model_at_end", "save_strategy", "eval_strategy"),
+        lambda c: (
+            c.load_best_model_at_end
+            and (save := conditions.strategy(c.save_strategy)) != "best"
+            and save != (evaluation := conditions.strategy(c.eval_strategy)) != "no"
+            and f"save_strategy={save!r} and eval_strategy={evaluation!r}"
+        ),
+        "load_best_model_at_end=True can load only models that were saved when they were evaluated, and {found} "
+        "differ. Set both to the same",
+    ),
+    Rule(
+        ("save_strategy", "eval_strategy", "metric_for_best_model"),
+        lambda c: (
+            conditions.strategy(c.save_strategy) == "best"
+            and (
+                (conditions.strategy(c.eval_strategy) == "no" and "eval_strategy='no'")
+                or (c.metric_for_best_model is None and "metric_for_best_model=None")
+            )
+        ),
+        "save_strategy='best' with {found} never knows a best model. Set eval_strategy='steps' and "
+        "metric_for_best_model='reward', or save_strategy='steps'",
+    ),
+    Rule(
+        ("lr_scheduler_type", "eval_strategy"),
+        lambda c: (
+            conditions.strategy(c.lr_scheduler_type) == "reduce_lr_on_plateau"
+            and conditions.strategy(c.eval_strategy) == "no"
+        ),
+        "lr_scheduler_type='reduce_lr_on_plateau' follows evaluations, and eval_strategy='no' makes none. Set "
+        "eval_strategy to 'steps' or 'epoch', or another lr_scheduler_type",
+    ),
+    Rule(
+        ("bf16", "use_cpu"),
+        lambda c: c.bf16 and not c.use_cpu and not env_flag("ACCELERATE_USE_CPU") and not compat.has_bf16_accelerator(),
+        "bf16=True, and the accelerator of this machine does not compute in bfloat16. Set bf16=False, or use_cpu=True",
+    ),
+    Rule(
+        ("tf32",),
+        lambda c: c.tf32 and not training_args.is_torch_tf32_available(),
+        "tf32=True is a mode of CUDA devices from Ampere on, and there is none. Leave tf32 unset",
+    ),
+    Rule(
+        ("model_init_kwargs", "reward_model_init_kwargs", "reward_model_device"),
+        conditions.missing_device,
+        "{found}, and this machine has no CUDA device. Take it out, or set it to 'cpu'",
     ),
     Rule(
         ("gradient_checkpointing_kwargs",),
@@ -190,6 +286,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.torch_compile_mode not in (None, *conditions.COMPILE_MODES),
         "torch_compile_mode={c.torch_compile_mode!r} is no mode of torch.compile. Set it to one of "
         + ", ".join(conditions.COMPILE_MODES),
+    ),
+    Rule(
+        ("torch_compile", "torch_compile_backend"),
+        conditions.unknown_backend,
+        "torch_compile_backend={c.torch_compile_backend!r} is no backend of torch.compile. Set it to one of {found}",
     ),
     Rule(
         ("output_dir",),
