@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -341,4 +342,28 @@ def test_a_bad_argument_leaves_the_callers_objects_alone(make_trainer: MakeTrain
             model=model,
             processing_class=tokenizer,
         )
+def test_unknown_loading_options(make_trainer: MakeTrainer, model_dir: Path, unsampled: None) -> None:
+    for option, remedy in (("atn_implementation", "did you mean 'attn_implementation'"), ("fnord", "Take it out")):
+        with pytest.raises(ValueError, match="model_init_kwargs has") as error:
+            make_trainer({"model_init_kwargs": {option: "sdpa"}}, model=str(model_dir))
+        assert_refused(error, f"{option}='sdpa', which neither from_pretrained nor", remedy)
+
+
+def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer) -> None:
+    """A name that the trainer does not know is doubtful; its own and a user's work."""
+
+    def reward(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
+        log_metric("share", len(set(completions)) / len(completions))
+        return [float(len(text)) for text in completions]
+
+    with pytest.warns(UserWarning, match="metric_for_best_model='share' is no metric that the trainer measures"):
+        trainer = make_trainer({**BEST, "metric_for_best_model": "share"}, eval_dataset=rows(2), reward_funcs=reward)
+    trainer.train()
+    assert trainer.state.best_metric == trainer.state.log_history[-2]["eval_share"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_reward", {"a": rows(2)})):
+            make_trainer({**BEST, "metric_for_best_model": name}, eval_dataset=sets)
+
+
     assert settings == {"dtype": "float32"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,13 @@ from groupgrad.modeling.vlm import is_multimodal
 
 logger = logging.getLogger(__name__)
 
+_LOADING_OPTIONS = (
+    *("attn_implementation", "cache_dir", "code_revision", "device_map", "dtype", "experts_implementation"),
+    *("force_download", "ignore_mismatched_sizes", "local_files_only", "max_memory", "offload_folder", "proxies"),
+    *("quantization_config", "revision", "subfolder", "token", "tp_plan", "trust_remote_code", "use_kernels"),
+    *("use_safetensors", "variant", "load_in_4bit", "load_in_8bit"),
+)
+"""Arguments of `from_pretrained`, for suggestions."""
 _DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -74,7 +83,19 @@ def load_policy(
         raise UnavailableError(
             f"{model_id} is an encoder-decoder ({config.model_type}); groupgrad trains decoder-only language models"
         )
-    return _model_class(config).from_pretrained(model_id, **kwargs)
+    try:
+        return _model_class(config).from_pretrained(model_id, **kwargs)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown.group(1) not in init_kwargs:
+            raise
+        name = unknown.group(1)
+        similar = difflib.get_close_matches(name, [*_LOADING_OPTIONS, *config.to_dict()], n=1)
+        hint = f"did you mean {similar[0]!r}? " if similar else ""
+        raise ValueError(
+            f"model_init_kwargs has {name}={init_kwargs[name]!r}, which neither from_pretrained nor the model's config "
+            f"({type(config).__name__}) knows: {hint}Take it out, or correct its name"
+        ) from error
 
 
 def _model_class(config: Any) -> Any:
