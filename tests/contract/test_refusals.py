@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,9 @@ BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
     "peft_config of another kind": ({"peft_config": {"r": 8}}, TypeError, "peft_config is a dict", "peft.LoraConfig"),
 }
 
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2, "save_strategy": "steps"}
+BEST |= {"save_steps": 1, "load_best_model_at_end": True}
+
 BAD_WITH_CONFIG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str, str]] = {
     # configuration · arguments · error · the value seen · what to set
     "number of weights": (
@@ -277,6 +281,41 @@ BAD_WITH_CONFIG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception]
         "train_dataset has 4 rows.* 8 distinct",
         "lower generation_batch_size",
     ),
+    "best metric of a reward that does not exist": (
+        {**BEST, "metric_for_best_model": "rewards/checksums/mean"},
+        {"eval_dataset": rows(2)},
+        ValueError,
+        "metric_for_best_model='rewards/checksums/mean' is no metric",
+        "did you mean 'rewards/checksum/mean'",
+    ),
+    "best metric that training alone has": (
+        {**BEST, "metric_for_best_model": "grad_norm"},
+        {"eval_dataset": rows(2)},
+        ValueError,
+        "metric_for_best_model='grad_norm' is no metric",
+        "Set it to 'reward'",
+    ),
+    "best metric of a KL term that is off": (
+        {**BEST, "metric_for_best_model": "eval_kl"},
+        {"eval_dataset": rows(2)},
+        ValueError,
+        "metric_for_best_model='eval_kl' is no metric",
+        "Set it to 'reward'",
+    ),
+    "best metric that nobody can log": (
+        {**BEST, "metric_for_best_model": "accuracy"},
+        {"eval_dataset": rows(2), "reward_funcs": lambda completions: [0.0] * len(completions)},
+        ValueError,
+        "metric_for_best_model='accuracy' is no metric",
+        "log it in a reward function by log_metric",
+    ),
+    "best metric without the name of its set": (
+        BEST,
+        {"eval_dataset": {"easy": rows(2), "hard": rows(2)}},
+        ValueError,
+        "metric_for_best_model='loss' is looked for as 'eval_loss'",
+        "set it to 'eval_easy_loss'",
+    ),
     "missing optimizer package": (
         {"optim": "grokadamw"},
         {},
@@ -303,8 +342,32 @@ def test_bad_arguments_beside_settings(case: str, make_trainer: MakeTrainer, uns
     assert_refused(error, seen, remedy)
 
 
+def test_unknown_loading_options(make_trainer: MakeTrainer, model_dir: Path, unsampled: None) -> None:
+    for option, remedy in (("atn_implementation", "did you mean 'attn_implementation'"), ("fnord", "Take it out")):
+        with pytest.raises(ValueError, match="model_init_kwargs has") as error:
+            make_trainer({"model_init_kwargs": {option: "sdpa"}}, model=str(model_dir))
+        assert_refused(error, f"{option}='sdpa', which neither from_pretrained nor", remedy)
+
+
+def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer) -> None:
+    """A name that the trainer does not know is doubtful; its own and a user's work."""
+
+    def reward(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
+        log_metric("share", len(set(completions)) / len(completions))
+        return [float(len(text)) for text in completions]
+
+    with pytest.warns(UserWarning, match="metric_for_best_model='share' is no metric that the trainer measures"):
+        trainer = make_trainer({**BEST, "metric_for_best_model": "share"}, eval_dataset=rows(2), reward_funcs=reward)
+    trainer.train()
+    assert trainer.state.best_metric == trainer.state.log_history[-2]["eval_share"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_reward", {"a": rows(2)})):
+            make_trainer({**BEST, "metric_for_best_model": name}, eval_dataset=sets)
+
+
 def test_number_of_bad_cases() -> None:
-    assert len(BAD) + len(BAD_WITH_CONFIG) >= 40
+    assert len(BAD) + len(BAD_WITH_CONFIG) >= 50
 
 
 def test_several_gpus_in_one_process(make_trainer: MakeTrainer, unsampled: None) -> None:
@@ -342,28 +405,4 @@ def test_a_bad_argument_leaves_the_callers_objects_alone(make_trainer: MakeTrain
             model=model,
             processing_class=tokenizer,
         )
-def test_unknown_loading_options(make_trainer: MakeTrainer, model_dir: Path, unsampled: None) -> None:
-    for option, remedy in (("atn_implementation", "did you mean 'attn_implementation'"), ("fnord", "Take it out")):
-        with pytest.raises(ValueError, match="model_init_kwargs has") as error:
-            make_trainer({"model_init_kwargs": {option: "sdpa"}}, model=str(model_dir))
-        assert_refused(error, f"{option}='sdpa', which neither from_pretrained nor", remedy)
-
-
-def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer) -> None:
-    """A name that the trainer does not know is doubtful; its own and a user's work."""
-
-    def reward(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
-        log_metric("share", len(set(completions)) / len(completions))
-        return [float(len(text)) for text in completions]
-
-    with pytest.warns(UserWarning, match="metric_for_best_model='share' is no metric that the trainer measures"):
-        trainer = make_trainer({**BEST, "metric_for_best_model": "share"}, eval_dataset=rows(2), reward_funcs=reward)
-    trainer.train()
-    assert trainer.state.best_metric == trainer.state.log_history[-2]["eval_share"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_reward", {"a": rows(2)})):
-            make_trainer({**BEST, "metric_for_best_model": name}, eval_dataset=sets)
-
-
     assert settings == {"dtype": "float32"}

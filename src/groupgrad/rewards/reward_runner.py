@@ -78,6 +78,12 @@ class RewardRunner:
         return {name: arguments for name, arguments in missing.items() if arguments}
 
     @property
+    def may_log_metrics(self) -> bool:
+        """True if a function gets `log_metric`, by name or among all arguments."""
+        functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
+        return any(function.takes_all or "log_metric" in function.takes for function in functions)
+
+    @property
     def processing_classes(self) -> list[Any]:
         """The tokenizers of the reward models; None for functions."""
         return [getattr(scorer, "processing_class", None) for scorer in self._scorers]

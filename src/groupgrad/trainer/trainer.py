@@ -42,6 +42,7 @@ from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
+from groupgrad.trainer.best_metric import check_best_metric
 from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
 from groupgrad.trainer.constructor_arguments import (
     check_devices,
@@ -171,6 +172,8 @@ class GRPOTrainer(TrainingRun):
             )
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
             build.check_reward_models(self.rewards, train_dataset)
+            is_open = bool(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
+            check_best_metric(config, eval_dataset, self.rewards, is_open=is_open)
             # Rollout functions and environments may bring further arguments.
             if self.rollout_components.function is None and self.rollout_components.environments is None:
                 dataset_checks.check_reward_arguments(self.rewards, train_dataset, eval_dataset)
