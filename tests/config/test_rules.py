@@ -137,7 +137,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "Set it to False"]),
     ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2", "Set those sizes to 1"]),
-    ({"log_completions_hub_repo": "me/x"}, ["log_completions_hub_repo='me/x'", "not part of this version"]),
+    ({"log_completions_hub_repo": "me/x"}, ["log_completions_hub_repo='me/x'", "Set log_completions=True"]),
     ({"num_completions_to_print": -1}, ["num_completions_to_print=-1", "0 or more"]),
     ({"generation_kwargs": "{bad"}, ["generation_kwargs='{bad'", "JSON text"]),
     ({"chat_template_kwargs": "[1]"}, ["chat_template_kwargs='[1]'", "JSON text"]),
@@ -287,7 +287,7 @@ def test_what_the_base_class_finds_too_is_one_problem():
 
 def test_a_field_without_its_part_is_one_problem():
     with pytest.raises(ConfigError) as caught:
-        GRPOConfig(use_cpu=True, log_completions_hub_repo="me/x")
+        GRPOConfig(use_cpu=True, fsdp="full_shard")
     assert len(caught.value.problems) == 1
 
 

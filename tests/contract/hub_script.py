@@ -100,7 +100,20 @@ def adapter(model_dir: str, folder: Path) -> dict[str, Any]:
     return {"url": str(trainer.push_to_hub(token="hf_adapter").commit_url)}
 
 
+def completions(model_dir: str, folder: Path) -> dict[str, Any]:
+    """Completions go to a data set, and a data set that cannot be made is told before anything is sampled."""
+    logs: dict[str, Any] = {"log_completions": True, "num_completions_to_print": 0, "hub_token": "hf_in_config"}
+    settings = {**logs, "max_steps": 2, "save_strategy": "no", "hub_private_repo": True}
+    trainer = make_trainer(model_dir, folder / "completions", log_completions_hub_repo="ada/answers", **settings)
+    trainer.train()
+    try:
+        make_trainer(model_dir, folder / "refused", log_completions_hub_repo="ada/forbidden", **settings)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {}
+
+
 if __name__ == "__main__":
     model_dir, folder = sys.argv[1], Path(sys.argv[2])
-    results = {part.__name__: part(model_dir, folder) for part in (by_hand, while_training, adapter)}
+    results = {part.__name__: part(model_dir, folder) for part in (by_hand, while_training, adapter, completions)}
     print("RESULTS " + json.dumps(results))

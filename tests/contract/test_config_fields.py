@@ -456,7 +456,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "log_multimodal": Warns(False, "log_completions is False"),
     "num_completions_to_print": Changes("tests/trainer/test_options.py::test_completions_are_printed"),
     "log_unique_prompts": Changes("tests/trainer/test_options.py::test_trackers_get_each_prompt_once_if_asked"),
-    "log_completions_hub_repo": Raises("me/x"),
+    "log_completions_hub_repo": Changes("tests/contract/test_hub.py::test_completions_are_uploaded"),
     # fields of earlier releases that were replaced
     "per_gpu_train_batch_size": MOVES,
     "per_gpu_eval_batch_size": MOVES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from safetensors.torch import load as load_tensors
@@ -79,7 +81,8 @@ def make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if self.path == "/api/whoami-v2":
                 return self.answer({"name": "ada", "type": "user", "orgs": []})
-            hub.unknown.append(f"GET {self.path}")
+            if not self.path.endswith("/forbidden"):
+                hub.unknown.append(f"GET {self.path}")
             return self.answer({"error": "not found"}, 404)
 
         def do_PUT(self) -> None:
@@ -91,6 +94,8 @@ def make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             raw = self.body()
             if self.path == "/api/repos/create":
                 asked = json.loads(raw)
+                if asked["name"] == "forbidden":
+                    return self.answer({"error": "not yours"}, 403)
                 hub.created.append({**asked, "token": self.token})
                 name = f"{asked['organization'] or 'ada'}/{asked['name']}"
                 return self.answer({"url": f"{hub.url}/{name}", "name": name})
@@ -115,7 +120,7 @@ def make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             return self.answer({"error": "not found"}, 404)
 
         def commit(self, raw: bytes) -> None:
-            where, revision = self.path.removeprefix("/api/models/").split("/commit/")
+            where, revision = self.path.removeprefix("/api/").removeprefix("models/").split("/commit/")
             lines = [json.loads(line) for line in raw.splitlines()]
             files: dict[str, bytes] = {}
             for line in lines:
@@ -237,6 +242,21 @@ def test_an_adapter_is_pushed_alone(pushed: tuple[Hub, Any]) -> None:
     card = commit.card
     assert (card["library_name"], card["base_model"]) == ("peft", "Qwen/Qwen2-0.5B-Instruct")
     assert "lora" in card["tags"]
+
+
+def test_completions_are_uploaded(pushed: tuple[Hub, Any]) -> None:
+    hub, results = pushed
+    (created,) = [asked for asked in hub.created if asked.get("type") == "dataset"]
+    assert (created["organization"], created["name"], created["token"]) == ("ada", "answers", "hf_in_config")
+    assert created["visibility"] == "private"
+    files = {name: content for commit in hub.of("datasets/ada/answers") for name, content in commit.files.items()}
+    assert sorted(files) == ["completions_00001.parquet", "completions_00002.parquet"]
+    tables = [pq.read_table(io.BytesIO(content)) for _, content in sorted(files.items())]
+    assert [set(table["step"].to_pylist()) for table in tables] == [{0}, {1}]
+    assert [table.num_rows for table in tables] == [4, 4]
+    error = results["completions"]["error"]
+    assert error.startswith("log_completions_hub_repo='ada/forbidden' cannot be written to: HfHubHTTPError: ")
+    assert error.endswith("set hub_token, or leave log_completions_hub_repo unset")
 
 
 def test_no_token_is_uploaded(pushed: tuple[Hub, Any]) -> None:

@@ -156,10 +156,6 @@ FIXED: dict[str, tuple[object, str]] = {
         "would break up the groups. Leave it at 'random'; shuffle_dataset=False keeps the order of the data set",
     ),
     "label_smoothing_factor": (0, "smooths labels, and GRPO has none. Set it to 0"),
-    "log_completions_hub_repo": (
-        None,
-        "is not part of this version of groupgrad; leave it unset and upload the 'completions' folder of output_dir",
-    ),
     "bf16_full_eval": (False, _FULL_EVAL),
     "fp16_full_eval": (False, _FULL_EVAL),
 }

@@ -167,6 +167,12 @@ RULES: tuple[Rule, ...] = (
         "reward_weights={c.reward_weights!r} is not a list of finite numbers. Give one for each reward function, or "
         "None",
     ),
+    Rule(
+        ("log_completions", "log_completions_hub_repo"),
+        lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
+        "log_completions_hub_repo={c.log_completions_hub_repo!r} receives the completions that log_completions stores, "
+        "and it is False. Set log_completions=True, or leave log_completions_hub_repo unset",
+    ),
     # --- optimizer, precision and processes ---
     Rule(
         ("num_train_epochs", "max_steps"),

@@ -225,7 +225,9 @@ class GRPOSettings(LegacyArguments):
     log_multimodal: bool = _option(True, "Include images in the trackers' table of completions.")
     num_completions_to_print: int | None = _option(None, "Rows to print; unset: all of them.")
     log_unique_prompts: bool = _option(False, "Keep one completion for each prompt in the trackers' table.")
-    log_completions_hub_repo: str | None = _option(None, "Data set on the hub that receives the stored completions.")
+    log_completions_hub_repo: str | None = _option(
+        None, "Data set on the hub that receives the stored completions, while the run goes on."
+    )
 
     @property
     def world_size(self) -> int:

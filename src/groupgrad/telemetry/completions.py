@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from groupgrad import dist
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.telemetry.completions_table import print_table
+from groupgrad.telemetry.completions_upload import CompletionsUpload
 from groupgrad.telemetry.parquet import write_records
 from groupgrad.telemetry.render import plain_value
 from groupgrad.telemetry.trackers import log_to_trackers, unique_by_prompt
@@ -27,7 +29,8 @@ class CompletionLog:
 
     `num_to_print` rows, a random sample that is the same in every run, are printed; None prints all, 0 none.
     `unique_prompts` sends one row a prompt to the trackers; `log_multimodal` sends images too. `report_to` names the
-    trackers. Files go to `<output_dir>/completions/`. Attributes may be changed between flushes.
+    trackers. Files go to `<output_dir>/completions/`, and from there to the hub by `upload`. Attributes may be changed
+    between flushes.
     """
 
     def __init__(
@@ -38,12 +41,14 @@ class CompletionLog:
         unique_prompts: bool = False,
         log_multimodal: bool = True,
         report_to: Sequence[str] | str = (),
+        upload: CompletionsUpload | None = None,
     ) -> None:
         self.folder = Path(output_dir) / "completions"
         self.num_to_print = num_to_print
         self.unique_prompts = unique_prompts
         self.log_multimodal = log_multimodal
         self.report_to = (report_to,) if isinstance(report_to, str) else tuple(report_to)
+        self.upload = upload
         self.console: Console | None = None
         """Console for the printed tables; None prints to the current standard output."""
         self._records: dict[str, list[dict[str, Any]]] = {}
@@ -73,7 +78,8 @@ class CompletionLog:
             return None
         stem = "completions" if phase == "train" else re.sub(r"[^\w.-]+", "_", phase)
         stored = [{key: value for key, value in record.items() if key not in IMAGE_COLUMNS} for record in records]
-        path = write_records(stored, self.folder, f"{stem}_{step:05d}", number_columns=[*rewards, "advantage"])
+        with nullcontext() if self.upload is None else self.upload.lock:
+            path = write_records(stored, self.folder, f"{stem}_{step:05d}", number_columns=[*rewards, "advantage"])
         self._print(records, rewards, step, phase)
         log_to_trackers(
             unique_by_prompt(records) if self.unique_prompts else records,

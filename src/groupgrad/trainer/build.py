@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +50,7 @@ from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.telemetry.completions_upload import CompletionsUpload
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import room_options
 from groupgrad.trainer.callbacks import EntropyController
@@ -263,14 +265,22 @@ def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
 
 
 def build_completion_log(config: GRPOConfig) -> CompletionLog:
-    """The log that keeps and shows completions."""
-    return CompletionLog(
-        config.output_dir,  # pyright: ignore[reportArgumentType]
+    """The log that keeps and shows completions. ValueError if the data set on the hub cannot be written to."""
+    folder, repo, upload = Path(str(config.output_dir)), config.log_completions_hub_repo, None
+    if repo is not None and dist.is_main():
+        private = config.hub_private_repo
+        upload = CompletionsUpload(folder / "completions", repo, token=config.hub_token, private=private)
+    log = CompletionLog(
+        folder,
         num_to_print=config.num_completions_to_print,
         unique_prompts=config.log_unique_prompts,
         log_multimodal=config.log_multimodal,
         report_to=config.report_to or (),  # pyright: ignore[reportArgumentType]
+        upload=upload,
     )
+    if upload is not None:
+        weakref.finalize(log, upload.stop).atexit = False  # at exit it uploads the rest
+    return log
 
 
 def build_rewards(

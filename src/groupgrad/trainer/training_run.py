@@ -109,6 +109,8 @@ class TrainingRun(TRLNames, Trainer):
             return result
         finally:
             self.components.collector.close()
+            if self.completion_log.upload is not None:
+                self.completion_log.upload.finish()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """`Trainer._run_epoch`, which would take a step after the last one of a finished run."""

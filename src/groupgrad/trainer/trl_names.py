@@ -55,7 +55,7 @@ REPLACED: Mapping[str, str] = {
     "async_loop_thread": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
     "async_loop_ready_event": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
     "chat_template": "trainer.processing_class.chat_template is the template that prompts are rendered with",
-    "commit_scheduler": "the run folder's completions/ holds what was logged; upload it when the run has ended",
+    "commit_scheduler": "trainer.completion_log.upload sends what was logged to log_completions_hub_repo",
     "continuous_batching_config": "rollout_engine='native' batches continuously without a configuration",
     "environments": "trainer.rollout_components.environments holds the environments",
     "environment_factories": "trainer.rollout_components.environments holds the environments",
