@@ -135,6 +135,21 @@ def test_paper_recipes_are_configurations(make_trainer: Any) -> None:
         assert all(torch.isfinite(torch.tensor([step["loss"], step["grad_norm"]])).all() for step in steps), name
 
 
+def test_steps_without_any_reward_give_one_warning(make_trainer: Any, make_model: Any, caplog: Any) -> None:
+    def nothing(completions: list[str], **kwargs: Any) -> list[None]:
+        return [None] * len(completions)
+
+    data = Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)])
+    settings = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    trainer = make_trainer(settings, reward_funcs=nothing, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    (text,) = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad.")]
+    assert text.startswith("step 0: 4 of 4 completions got no reward, since 'nothing' returned None or NaN")
+    assert "the first is row 0 (prompt '" in text
+    assert trainer.state.global_step == 3
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), make_model().parameters()))
+
+
 def test_a_readme_of_the_users_is_kept(make_trainer: Any, tmp_path: Any, caplog: Any) -> None:
     mine, own = tmp_path / "mine", tmp_path / "own"
     mine.mkdir()

@@ -190,10 +190,12 @@ class RewardRunner:
         if unscored and not self._warned_unscored:
             self._warned_unscored = True
             logger.warning(
-                "step %d: %d of %d completions got no reward from any function and teach nothing; the first is %s",
+                "step %d: %d of %d completions got no reward, since %s returned None or NaN, and teach nothing; the "
+                "first is %s. Return a number for completions that are to be trained; said once",
                 inputs.step,
                 len(unscored),
                 len(inputs.rollouts),
+                " and ".join(map(repr, self.names)),
                 inputs.describe(unscored[0]),
             )
 
