@@ -281,6 +281,13 @@ BAD_WITH_CONFIG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception]
         "train_dataset has 4 rows.* 8 distinct",
         "lower generation_batch_size",
     ),
+    "no evaluation set in a dict": (
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
+        {"eval_dataset": {}},
+        ValueError,
+        "eval_dataset is a dict without a data set",
+        "eval_strategy='no'",
+    ),
     "best metric of a reward that does not exist": (
         {**BEST, "metric_for_best_model": "rewards/checksums/mean"},
         {"eval_dataset": rows(2)},

@@ -267,6 +267,8 @@ def _malformed(prompt: Any, prompt_maker: PromptMaker) -> str | None:
             or (message.get("content") is None and not message.get("tool_calls"))
         ):
             return f"its prompt has the message {message!r}; a message is a dict with 'role' and 'content'"
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            return f"its prompt has the content {message['content']!r}; write a text, or a list of content blocks"
     if not getattr(prompt_maker.tokenizer, "chat_template", None):
         return (
             "its prompt is a conversation, but the tokenizer has no chat template; set processing_class.chat_template "

@@ -31,6 +31,11 @@ def check_language_model(model: nn.Module) -> None:
             f"model is a {name}, which has no output head, so it gives no scores of tokens; load it with "
             "AutoModelForCausalLM.from_pretrained(...)"
         )
+    if all(parameter.is_meta for parameter in inner.parameters()):
+        raise ValueError(
+            f"the weights of this {name} are on the device 'meta', where there are shapes and no numbers; load it with "
+            "AutoModelForCausalLM.from_pretrained(...) outside of torch.device('meta')"
+        )
     for parameter_name, parameter in inner.named_parameters():
         if parameter.is_meta or is_packed(parameter) or parameter.dtype.itemsize < 2:  # quantized
             continue

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
@@ -234,6 +235,11 @@ def _check(item: Any) -> None:
             raise ValueError(
                 f"reward_funcs={item!r}: a text is the name of a reward model, but this is a function of "
                 "groupgrad.rewards; give the function itself"
+            )
+        if not item or (item.startswith((".", "/", "~")) and not os.path.isdir(item)):
+            raise ValueError(
+                f"reward_funcs contains {item!r}, and there is no such directory; give an existing one, a model id "
+                "or a function"
             )
     elif not callable(item) or isinstance(item, type):
         raise TypeError(

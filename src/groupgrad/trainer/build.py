@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, set_seed
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
@@ -358,6 +359,13 @@ def build_components(
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:
     if isinstance(model, str):
+        if not model:
+            raise ValueError("model is the empty text; give a model id, a directory or a model")
+        if quantization_config is not None and not isinstance(quantization_config, (dict, QuantizationConfigMixin)):
+            raise TypeError(
+                f"quantization_config is a {type(quantization_config).__name__}; give a configuration of transformers, "
+                "such as BitsAndBytesConfig(load_in_4bit=True)"
+            )
         if (Path(model).is_absolute() or model.startswith((".", "~"))) and not Path(model).is_dir():
             raise ValueError(f"model is {model!r}, but there is no such directory; give an existing one or a model id")
         return load.load_policy(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from transformers import Trainer, TrainerCallback
 
 from groupgrad import compat
@@ -79,6 +80,14 @@ def check_kinds(callbacks: Any, optimizers: Any) -> None:
             f"optimizers is {optimizers!r}; give a pair of an optimizer and a scheduler, either of which may be None: "
             "optimizers=(optimizer, None)"
         )
+    for kind, item, has in (("optimizer", optimizers[0], "zero_grad"), ("scheduler", optimizers[1], "state_dict")):
+        if isinstance(item, (DummyOptim, DummyScheduler, type(None))):  # DeepSpeed makes its own in place of dummies
+            continue
+        if isinstance(item, type) or not callable(getattr(item, has, None)):
+            raise TypeError(
+                f"optimizers has {item!r} as its {kind}, which is none; give one that is made already, such as "
+                "torch.optim.AdamW(model.parameters()), or None"
+            )
 
 
 def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any) -> None:

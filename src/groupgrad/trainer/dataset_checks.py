@@ -46,6 +46,8 @@ def check_datasets(
     for name, dataset in named_datasets(evaluation).items():
         check_rows(dataset, name, prompt_maker, rollout_components)
     _warn_of_context(prompt_maker.max_context, config)
+    if isinstance(evaluation, Mapping) and not evaluation and config.evaluates:
+        raise ValueError("eval_dataset is a dict without a data set; give it one by name, or set eval_strategy='no'")
     strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
     if evaluation is None and strategy != "no":
         raise ValueError(
