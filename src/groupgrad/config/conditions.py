@@ -106,7 +106,7 @@ def unknown_scheduler_kwargs(c: GRPOSettings) -> str | None:
     kwargs, name = c.lr_scheduler_kwargs, strategy(c.lr_scheduler_type)
     if not isinstance(kwargs, (dict, type(None))):
         return f"the value {kwargs!r}, which is no dict. Set it to a dict, or leave it unset"
-    function = TYPE_TO_SCHEDULER_FUNCTION.get(name)
+    function = {strategy(kind): made for kind, made in TYPE_TO_SCHEDULER_FUNCTION.items()}.get(name)
     if not kwargs or function is None:
         return None
     own = {"optimizer", "num_warmup_steps", "num_training_steps", "kwargs"}

@@ -50,7 +50,9 @@ class GRPOSettings(LegacyArguments):
         "on accelerators; on a CPU for micro-batches whose activations would not fit.",
     )
     bf16: bool | None = _option(
-        None, "Compute in bfloat16 mixed precision. Unset: yes, unless fp16 is set or no accelerator computes in it."
+        None,
+        "Compute in bfloat16 mixed precision, on a CPU too. Unset: yes, unless fp16 is set or no accelerator computes "
+        "in it.",
     )
     remove_unused_columns: bool | None = _option(
         False, "Keep only the prompt, image and environment columns; reward functions then see no others."

@@ -60,7 +60,7 @@ def check_datasets(
 def _warn_of_context(max_context: int | None, config: GRPOConfig) -> None:
     """A warning if no completion can be as long as `max_completion_length`."""
     longest = room_options.longest_completion(config, max_context)
-    if longest == config.max_completion_length:
+    if longest >= int(config.max_completion_length or 0):
         return
     reason = f"the model has {max_context} positions for prompt and completion together"
     if longest == config.max_new_tokens_resolved:
@@ -80,7 +80,8 @@ def _read_stream_here(config: GRPOConfig) -> None:
             "every worker would read from its beginning; it is read in the main process (dataloader_num_workers=0)"
         )
         config.dataloader_num_workers = 0
-    config.accelerator_config.dispatch_batches = False  # pyright: ignore[reportAttributeAccessIssue]
+    loading: Any = config.accelerator_config
+    loading.dispatch_batches = False
 
 
 def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config: GRPOConfig) -> Dataset:

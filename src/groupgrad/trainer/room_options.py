@@ -90,7 +90,8 @@ def policy_options(config: GRPOConfig, max_context: int | None = None) -> Policy
     # Most fields have the same name in both records.
     values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(PolicyOptions)}
     values |= {"epsilon_high": config.epsilon_high_resolved, "mismatch": mismatch}
-    return PolicyOptions(**{**values, "max_completion_length": longest_completion(config, max_context)})
+    longest = min(cast(int, config.max_completion_length), longest_completion(config, max_context))
+    return PolicyOptions(**{**values, "max_completion_length": longest})
 
 
 def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> ForwardOptions:
