@@ -12,7 +12,11 @@ import numbers
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, get_args
+
+from accelerate.parallelism_config import ParallelismConfig
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
 
@@ -101,8 +105,11 @@ RANGES: dict[str, tuple[Range, str]] = {
     "adam_beta1": (DECAY, "it is the decay of a moving average"),
     "adam_beta2": (DECAY, "it is the decay of a moving average"),
     "adam_epsilon": (NOT_NEGATIVE, "it is added to a square root"),
-    "seed": (SEED, "random generators take no negative seed"),
-    "data_seed": (or_none(SEED), "random generators take no negative seed"),
+    "seed": (SEED, "random generators start by 32 bits without a sign"),
+    "data_seed": (or_none(SEED), "random generators start by 32 bits without a sign"),
+    "warmup_steps": (NOT_NEGATIVE, "it counts steps, or is a share of them"),
+    "eval_delay": (NOT_NEGATIVE, "it counts steps or epochs"),
+    "ddp_bucket_cap_mb": (or_none(COUNT), "it is a size in MiB"),
     "max_steps": (Range(lambda x: True, "a whole number, -1 for num_train_epochs", whole=True), "it counts steps"),
     "ddp_timeout": (POSITIVE, "it is a time in seconds"),
     "dataloader_num_workers": (COUNT_OR_ZERO, "it counts processes"),
@@ -170,6 +177,15 @@ DICTS = (
 )
 """Fields that hold a dict and also accept it as JSON text."""
 
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "deepspeed": ((str, dict), "a dict or the path of a JSON file"),
+    "accelerator_config": ((str, dict, AcceleratorConfig), "a dict or the path of a JSON file"),
+    "parallelism_config": ((ParallelismConfig,), "an accelerate.ParallelismConfig"),
+    "optim_args": ((str,), "a text such as 'name=value, name=value'"),
+    "logging_dir": ((str, PathLike), "a folder"),
+}
+"""Types of settings that the base class reads before rules are checked; None is allowed too."""
+
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Types in which models are loaded."""
 
@@ -182,7 +198,8 @@ def field_problem(name: str, value: Any) -> str | None:
             is_number(value) and (isinstance(value, numbers.Integral) or not allowed.whole) and allowed.contains(value)
         )
         if not in_range and not (value is None and allowed.optional):
-            why = "it is no finite number" if isinstance(value, float) and not math.isfinite(value) else why
+            if isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)):
+                why = "it is no finite number"
             return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
     elif name in CHOICES and value not in CHOICES[name]:
         similar = nearest(value, CHOICES[name])
@@ -193,6 +210,24 @@ def field_problem(name: str, value: Any) -> str | None:
     elif name in DICTS and not isinstance(value, (dict, type(None))):
         return f"{name}={value!r} is not a dict. Give a dict, or one as JSON text such as '{{\"key\": 1}}'"
     return None
+
+
+def wrong_kinds(config: Any) -> list[str]:
+    """Returns a sentence for each setting whose value is of a type, or has a key, that the base class cannot read."""
+    texts = []
+    for name, (kinds, remedy) in KINDS.items():
+        value = getattr(config, name, None)
+        if value is not None and not isinstance(value, kinds):
+            texts.append(f"{name}={value!r} is a {type(value).__name__}. Set it to {remedy}, or leave it unset")
+    options = getattr(config, "accelerator_config", None)
+    known = [field.name for field in dataclasses.fields(AcceleratorConfig)]
+    for key in options if isinstance(options, dict) else ():
+        if key not in known:
+            texts.append(
+                f"accelerator_config has {key!r}, which accelerate does not know. Take it out, or choose of "
+                f"{', '.join(known)}"
+            )
+    return texts
 
 
 def nearest(value: object, choices: Iterable[str]) -> str | None:

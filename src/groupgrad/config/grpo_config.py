@@ -13,7 +13,7 @@ import torch
 
 from groupgrad import compat
 from groupgrad.config import legacy, rules
-from groupgrad.config.field_rules import DICTS, RANGES
+from groupgrad.config.field_rules import DICTS, RANGES, wrong_kinds
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
@@ -34,9 +34,8 @@ class GRPOConfig(GRPOSettings):
         self._parse_dicts()
         if texts := [text for text in parse_texts(self) if text.partition("=")[0] not in RANGES]:
             raise ConfigError(texts)
-        if self.deepspeed is not None and not isinstance(self.deepspeed, (str, dict)):
-            text = f"deepspeed={self.deepspeed!r} is no configuration. Set it to a dict or to the path of a JSON file"
-            raise ConfigError([text])
+        if texts := wrong_kinds(self):
+            raise ConfigError(texts)
         legacy.take_over(self)
         self._normalise()
         checkpointing_by_need = self.gradient_checkpointing is None
