@@ -175,9 +175,26 @@ def test_a_cast_head_still_saves_and_trains(build, tmp_path):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
+def test_a_tied_head_multiplies_in_float32_and_keeps_its_weight(build, tmp_path, monkeypatch):
+    """In slices of seven rows; the embedding's own output, its type and the tie stay, on disk too."""
+    monkeypatch.setattr(load.Float32Linear, "slice_rows", 7)
+    model = build("qwen3-tied").to(torch.bfloat16)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    embedded = model.model.embed_tokens(ids)
+    load.cast_head_to_float32(model)
+    weight = model.lm_head.weight
+    assert weight is model.model.embed_tokens.weight and weight.dtype == torch.bfloat16
+    assert torch.equal(model.model.embed_tokens(ids), embedded)
+    hidden, logits = model.model(ids).last_hidden_state, model(ids).logits
+    assert (hidden.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    loaded = load_policy(tmp_path, {"dtype": "auto"})
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, weight)
+
+
 def test_heads_that_cannot_be_cast(build):
-    with pytest.raises(ValueError, match="ties its output head"):
-        load.cast_head_to_float32(build("qwen3-tied"))
     with pytest.raises(ValueError, match="names no output head"):
         load.cast_head_to_float32(nn.Linear(2, 2))
     peft = pytest.importorskip("peft")
@@ -186,9 +203,10 @@ def test_heads_that_cannot_be_cast(build):
         load.cast_head_to_float32(adapted)
 
 
-def test_the_head_is_cast_under_an_adapter_on_other_layers(build):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied"])
+def test_the_head_is_cast_under_an_adapter_on_other_layers(name, build):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(build("qwen3").to(torch.bfloat16), config)
+    model = peft.get_peft_model(build(name).to(torch.bfloat16), config)
     load.cast_head_to_float32(model)
     assert model(input_ids=torch.tensor([[5, 6]])).logits.dtype == torch.float32

@@ -71,7 +71,9 @@ class GRPOSettings(LegacyArguments):
         None, "Weight of a mixture of experts' load-balancing loss, 0 for none; unset: the model's own."
     )
     disable_dropout: bool = _option(False, "Set every dropout probability of policy and reference to 0.")
-    cast_lm_head_to_fp32: bool = _option(False, "Keep the output head in float32 and multiply in float32.")
+    cast_lm_head_to_fp32: bool = _option(
+        False, "Multiply in float32 in the output head, and keep its weight in float32 unless an embedding shares it."
+    )
     stochastic_rounding: bool = _option(
         False,
         "Train bfloat16 weights by an AdamW with stochastic rounding, so that small updates are not lost; needs no "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 from torch import nn
@@ -252,34 +253,38 @@ def turn_off_dropout(model: nn.Module) -> None:
 
 
 def cast_head_to_float32(model: Any) -> None:
-    """Keeps the output head's weight and its product in float32, whatever the body computes in (arXiv:2510.13786).
+    """Computes the output head's product in float32, whatever the body computes in (arXiv:2510.13786).
 
-    ValueError if the head shares its weight with the input embedding, or carries an adapter.
+    The head's weight becomes float32 too, unless it is tied to the input embedding. A tied weight keeps its type, which
+    the body needs, and stays tied: the head reads it as float32 in slices, so that no second weight exists. ValueError
+    if the model names no head, or if the head is no plain linear layer.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         raise ValueError(f"cast_lm_head_to_fp32=True, but {type(model).__name__} names no output head; set it to False")
-    embedding = model.get_input_embeddings()
-    if getattr(embedding, "weight", None) is getattr(head, "weight", object()):
-        raise ValueError(
-            "cast_lm_head_to_fp32=True, but this model ties its output head to the input embedding "
-            "(config.tie_word_embeddings=True); set cast_lm_head_to_fp32=False or use a model with an untied head"
-        )
     if not isinstance(head, nn.Linear):
         raise ValueError(
             f"cast_lm_head_to_fp32=True, but the output head is a {type(head).__name__}, not a plain linear layer (an "
             "adapter on lm_head?); leave lm_head out of the adapter's target_modules or set it to False"
         )
-    head.to(torch.float32)
+    if getattr(model.get_input_embeddings(), "weight", None) is not head.weight:
+        head.to(torch.float32)
     head.__class__ = Float32Linear
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that computes in float32, under autocast too."""
+    """A linear layer that computes in float32, under autocast too, and whatever the type of its weight."""
+
+    slice_rows = 16_384
+    """Rows of a weight of another type that are converted at a time."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type=input.device.type, enabled=False):
-            return super().forward(input.float())
+            if self.weight.dtype == torch.float32:
+                return super().forward(input.float())
+            products = [F.linear(input.float(), rows.float()) for rows in self.weight.split(self.slice_rows)]
+            output = torch.cat(products, dim=-1)
+            return output if self.bias is None else output + self.bias.float()
 
 
 def _dtype(value: Any) -> Any:

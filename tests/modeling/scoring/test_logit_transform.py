@@ -59,7 +59,7 @@ def test_what_the_config_says(build, name, transform):
 def test_a_float32_head_says_so(build):
     model = build("qwen3")
     cast_head_to_float32(model)
-    assert logit_transform(model) == LogitTransform(own_dtype=True)
+    assert logit_transform(model) == LogitTransform(in_float32=True)
 
 
 def test_unknown_fields_about_logits_have_no_transform(build):

@@ -225,13 +225,32 @@ def test_a_float32_head_takes_half_precision_states():
     assert torch.equal(to_hidden, wanted[0].to(torch.bfloat16))
 
 
+@pytest.mark.parametrize(("early", "frozen"), [(False, False), (True, False), (False, True)])
+def test_a_half_precision_weight_is_read_as_float32(early, frozen):
+    """Scores and gradients are those of the same weight in float32, the weight's rounded to its own type."""
+    case = make_case(tiles=Tiles(5, 16), bias=True, frozen_head=frozen)
+    with torch.no_grad():
+        case.weight.copy_(case.weight.to(torch.bfloat16))
+    expected, wanted = case.scores(), case.gradients()
+    case.weight = case.weight.detach().to(torch.bfloat16).requires_grad_(not frozen)
+    case.transform = LogitTransform(in_float32=True)
+    if early:
+        case.precomputed = PrecomputedGradient(expected.logprobs.detach(), case.of_logprobs)
+    assert torch.equal(case.scores().logprobs, expected.logprobs)
+    actual = case.gradients()
+    assert len(actual) == (1 if frozen else 3)
+    for one, other, tensor in zip(actual, wanted, case.inputs()):
+        assert one.dtype == tensor.dtype
+        assert torch.equal(one, other.to(one.dtype))
+
+
 def test_under_autocast_it_multiplies_as_a_linear_layer_does():
     case = make_case(30, 80, 16, bias=True, tiles=Tiles(16, 32))
     assert case.bias is not None
     with torch.autocast("cpu", torch.bfloat16):
         logits = nn.functional.linear(case.hidden, case.weight, case.bias).double()
         actual, gradients = case.scores(), case.gradients()
-        case.transform = LogitTransform(own_dtype=True)
+        case.transform = LogitTransform(in_float32=True)
         exact = case.scores()
     expected = torch.log_softmax(logits, -1).gather(1, case.tokens[:, None]).squeeze(1)
     torch.testing.assert_close(actual.logprobs.double(), expected, rtol=1e-5, atol=1e-5)

@@ -30,8 +30,8 @@ class LogitTransform:
     """Multiplies the head's output."""
     softcap: float | None = None
     """cap * tanh(x / cap) on the scaled output; None for no cap."""
-    own_dtype: bool = False
-    """The head computes in its weight's dtype also under autocast."""
+    in_float32: bool = False
+    """The head computes in float32 under autocast too, and whatever its weight's dtype."""
 
 
 @dataclass(slots=True, frozen=True)

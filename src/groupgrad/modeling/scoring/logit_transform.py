@@ -94,7 +94,7 @@ def logit_transform(model: nn.Module) -> LogitTransform | None:
     if transform is None or (text is not config and transform != LogitTransform()):
         # Not all composite models (images and text) apply the logit settings of their text model's config.
         return None
-    return replace(transform, own_dtype=isinstance(layer.linear, Float32Linear))
+    return replace(transform, in_float32=isinstance(layer.linear, Float32Linear))
 
 
 def _from_fields(config: Any) -> LogitTransform | None:

@@ -99,10 +99,11 @@ def scores_with_gradient(
 
     The scores are those of the present weights, whatever was precomputed. So are the gradients, to a few millionths:
     tokens whose precomputed log-prob or gradient differs by more are computed again in the backward pass. Entropies
-    carry no gradient. Without gradients, for half-precision products and for a frozen head this is `tiled_scores`.
+    carry no gradient. Without gradients, for half-precision weights and for a frozen head this is `tiled_scores`.
     """
     task = _task(hidden, weight, tokens, transform, temperature, tiles)
-    is_exact = task.dtype == task.exact and (low_rank is None or low_rank.weight.dtype == task.exact)
+    weights = (weight,) if low_rank is None else (weight, low_rank.weight)
+    is_exact = task.dtype == task.exact and all(part.dtype == task.exact for part in weights)
     if not (torch.is_grad_enabled() and _trains(weight, low_rank) and is_exact):
         return tiled_scores(
             hidden, weight, bias, tokens, transform=transform, temperature=temperature, tiles=tiles, low_rank=low_rank
@@ -128,8 +129,10 @@ def _task(
             "must be (L, H), (V, H) and (L,)"
         )
     device, dtype = weight.device, weight.dtype
+    if transform.in_float32:
+        dtype = torch.float32
     # The same type as nn.Linear under autocast.
-    if not transform.own_dtype and dtype != torch.float64 and torch.is_autocast_enabled(device.type):
+    elif dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     return HeadTask(transform, temperature, tiles or Tiles.of(device), dtype)
 
