@@ -9,6 +9,7 @@ import torch
 
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.errors import ConfigError
 
 
 def test_the_native_engine_is_the_default_and_says_how_far_it_is_from_training(make_trainer):
@@ -84,6 +85,48 @@ def test_an_option_that_the_native_engine_lacks_takes_generate(make_trainer):
     assert isinstance(trainer.engine, TransformersEngine)
     with pytest.raises(ValueError, match="the native engine has no no_repeat_ngram_size"):
         make_trainer(generation_kwargs={"no_repeat_ngram_size": 2}, rollout_engine="native")
+
+
+ONLY_GENERATE = {"num_beams": 2, "length_penalty": 0.5, "early_stopping": True, "no_repeat_ngram_size": 2}
+
+
+def test_beams_are_searched_by_generate(make_trainer, make_policy, monkeypatch, caplog):
+    """Every call of `generate` in a run has the options, and one line names the engine that has them."""
+    policy, seen = make_policy(), []
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(model=policy, generation_kwargs=ONLY_GENERATE, max_steps=1)
+    lines = [line for record in caplog.records if "is sampled by generate" in (line := record.getMessage())]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        f"the native engine has no {', '.join(ONLY_GENERATE)}, which rollout_engine='transformers' has"
+    )
+    plain = type(policy)._beam_search
+
+    def beam_search(self, *args, generation_config, **kwargs):
+        seen.append({name: getattr(generation_config, name) for name in [*ONLY_GENERATE, "do_sample"]})
+        return plain(self, *args, generation_config=generation_config, **kwargs)
+
+    monkeypatch.setattr(type(policy), "_beam_search", beam_search)
+    trainer.train()
+    assert seen
+    assert all(options == {**ONLY_GENERATE, "do_sample": True} for options in seen)
+    with pytest.raises(ConfigError, match="the native engine has no num_beams"):
+        make_trainer(generation_kwargs={"num_beams": 2}, rollout_engine="native")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"no_repeat_ngram_size": "two"},
+        {"bad_words_ids": [5]},
+        {"begin_suppress_tokens": "x"},
+    ],
+    ids=str,
+)
+def test_a_value_that_an_engine_cannot_use_is_refused_before_a_run(make_trainer, option):
+    (name,) = option
+    with pytest.raises(ConfigError, match=f"generation_kwargs has {{'{name}': .*nothing can be sampled .*take it out"):
+        make_trainer(generation_kwargs=option)
 
 
 def test_a_model_that_differs_is_said_to_be_sampled_and_scored_plainly(make_trainer, make_policy, caplog):

@@ -20,25 +20,45 @@ from groupgrad.config.field_rules import DTYPES, field_problem, nearest
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.sampling import has_comparable_logprobs, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
+from groupgrad.engines.generation_options import INTERNAL, MOVED, without_effect
 from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
 
+_RETURNED = "the trainer decides what the sampler returns"
+_TOKEN_BY_TOKEN = "completions are sampled token by token from the policy alone"
+_FROM_DATA = "the prompts come from the data set"
 OWNED_KEYS: dict[str, str] = {
     "max_length": "set max_completion_length, which does not count the prompt",
     "min_length": "set min_new_tokens, which does not count the prompt",
     "num_return_sequences": "set num_generations",
     "do_sample": "completions are always sampled; set a low temperature instead",
-    "return_dict_in_generate": "the trainer decides what the sampler returns",
-    "output_scores": "the trainer decides what the sampler returns",
-    "output_logits": "the trainer decides what the sampler returns",
     "pad_token_id": "it is the tokenizer's",
-    "input_ids": "the prompts come from the data set",
-    "inputs": "the prompts come from the data set",
-    "attention_mask": "the prompts come from the data set",
     "generation_config": "give its entries one by one",
     "streamer": "completions are read when they are finished",
     "guidance_scale": "completions are sampled from the distribution that is trained, not from a guided one",
-    "prompt_lookup_num_tokens": "completions are sampled token by token",
-    "assistant_model": "completions are sampled token by token from the policy alone",
+    "continuous_batching_config": "set transformers_continuous_batching_config",
+    **dict.fromkeys(
+        (
+            *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions"),
+            "output_hidden_states",
+        ),
+        _RETURNED,
+    ),
+    **dict.fromkeys(
+        (
+            *("input_ids", "inputs", "attention_mask", "bos_token_id", "forced_bos_token_id"),
+            *("decoder_start_token_id", "token_healing"),
+        ),
+        _FROM_DATA,
+    ),
+    **dict.fromkeys(
+        (
+            *("assistant_model", "is_assistant", "use_mtp", "speculation_type", "prompt_lookup_num_tokens"),
+            *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+            *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight"),
+            *("assistant_lookbehind", "target_lookbehind"),
+        ),
+        _TOKEN_BY_TOKEN,
+    ),
 }
 """Keys of generation_kwargs that the trainer sets itself, and what to do instead."""
 
@@ -73,10 +93,23 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that neither an engine nor `generate` knows, with the most similar."""
     if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
         return ""
-    known = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS}
+    known = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
     unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
     similar = {key: nearest(key, known) for key in unknown}
     return ", ".join(f"{key!r}" + (f" (did you mean {similar[key]!r}?)" if similar[key] else "") for key in unknown)
+
+
+def moved_options(c: GRPOSettings) -> str:
+    """Lists the entries of `generation_kwargs` that transformers 5 moved out of `generate`."""
+    kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
+    return ", ".join(f"{key}={kwargs[key]!r}" for key in kwargs if key in MOVED)
+
+
+def options_without_effect(c: GRPOSettings) -> str:
+    """Lists the entries of `generation_kwargs` that change nothing beside the others, each with what it needs."""
+    kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
+    unused = without_effect(kwargs, c.cache_implementation)
+    return "; ".join(f"{key}={kwargs[key]!r} (it needs {need})" for key, need in unused.items())
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

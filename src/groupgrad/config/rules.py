@@ -71,6 +71,17 @@ RULES: tuple[Rule, ...] = (
         conditions.unknown_sampling_options,
         "generation_kwargs has {found}, which neither an engine nor transformers' GenerationConfig knows. Take it out",
     ),
+    Rule(
+        ("generation_kwargs", "use_vllm"),
+        conditions.moved_options,
+        "generation_kwargs has {found}, which transformers 5 moved from generate to code on the Hub. Take it out",
+    ),
+    Rule(
+        ("generation_kwargs", "use_vllm", "cache_implementation"),
+        conditions.options_without_effect,
+        "in generation_kwargs, no effect: {found}",
+        warns=True,
+    ),
     Rule(("generation_kwargs",), conditions.overridden_sampling, "in generation_kwargs, {found}"),
     Rule(
         ("chat_template_kwargs",),

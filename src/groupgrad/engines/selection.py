@@ -87,6 +87,7 @@ def choose_engine(
             )
             reason = trial.difference(native, SamplingOptions(max_new_tokens=5))
             if reason is None:
+                trial.check_options(native, sampling)
                 return EngineChoice(native, "native", "it samples from the modules that train, and its log-probs agree")
         if options.engine == "native":
             raise ConfigError(
@@ -101,7 +102,9 @@ def choose_engine(
             logger.warning("engine_%s: no effect, it is the native engine's", " and engine_".join(unused))
     settings: dict[str, Any] = {"tokenizer": tokenizer, "max_rows": options.max_rows, "precision": precision}
     equal_lengths = _needs_equal_lengths(trial, settings, sampling.cache_implementation)
-    return EngineChoice(TransformersEngine(model, **settings, equal_lengths=equal_lengths), "transformers", reason)
+    engine = TransformersEngine(model, **settings, equal_lengths=equal_lengths)
+    trial.check_options(engine, sampling)
+    return EngineChoice(engine, "transformers", reason)
 
 
 def brings_own_generate(model: nn.Module) -> bool:
@@ -154,6 +157,23 @@ class _Trial:
     model: nn.Module
     precision: Callable[[], AbstractContextManager[Any]]
     example: Prompt | None
+
+    def check_options(self, engine: Engine, sampling: SamplingOptions) -> None:
+        """ConfigError if the engine fails on random tokens with the run's own sampling options."""
+        if not sampling.extra:
+            return
+        request = Request(
+            random_ids(self.model, 6, torch.Generator().manual_seed(1)).tolist(), seed=0, max_new_tokens=3
+        )
+        try:
+            engine.sample([request, request], sampling)
+        except Exception as error:  # code of another library, with values that nobody has checked
+            raise ConfigError(
+                [
+                    f"generation_kwargs has {sampling.extra!r}, with which nothing can be sampled "
+                    f"({type(error).__name__}: {error}). Correct the option, or take it out"
+                ]
+            ) from error
 
     def difference(self, engine: Engine, sampling: SamplingOptions) -> str | None:
         """Describes how the engine's log-probs differ; None if they agree."""

@@ -31,9 +31,7 @@ from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
 from groupgrad.modeling.vlm import padded_image_inputs, prompt_images
 
 # With these options `generate` searches or filters in ways of its own, and rows share its random stream.
-_OWN_SAMPLER = frozenset(
-    {"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "custom_generate"}
-)
+_OWN_SAMPLER = frozenset({"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"})
 
 # With these options the tokens before a completion matter, and left padding would count among them.
 _LOOKS_BACK = frozenset(

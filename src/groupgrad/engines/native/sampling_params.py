@@ -7,27 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.generation_options import COST_ONLY, NATIVE
 from groupgrad.errors import ConfigError
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-_KNOWN = frozenset(
-    {
-        *_FIELDS,
-        "do_sample",
-        "eos_token_id",
-        "max_new_tokens",  # of each request
-        "min_new_tokens",
-        "stop_strings",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "pad_token_id",  # nothing is padded
-        "bos_token_id",  # prompts come as they are
-        "use_cache",  # changes cost, never tokens
-        "disable_compile",
-        "return_dict_in_generate",
-    }
-)
+_KNOWN = NATIVE | COST_ONLY | {"pad_token_id", "bos_token_id", "return_dict_in_generate"}  # nothing is padded
 
 # Values with which an option of `generate` has no effect.
 _NEUTRAL: dict[str, Any] = {
