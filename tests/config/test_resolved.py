@@ -185,14 +185,6 @@ def test_both_names_of_a_field_must_agree():
         make(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=2.0)
 
 
-def test_paged_generation_is_not_available():
-    with (
-        pytest.warns(FutureWarning),
-        pytest.raises(ConfigError, match="use_transformers_continuous_batching=True is not"),
-    ):
-        make(use_transformers_paged=True)
-
-
 INERT = [name for name, row in legacy.LEGACY.items() if row.into is None and row.act is None]
 OTHER = {bool: True, str: "x", int: 3, str | None: "x", int | None: 3}
 

@@ -20,6 +20,8 @@ from groupgrad.errors import ConfigError
 from groupgrad.trainer import room_options
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
+PAGED = {"use_transformers_continuous_batching": True}
+PAGES = "transformers_continuous_batching_config"
 
 # (settings, texts in the message: the value seen, and what to set)
 BAD: list[tuple[dict, list[str]]] = [
@@ -154,7 +156,13 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"rollout_ahead": 1}, ["rollout_ahead=1", "use_vllm=False", "vllm_mode='server'"]),
     ({"rollout_ahead": 1, "use_vllm": True}, ["rollout_ahead=1", "vllm_mode='colocate'"]),
     ({"vllm_lora_updates": "never"}, ["vllm_lora_updates='never'", "merge"]),
-    ({"use_transformers_continuous_batching": True}, ["use_transformers_continuous_batching=True", "not part of"]),
+    ({**PAGED, "rollout_engine": "native"}, ["use_transformers_continuous_batching=True", "rollout_engine='native'"]),
+    ({**PAGED, "repetition_penalty": 1.2}, ["samples without repetition_penalty=1.2", "Take that out"]),
+    ({**PAGED, "cache_implementation": "static"}, ["samples without cache_implementation='static'", "Take that out"]),
+    ({**PAGED, "generation_kwargs": {"num_beams": 2}}, ["samples without num_beams=2", "Take that out"]),
+    ({**PAGED, PAGES: {"page_sise": 8}}, ["'page_sise' (did you mean 'page_size'?)", "Take it out"]),
+    ({**PAGED, PAGES: {"seed": 8}}, ["has seed=8, which the sampler sets itself", "Take it out"]),
+    ({**PAGED, "deepspeed": ZERO_3}, ["use_transformers_continuous_batching=True", "ZeRO-3", "Set it to False"]),
     ({"fsdp": "full_shard"}, ["fsdp=", "not part of this version", "data parallelism"]),
     (
         {"deepspeed": ZERO_3, "ds3_gather_for_generation": False},

@@ -392,7 +392,9 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "generation_kwargs": Changes("tests/trainer/test_options.py::test_generation_kwargs_go_to_the_sampler"),
     "chat_template_kwargs": Changes("tests/trainer/test_options.py::test_chat_template_kwargs_and_messages"),
     "cache_implementation": Changes("tests/trainer/test_options.py::test_cache_implementation"),
-    "use_transformers_continuous_batching": Raises(True),
+    "use_transformers_continuous_batching": Changes(
+        "tests/trainer/test_engines.py::test_paged_generation_samples_a_run"
+    ),
     "transformers_continuous_batching_config": Warns({"a": 1}, "continuous batching"),
     "max_tool_calling_iterations": Changes("tests/contract/test_agents.py::test_tool_calling_iterations_have_a_limit"),
     "tool_timeout_s": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),
@@ -472,7 +474,7 @@ AUDIT: dict[str, Changes | Raises | Warns] = {
     "wandb_log_unique_prompts": RENAMED,
     "vllm_guided_decoding_regex": RENAMED,
     "vllm_importance_sampling_cap": RENAMED,
-    "use_transformers_paged": Raises(True),
+    "use_transformers_paged": Changes("tests/trainer/test_engines.py::test_paged_generation_samples_a_run"),
     # fields of earlier releases without effect
     "overwrite_output_dir": Warns(True, INERT),
     "save_safetensors": Warns(False, INERT),

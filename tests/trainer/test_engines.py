@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from transformers.generation import ContinuousBatchingManager
 
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
@@ -127,6 +128,39 @@ def test_a_value_that_an_engine_cannot_use_is_refused_before_a_run(make_trainer,
     (name,) = option
     with pytest.raises(ConfigError, match=f"generation_kwargs has {{'{name}': .*nothing can be sampled .*take it out"):
         make_trainer(generation_kwargs=option)
+
+
+@pytest.mark.filterwarnings("ignore:use_transformers_paged has a new name")
+def test_paged_generation_samples_a_run(make_trainer, make_policy, tools, monkeypatch):
+    """Each generation batch goes through transformers' manager; with one likely token a run is the ordinary one."""
+    results, managers = [], []
+    add = ContinuousBatchingManager.add_request
+    monkeypatch.setattr(
+        ContinuousBatchingManager,
+        "add_request",
+        lambda self, *args, **kwargs: (managers.append(self), add(self, *args, **kwargs))[1],
+    )
+    further = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 2, "top_k": 1, "entropy_coef": 1.0}
+    paged = {"use_transformers_paged": True, "transformers_continuous_batching_config": {"page_size": 8}}
+    for engine in (paged, {}):
+        policy, sampled = make_policy(), []
+        start = tools.weights(policy)
+
+        def reward(completion_ids, sampled=sampled, **kwargs):
+            sampled.extend(completion_ids)
+            return [float(len(ids)) for ids in completion_ids]
+
+        trainer = make_trainer(model=policy, reward_funcs=reward, **engine, **further)
+        parameters, _ = list(policy.parameters()), managers.clear()
+        trainer.train()
+        assert all(one is other for one, other in zip(policy.parameters(), parameters))
+        assert tools.relative(tools.weights(policy), start) > 1e-3
+        assert len({id(manager) for manager in managers}) == (2 if engine else 0)
+        assert all(manager.continuous_batching_config.page_size == 8 for manager in managers)
+        assert policy.config._attn_implementation == "sdpa"
+        results.append((sampled, tools.weights(policy)))
+    assert results[0][0] == results[1][0]
+    assert tools.relative(results[0][1], results[1][1]) < 1e-5
 
 
 def test_a_model_that_differs_is_said_to_be_sampled_and_scored_plainly(make_trainer, make_policy, caplog):

@@ -5,6 +5,7 @@ Each returns the text that its rule's sentence shows as `{found}`, empty or None
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend
 from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from groupgrad.config.field_rules import DTYPES, field_problem, nearest
 from groupgrad.config.launcher import zero_stage
-from groupgrad.config.sampling import has_comparable_logprobs, vllm_fields
+from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
-from groupgrad.engines.generation_options import INTERNAL, MOVED, without_effect
+from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
 from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
 
 _RETURNED = "the trainer decides what the sampler returns"
@@ -110,6 +112,33 @@ def options_without_effect(c: GRPOSettings) -> str:
     kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
     unused = without_effect(kwargs, c.cache_implementation)
     return "; ".join(f"{key}={kwargs[key]!r} (it needs {need})" for key, need in unused.items())
+
+
+def missing_from_continuous_batching(c: GRPOSettings) -> str:
+    """Lists sampling options that transformers' continuous batching lacks, if it is to sample."""
+    if not c.use_transformers_continuous_batching or c.use_vllm or overridden_sampling(c):
+        return ""
+    return ", ".join(missing_from_paged(sampling_options(c, eos_ids=[], pad_id=0)))
+
+
+def continuous_batching_problem(c: GRPOSettings) -> str | None:
+    """Describes an entry that transformers' configuration of continuous batching does not take."""
+    settings = mapping(c.transformers_continuous_batching_config)
+    if not settings or not c.use_transformers_continuous_batching:
+        return None
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    for key, value in settings.items():
+        if key not in known:
+            similar = nearest(key, known)
+            hint = f" (did you mean {similar!r}?)" if similar else ""
+            return f"has {key!r}{hint}, which transformers does not know. Take it out"
+        if key in ("return_logprobs", "seed"):
+            return f"has {key}={value!r}, which the sampler sets itself. Take it out"
+    try:
+        ContinuousBatchingConfig(**settings)
+    except (TypeError, ValueError) as error:
+        return f"is refused by transformers: {error}. Correct the entry"
+    return None
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -156,7 +156,6 @@ _FULL_EVAL = (
 )
 
 FIXED: dict[str, tuple[object, str]] = {
-    "use_transformers_continuous_batching": (False, "is not part of this version of groupgrad; leave it False"),
     "auto_find_batch_size": (False, "would change the batch, and with it the groups. Set it to False"),
     "train_sampling_strategy": (
         "random",

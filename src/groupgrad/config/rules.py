@@ -84,6 +84,28 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("generation_kwargs",), conditions.overridden_sampling, "in generation_kwargs, {found}"),
     Rule(
+        ("use_transformers_continuous_batching", "rollout_engine"),
+        lambda c: c.use_transformers_continuous_batching and c.rollout_engine == "native",
+        "use_transformers_continuous_batching=True and rollout_engine='native' name two engines. Set one of them",
+    ),
+    Rule(
+        ("use_transformers_continuous_batching", "generation_kwargs", "cache_implementation", *SAMPLING_FIELDS),
+        conditions.missing_from_continuous_batching,
+        "use_transformers_continuous_batching=True samples without {found}, which it lacks. Take that out, or set "
+        "use_transformers_continuous_batching=False",
+    ),
+    Rule(
+        ("transformers_continuous_batching_config",),
+        conditions.continuous_batching_problem,
+        "transformers_continuous_batching_config {found}",
+    ),
+    Rule(
+        ("deepspeed", "use_transformers_continuous_batching"),
+        lambda c: zero_stage(c) == 3 and c.use_transformers_continuous_batching,
+        "use_transformers_continuous_batching=True does not go with DeepSpeed ZeRO-3, whose weights are in parts. Set "
+        "it to False, or use ZeRO stage 1 or 2",
+    ),
+    Rule(
         ("chat_template_kwargs",),
         conditions.owned_template_keys,
         "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",

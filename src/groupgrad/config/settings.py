@@ -135,9 +135,11 @@ class GRPOSettings(LegacyArguments):
         None, "Arguments for every rendering of the chat template; dict or JSON text."
     )
     cache_implementation: str | None = _option(None, "Type of key-value cache of the transformers engine.")
-    use_transformers_continuous_batching: bool = _option(False, "Sample with transformers' continuous batching.")
+    use_transformers_continuous_batching: bool = _option(
+        False, "Sample with transformers' continuous batching, over a paged key-value cache; text models alone."
+    )
     transformers_continuous_batching_config: dict | str | None = _option(
-        None, "Options of continuous batching; dict or JSON text."
+        None, "Fields of transformers' ContinuousBatchingConfig; dict or JSON text."
     )
     max_tool_calling_iterations: int | None = _option(
         None, "Maximum number of turns with tool calls in a completion; unset: no limit."

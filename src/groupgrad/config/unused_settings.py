@@ -69,6 +69,11 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: c.rollout_engine == "transformers",
     ),
     UnusedSettings(
+        ("engine_kv_memory", "engine_pack_weights"),
+        "transformers' continuous batching samples, and they are the native engine's",
+        lambda c: c.use_transformers_continuous_batching and c.rollout_engine == "auto" and not c.use_vllm,
+    ),
+    UnusedSettings(
         ("reward_model_offload",),
         "reward models run on the CPU, in host memory",
         lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
@@ -105,7 +110,10 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: c.use_vllm and not c.vllm_importance_sampling_correction,
     ),
     UnusedSettings(
-        ("rollout_engine", "engine_kv_memory", "engine_pack_weights", "cache_implementation"),
+        (
+            *("rollout_engine", "engine_kv_memory", "engine_pack_weights", "cache_implementation"),
+            *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+        ),
         "use_vllm is True",
         lambda c: c.use_vllm,
     ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from groupgrad.engines.base import SamplingOptions
+
 EVERYWHERE = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "suppress_tokens", "eos_token_id", "max_new_tokens", "do_sample"}
 )
@@ -57,6 +59,15 @@ _NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "compile_config": ("disable_compile=False", lambda options: options.get("disable_compile") is False),
 }
+
+
+def missing_from_paged(options: SamplingOptions) -> list[str]:
+    """Options, with their values, that continuous batching lacks."""
+    given = {"cache_implementation": options.cache_implementation, **options.extra}
+    if options.repetition_penalty != 1.0:
+        given["repetition_penalty"] = options.repetition_penalty
+    known = PAGED | COST_ONLY
+    return [f"{name}={value!r}" for name, value in given.items() if name not in known and value is not None]
 
 
 def without_effect(options: dict[str, Any], cache_implementation: str | None) -> dict[str, str]:

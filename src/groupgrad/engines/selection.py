@@ -14,12 +14,13 @@ from torch import nn
 from transformers import GenerationMixin
 
 from groupgrad.engines.base import Engine, Request, SamplingOptions
+from groupgrad.engines.continuous_batching import ContinuousBatchingEngine
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.sampling_params import unsupported
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.modeling.adapters import base_model
-from groupgrad.modeling.scoring.attention import plannable
+from groupgrad.modeling.scoring.attention import plannable, pretrained
 from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
 from groupgrad.modeling.self_check import build_batch, logprob_difference, random_ids, tolerance
 from groupgrad.modeling.vlm import is_multimodal
@@ -40,6 +41,8 @@ class EngineOptions:
     """On a CPU, let the native engine copy weights into oneDNN's layout for each session."""
     max_rows: int = 64
     """Rows per call of `generate`."""
+    continuous_batching: dict[str, Any] | None = None
+    """Sample by transformers' continuous batching with these fields of its configuration; None: do not."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,7 +51,7 @@ class EngineChoice:
 
     engine: Engine
     name: str
-    """`native` or `transformers`."""
+    """`native`, `transformers`, `continuous batching` or `vllm`."""
     reason: str
     """Why it was chosen, in words."""
 
@@ -74,6 +77,8 @@ def choose_engine(
     Raises ConfigError for sampling options that the requested engine lacks or a model that it cannot run.
     """
     trial = _Trial(model, precision, example)
+    if options.continuous_batching is not None:
+        return _continuous_batching(trial, options.continuous_batching, sampling)
     reason = "rollout_engine='transformers' asks for it"
     if options.engine != "transformers":
         reason = _obstacle(model, sampling)
@@ -105,6 +110,23 @@ def choose_engine(
     engine = TransformersEngine(model, **settings, equal_lengths=equal_lengths)
     trial.check_options(engine, sampling)
     return EngineChoice(engine, "transformers", reason)
+
+
+def _continuous_batching(trial: _Trial, settings: dict[str, Any], sampling: SamplingOptions) -> EngineChoice:
+    """Transformers' continuous batching. ConfigError if it does not sample the model as it is trained."""
+    engine = ContinuousBatchingEngine(trial.model, settings, precision=trial.precision)
+    if is_multimodal(trial.model):
+        reason = "it takes no images; set it to False, or sample with use_vllm=True"
+    elif not isinstance(pretrained(unwrap(trial.model)), GenerationMixin):
+        reason = "the model has no such method; set it to False"
+    else:
+        reason = trial.difference(engine, SamplingOptions(max_new_tokens=5))
+    if reason is not None:
+        raise ConfigError(
+            [f"use_transformers_continuous_batching=True does not work for {_name(trial.model)}: {reason}"]
+        )
+    trial.check_options(engine, sampling)
+    return EngineChoice(engine, "continuous batching", "use_transformers_continuous_batching=True asks for it")
 
 
 def brings_own_generate(model: nn.Module) -> bool:

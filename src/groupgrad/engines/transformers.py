@@ -147,14 +147,15 @@ class _StopCriterion(StoppingCriteria):
 
 def _as_sample(row: list[int], logprobs: list[float] | None, options: SamplingOptions, stops: StopStrings) -> Sample:
     """Truncates a row at its first end; `generate` fills the rest with padding."""
-    eos_ids = _eos_ids(options)
+    eos_ids = end_ids(options)
     end = next((i + 1 for i, token in enumerate(row) if token in eos_ids), None)
     end = stops.end(row[:end]) or end
     ids = row[:end]
     return Sample(ids, "length" if end is None else "eos", None if logprobs is None else logprobs[: len(ids)])
 
 
-def _eos_ids(options: SamplingOptions) -> list[int]:
+def end_ids(options: SamplingOptions) -> list[int]:
+    """The ids that end a completion."""
     eos_ids = options.extra.get("eos_token_id", options.eos_ids)
     return [] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
 
@@ -247,7 +248,7 @@ def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfi
         values |= options.extra
     else:
         values |= {name: value for name, value in options.extra.items() if name not in filters}
-    values |= {"max_new_tokens": budget, "eos_token_id": _eos_ids(options) or None, "stop_strings": None}
+    values |= {"max_new_tokens": budget, "eos_token_id": end_ids(options) or None, "stop_strings": None}
     return GenerationConfig(**values)
 
 

@@ -56,7 +56,7 @@ REPLACED: Mapping[str, str] = {
     "async_loop_ready_event": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
     "chat_template": "trainer.processing_class.chat_template is the template that prompts are rendered with",
     "commit_scheduler": "trainer.completion_log.upload sends what was logged to log_completions_hub_repo",
-    "continuous_batching_config": "rollout_engine='native' batches continuously without a configuration",
+    "continuous_batching_config": "trainer.args.transformers_continuous_batching_config holds its options",
     "environments": "trainer.rollout_components.environments holds the environments",
     "environment_factories": "trainer.rollout_components.environments holds the environments",
 }
