@@ -11,6 +11,8 @@ from transformers.generation import ContinuousBatchingManager
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
+from groupgrad.kernels import threads
+from groupgrad.kernels.compile import openmp_runtime
 
 
 def test_the_native_engine_is_the_default_and_says_how_far_it_is_from_training(make_trainer):
@@ -196,3 +198,14 @@ def test_saved_configs_do_not_name_the_attention_that_plans_ran_in(make_trainer,
     assert "groupgrad" not in (tmp_path / "out" / "config.json").read_text()
     ids = trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
     assert ids.shape[1] > 3
+
+
+@pytest.mark.skipif("libgomp" not in (openmp_runtime() or ""), reason="torch runs on another OpenMP runtime")
+def test_a_trainer_limits_the_spinning_of_waiting_threads(make_trainer, monkeypatch):
+    monkeypatch.setattr(threads, "_holder", None)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    torch.set_num_threads(2)
+    make_trainer()
+    torch.set_num_threads(1)
+    assert threads._holder is not None and threads._holder.is_alive()

@@ -77,7 +77,9 @@ def load() -> ctypes.CDLL:
     """
     if sys.platform != "linux":
         raise _CannotBuildError(f"they are built on Linux only, this is {sys.platform}")
-    runtime = _openmp()
+    runtime = openmp_runtime()
+    if runtime is None:
+        raise _CannotBuildError("torch has loaded no OpenMP runtime")
     failures = []
     for compiler in _compilers():
         name = f"{_key(compiler, runtime)}.so"
@@ -101,14 +103,16 @@ def _compilers() -> Iterator[str]:
     yield from dict.fromkeys(os.path.realpath(path) for path in paths if path)
 
 
-def _openmp() -> str:
-    """Path of the OpenMP runtime that torch has loaded."""
+def openmp_runtime() -> str | None:
+    """Path of the OpenMP runtime that torch has loaded; None if there is none, and on other systems than Linux."""
+    if sys.platform != "linux":
+        return None
     torch.get_num_threads()
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
             return path
-    raise _CannotBuildError("torch has loaded no OpenMP runtime")
+    return None
 
 
 def _key(compiler: str, runtime: str) -> str:

@@ -27,6 +27,7 @@ from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import UnavailableError
+from groupgrad.kernels.threads import limit_spinning
 from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
@@ -79,6 +80,7 @@ def build_policy(
     model: Any, config: GRPOConfig, processing_class: Any, quantization_config: Any, peft_config: Any
 ) -> PolicyBundle:
     """The policy on its way into training, its tokenizer, and the frozen reference if a KL term is used."""
+    limit_spinning()
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
     model = _load_model(model, config, quantization_config)
