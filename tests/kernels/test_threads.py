@@ -43,6 +43,7 @@ def two_threads(monkeypatch):
     torch.set_num_threads(count)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("libgomp" not in (openmp_runtime() or ""), reason="torch runs on another OpenMP runtime")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="libgomp spins on several cores only")
 def test_threads_that_wait_use_no_processor_time():
