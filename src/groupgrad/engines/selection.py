@@ -189,7 +189,7 @@ class _Trial:
         )
         try:
             engine.sample([request, request], sampling)
-        except Exception as error:  # code of another library, with values that nobody has checked
+        except Exception as error:  # a library may raise anything for values that were not checked
             raise ConfigError(
                 [
                     f"generation_kwargs has {sampling.extra!r}, with which nothing can be sampled "
