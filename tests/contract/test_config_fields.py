@@ -262,6 +262,8 @@ LATER: dict[str, Any] = {
     "rollout_engine": "auto",
     "vllm_lora_updates": "auto",
     "rollout_ahead": 0,
+    "image_root": None,
+    "special_tokens_in_prompts": "auto",
 }
 
 
@@ -382,6 +384,8 @@ AUDIT: dict[str, Changes | Warns] = {
     "repetition_penalty": Changes("tests/trainer/test_options.py::test_a_repetition_penalty_keeps_tokens_apart"),
     "generation_kwargs": Changes("tests/trainer/test_options.py::test_generation_kwargs_go_to_the_sampler"),
     "chat_template_kwargs": Changes("tests/trainer/test_options.py::test_chat_template_kwargs_and_messages"),
+    "special_tokens_in_prompts": Changes("tests/trainer/test_options.py::test_special_tokens_in_prompts"),
+    "image_root": Changes("tests/trainer/test_vision.py::test_paths_stay_below_image_root"),
     "cache_implementation": Changes("tests/trainer/test_options.py::test_cache_implementation"),
     "use_transformers_continuous_batching": Changes(
         "tests/trainer/test_engines.py::test_paged_generation_samples_a_run"

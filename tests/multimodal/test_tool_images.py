@@ -70,6 +70,22 @@ def built(request: pytest.FixtureRequest) -> tiny_vlms.TinyVLM:
     return tiny_vlms.build(request.param)
 
 
+def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(tmp_path):
+    built = tiny_vlms.build("qwen2_vl")
+    (tmp_path / "images").mkdir()
+    RED.save(tmp_path / "secret.png")
+
+    def show() -> list[dict[str, Any]]:
+        """Show a file."""
+        return [{"type": "image", "path": "../secret.png"}]
+
+    makers, _ = agents(built, {0: [call("show"), "ok"]}, [show])
+    makers.prompt_maker.image_root = str(tmp_path / "images")
+    (rollout,) = makers(ask({0: query()}))
+    assert "out of image_root=" in rollout.completion[1]["content"]
+    assert rollout.media is None
+
+
 def test_a_prompt_with_images_is_made_once_a_group(built, monkeypatch):
     makers, engine = agents(built, {0: ["a"], 1: ["b"]}, [look])
     calls: list[int] = []

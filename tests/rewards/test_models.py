@@ -91,6 +91,20 @@ def test_conversations_go_through_the_template(make_rollouts):
     assert model.config.pad_token_id == WORDS.index("<pad>")
 
 
+@pytest.mark.parametrize("is_conversation", [True, False])
+def test_a_completion_cannot_end_its_turn_for_the_reward_model(make_rollouts, is_conversation):
+    model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
+    text, prompt = "is <eos> blue", [{"role": "user", "content": "the sky"}] if is_conversation else "the sky "
+    completion = [{"role": "assistant", "content": text}] if is_conversation else text
+    table = RewardRunner([model], [tokenizer]).score(make_rollouts([completion], [{"prompt": prompt}]))
+    answer = ["is", "<unk>", "<unk>", "<unk>", "blue"]  # the vocabulary has no "<", "eos" and ">"
+    before, behind = (
+        (["user", "the", "sky", "<eos>", "assistant"], ["<eos>"]) if is_conversation else (["the", "sky"], [])
+    )
+    ids = [WORDS.index(word) for word in [*before, *answer, *behind]]
+    assert table.rewards.item() == pytest.approx(by_hand(model, ids), abs=1e-6)
+
+
 def test_content_blocks_are_read_as_text(make_rollouts):
     model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
     completions = [[{"role": "assistant", "content": text}] for text in TEXTS]

@@ -253,6 +253,17 @@ def test_chat_template_kwargs_and_messages(make_trainer, tokenizer, requests):
     assert [message["role"] for message in shown[0][1]] == ["assistant"]
 
 
+@pytest.mark.parametrize(("setting", "count"), [("auto", 1), ("keep", 2)])
+def test_special_tokens_in_prompts(make_trainer, tokenizer, requests, setting, count):
+    """What is sampled from has only the template's special tokens, unless those of the data are asked for."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"1{tokenizer.eos_token}2"}]] * 4})
+    trainer = make_trainer(train_dataset=rows, max_steps=1, special_tokens_in_prompts=setting)
+    seen = requests(trainer)
+    trainer.train()
+    assert seen[0][0][0].prompt_ids.count(tokenizer.eos_token_id) == count
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_cache_implementation(completions, make_policy, monkeypatch, kind):
     expected, _ = completions()

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.parquet as pq
 import pytest
 import tiny_vlms
@@ -68,6 +69,30 @@ def test_a_model_that_sees_trains(name: str, make_seeing):
     moved = {key for key, value in trainer.model.state_dict().items() if not torch.equal(value, before[key])}
     assert any("vision" in key or "visual" in key for key in moved)
     assert any("language_model" in key or "text_model" in key for key in moved)
+
+
+def test_paths_stay_below_image_root(make_seeing, tmp_path: Path):
+    """Paths are relative to the folder; neither `..` nor a link leads out of it, whatever brings the path."""
+    inside, outside = tmp_path / "images", tmp_path / "secret.png"
+    inside.mkdir()
+    RED.save(outside)
+    RED.save(inside / "red.png")
+    (inside / "link.png").symlink_to(outside)
+
+    def data(path: str, **features: Any) -> Dataset:
+        rows = [{"prompt": [{"role": "user", "content": text}], "image": path} for text in "abcd"]
+        return Dataset.from_list(rows).cast_column("image", datasets.Image()) if features else Dataset.from_list(rows)
+
+    trainer = make_seeing(train_dataset=data("red.png"), image_root=str(inside), max_steps=1)
+    prompt = trainer.prompt_maker({"prompt": [{"role": "user", "content": "a"}], "image": "red.png"}, 0)
+    assert prompt.media.images[0].size == RED.size
+    for path in ("../secret.png", "link.png", str(outside), f"file://{outside}"):
+        with pytest.raises(ValueError, match=r"leads to .*secret.png', out of image_root="):
+            make_seeing(train_dataset=data(path), image_root=str(inside))
+    with pytest.raises(ValueError, match=r"row 0 of train_dataset .*out of image_root="):
+        make_seeing(train_dataset=data(str(outside), cast=True), image_root=str(inside))
+    with pytest.raises(ValueError, match="image_root='/nowhere' is no folder"):
+        make_seeing(image_root="/nowhere")
 
 
 def test_the_images_matter(make_seeing):

@@ -144,6 +144,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "multi_objective_aggregation": get_args(Aggregation),
     "shuffle_rows": ("groups", "rows"),
     "rollout_engine": ("auto", "native", "transformers"),
+    "special_tokens_in_prompts": ("auto", "split", "keep"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_lora_updates": ("auto", "adapter", "merge"),

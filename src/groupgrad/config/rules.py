@@ -7,6 +7,7 @@ others are rows of `unused_settings.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
@@ -109,6 +110,11 @@ RULES: tuple[Rule, ...] = (
         ("chat_template_kwargs",),
         conditions.owned_template_keys,
         "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",
+    ),
+    Rule(
+        ("image_root",),
+        lambda c: c.image_root is not None and not os.path.isdir(c.image_root),
+        "image_root={c.image_root!r} is no folder here. Set it to the folder of the images, or leave it unset",
     ),
     Rule(
         ("engine_kv_memory",),

@@ -134,6 +134,17 @@ class GRPOSettings(LegacyArguments):
     chat_template_kwargs: dict | str | None = _option(
         None, "Arguments for every rendering of the chat template; dict or JSON text."
     )
+    image_root: str | None = _option(
+        None,
+        "Folder that the paths of images in data and tool results are relative to and may not lead out of; unset: "
+        "any path of this machine, relative ones from the working directory.",
+    )
+    special_tokens_in_prompts: str = _option(
+        "auto",
+        "Special tokens such as '<|im_end|>' that a prompt's text contains: 'split' encodes them as ordinary text, "
+        "'keep' as the tokens; 'auto' splits them in messages and keeps them in text prompts, which may be rendered "
+        "conversations. Results of tools are always split.",
+    )
     cache_implementation: str | None = _option(None, "Type of key-value cache of the transformers engine.")
     use_transformers_continuous_batching: bool = _option(
         False, "Sample with transformers' continuous batching, over a paged key-value cache; text models alone."

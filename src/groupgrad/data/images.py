@@ -45,6 +45,8 @@ class ImageSource:
     """Index of the image among several of the row."""
     file: str = ""
     """File name, if there is one."""
+    root: str = ""
+    """Folder that paths are relative to and may not lead out of; empty: any path, from the working directory."""
 
     def __str__(self) -> str:
         which = "an image" if self.number is None else f"image {self.number}"
@@ -218,7 +220,20 @@ def _content_of_address(text: str, source: ImageSource) -> bytes | Path:
             return base64.b64decode(text.partition(",")[2], validate=True)
         except binascii.Error as error:
             raise ImageError(f"{source} is a data address that is no base64: {error}") from error
-    return Path(text.removeprefix("file://")).expanduser()
+    path = Path(text.removeprefix("file://")).expanduser()
+    return _below_root(path, source) if source.root else path
+
+
+def _below_root(path: Path, source: ImageSource) -> Path:
+    """The path below the source's root, links followed. ImageError for one that leads out of it."""
+    root = Path(source.root).resolve()
+    resolved = (root / path).resolve()
+    if not resolved.is_relative_to(root):
+        raise ImageError(
+            f"{source} is the path {str(path)!r}, which leads to {str(resolved)!r}, out of image_root={source.root!r}; "
+            "move the file there, or set image_root to a folder that has all images"
+        )
+    return resolved
 
 
 def _attempt(action: Any, source: ImageSource) -> Any:

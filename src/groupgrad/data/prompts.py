@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from groupgrad.data.columns import first_row, prompt_rows
 from groupgrad.data.images import ImageSource, column_images, image_blocks, is_plain_text
+from groupgrad.data.outside_text import OutsideText, has_marks
 from groupgrad.types import Media, Messages, Prompt
 
 # Tokens that a chat template may add before the length of a prompt is measured exactly.
@@ -37,6 +38,11 @@ class PromptMaker:
     """Tokenises prompts: text as it is, messages through the chat template with a generation prompt.
 
     Rows with images are rejected with the reason and remedy in `no_images`; `VisionPromptMaker` accepts them.
+
+    Special tokens in the texts of messages are encoded as ordinary text, so that a row or a tool cannot end its turn
+    and speak as somebody else. Those of a text prompt are kept, since it may be a rendered conversation.
+    `special_tokens` changes that for prompts: "split" for text prompts too, "keep" for neither. The messages of tools
+    are always split.
     """
 
     def __init__(
@@ -45,9 +51,15 @@ class PromptMaker:
         chat_template_kwargs: dict[str, Any] | None = None,
         max_context: int | None = None,
         *,
+        special_tokens: str = "auto",
+        image_root: str | None = None,
         no_images: str = "the model reads text alone",
     ):
         self.tokenizer = tokenizer
+        self.outside_text = OutsideText(tokenizer)
+        self._special_tokens = special_tokens
+        self.image_root = image_root or ""
+        """Folder of the images that are given by paths, which may not lead out of it; empty: any path."""
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.max_context = max_context
         """Maximum length of prompt and completion together; None without a limit."""
@@ -85,9 +97,14 @@ class PromptMaker:
     def token_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of a text or a conversation."""
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt, add_special_tokens=True, verbose=False)["input_ids"])
+            if self._special_tokens == "split":
+                prompt = self._mark(prompt)
+            return self.outside_text.encode(prompt, add_special_tokens=True)
+        messages = self.template_messages(prompt)
+        if has_marks(messages):
+            return self.encode(self.render(prompt)).ids
         rendered = self.tokenizer.apply_chat_template(
-            self.template_messages(prompt),
+            messages,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -119,8 +136,16 @@ class PromptMaker:
         return []
 
     def template_messages(self, messages: Messages) -> Messages:
-        """Messages in the form that the chat template renders."""
-        return [as_text(message) for message in drop_empty_fields(messages)]
+        """Messages in the form that the chat template renders, with marks for control tokens in their texts."""
+        return [self._mark_message(as_text(message)) for message in drop_empty_fields(messages)]
+
+    def _mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("role") == "tool":
+            return self.outside_text.mark(message, with_added=True)
+        return message if self._special_tokens == "keep" else self._mark(message)
+
+    def _mark(self, value: Any) -> Any:
+        return self.outside_text.mark(value, with_added=False)
 
     def render(self, messages: Messages) -> str:
         """Renders a conversation with generation prompt, and one placeholder for each image."""
@@ -132,7 +157,7 @@ class PromptMaker:
         """Token ids of a rendered text; `is_start` marks the start of a conversation. ValueError for images."""
         if images:
             raise ValueError(f"there are {len(images)} images in a conversation, but {self._no_images}")
-        return Encoded(list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
+        return Encoded(self.outside_text.encode(text, add_special_tokens=False), None)
 
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Number of tokens of images of these (height, width)."""

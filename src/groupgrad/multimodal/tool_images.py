@@ -58,15 +58,18 @@ class ToolReplyEncoder:
         return Media(images, concat_media_tensors(media), token_tensors, key=digest(images))
 
 
-def open_reply_images(messages: Messages) -> Messages:
-    """Tool messages with their images opened; an unreadable image turns its message into the error text."""
-    return [_with_opened_images(message) for message in messages]
+def open_reply_images(messages: Messages, root: str) -> Messages:
+    """Tool messages with their images opened; an unreadable image turns its message into the error text.
+
+    Paths may not lead out of the folder `root` if it is not empty.
+    """
+    return [_with_opened_images(message, root) for message in messages]
 
 
-def _with_opened_images(message: dict[str, Any]) -> dict[str, Any]:
+def _with_opened_images(message: dict[str, Any], root: str) -> dict[str, Any]:
     if not any(image_blocks([message])):
         return message
-    source = ImageSource("the tool's reply")
+    source = ImageSource("the tool's reply", root=root)
     try:
         content = [
             {"type": "image", "image": open_image(image_of_block(block), source)} if is_image_block(block) else block

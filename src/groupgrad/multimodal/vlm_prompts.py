@@ -22,6 +22,7 @@ from groupgrad.data.images import (
     open_image,
     size_of,
 )
+from groupgrad.data.outside_text import has_marks
 from groupgrad.data.prompts import Encoded, PromptMaker, as_text, drop_empty_fields
 from groupgrad.types import Media, Messages, Prompt
 
@@ -63,9 +64,16 @@ class VisionPromptMaker(PromptMaker):
         tokenizer: Any,
         chat_template_kwargs: dict[str, Any] | None = None,
         max_context: int | None = None,
+        *,
+        special_tokens: str = "auto",
+        image_root: str | None = None,
     ):
         compat.require("pillow", "training on images")
-        super().__init__(tokenizer_with_processor_template(processor, tokenizer), chat_template_kwargs, max_context)
+        tokenizer = tokenizer_with_processor_template(processor, tokenizer)
+        super().__init__(
+            tokenizer, chat_template_kwargs, max_context, special_tokens=special_tokens, image_root=image_root
+        )
+        self._source = ImageSource("", root=self.image_root)
         self.processor = processor
         self.placeholder: str | None = getattr(processor, "image_token", None)
         """Text of one image in a rendered conversation; None if the processor does not name it."""
@@ -77,7 +85,7 @@ class VisionPromptMaker(PromptMaker):
 
         ImageError or VisionError for images that are unreadable or do not fit the prompt.
         """
-        messages = messages_with_images(row)
+        messages = messages_with_images(row, self._source)
         if messages is None:
             if check:
                 self.check_images(row)
@@ -92,6 +100,7 @@ class VisionPromptMaker(PromptMaker):
         ImageError or VisionError for images that are missing, unreadable or do not fit the messages, and for texts that
         contain the placeholder of an image.
         """
+        source = replace(source or self._source, root=self.image_root)
         try:
             messages = messages_with_images(row, source, opened=False)
         except VisionError as error:
@@ -142,11 +151,11 @@ class VisionPromptMaker(PromptMaker):
 
     def template_messages(self, messages: Messages) -> Messages:
         """Messages in the form that the chat template renders: texts or content blocks, image blocks without image."""
-        return [self._template_message(message) for message in drop_empty_fields(messages)]
+        return [self._mark_message(self._template_message(message)) for message in drop_empty_fields(messages)]
 
     def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
         """The row's prompt with its images in the messages, opened or as the row has them."""
-        messages = messages_with_images(row, opened=opened)
+        messages = messages_with_images(row, self._source, opened=opened)
         return row["prompt"] if messages is None else messages
 
     def conversation_images(self, messages: Messages) -> list[Any]:
@@ -163,11 +172,14 @@ class VisionPromptMaker(PromptMaker):
         begin = self.tokenizer.bos_token
         adds_specials = is_start and not (begin and text.startswith(begin))  # the chat template may have written it
         if not images:
-            encoded = self.tokenizer(text, add_special_tokens=adds_specials, verbose=False)
-            return Encoded(list(encoded["input_ids"]), None)
+            return Encoded(self.outside_text.encode(text, add_special_tokens=adds_specials), None)
+        processor, is_marked = self.processor, has_marks(text)
+        if is_marked:
+            processor = copy.copy(processor)
+            processor.tokenizer = self.outside_text.marking_tokenizer
         try:
-            encoded = self.processor(
-                text=[text],
+            encoded = processor(
+                text=[self.outside_text.with_one_mark(text)],
                 images=[list(images)],
                 return_tensors="pt",
                 add_special_tokens=adds_specials,
@@ -178,7 +190,16 @@ class VisionPromptMaker(PromptMaker):
                 f"{', '.join(f'{image.width}x{image.height}' for image in images)} pixels: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return _encoded(encoded, images, getattr(self.processor, "image_token_id", None))
+        result = _encoded(encoded, images, getattr(self.processor, "image_token_id", None))
+        return self._expanded(result, text) if is_marked else result
+
+    def _expanded(self, encoded: Encoded, text: str) -> Encoded:
+        """The inputs with each mark of the text replaced by the ordinary tokens that it stands for."""
+        assert encoded.media is not None
+        pieces = self.outside_text.expansions(text, encoded.ids)
+        lengths = torch.tensor([len(piece) for piece in pieces])
+        types = {name: values.repeat_interleave(lengths) for name, values in encoded.media.token_tensors.items()}
+        return Encoded([number for piece in pieces for number in piece], replace(encoded.media, token_tensors=types))
 
     def _check_placeholders(self, text: str, num_images: int) -> None:
         if self.placeholder is None or text.count(self.placeholder) == num_images:
@@ -357,7 +378,7 @@ def _image_source(column: str, number: int, row: ImageSource | None) -> ImageSou
 
 def _row_name(source: ImageSource | None) -> str:
     """The beginning of a message about a row."""
-    return "" if source is None else f"row {source.row} of {source.dataset}: "
+    return "" if source is None or source.row is None else f"row {source.row} of {source.dataset}: "
 
 
 def _insert_blocks(messages: Messages, num_images: int, column: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from groupgrad.data.outside_text import OutsideText
 from groupgrad.data.prompts import as_text, drop_empty_fields
 from groupgrad.errors import RewardError
 from groupgrad.metrics import mean_of
@@ -39,7 +40,8 @@ class RewardModel:
     unless it is quantized or placed by a device map. Without a processing class, the tokenizer is loaded from the
     model's source. The padding token is the tokenizer's, else the model's, else the end-of-sequence token, and is
     written to the model's configuration. Conversations are formatted by the chat template; plain texts are prompt and
-    completion end to end, with the tokenizer's default special tokens.
+    completion end to end, with the tokenizer's default special tokens. Special tokens that a message or a completion
+    spells out are read as ordinary text, so that no policy can end its turn for the reward model.
 
     The constructor scores one short text, so a model that cannot work is a ValueError there.
     """
@@ -56,6 +58,7 @@ class RewardModel:
         self._tokenizer = getattr(processing_class, "tokenizer", processing_class)
         has_template = getattr(processing_class, "chat_template", None)
         self._formatter = processing_class if has_template else self._tokenizer
+        self._outside_text = OutsideText(self._tokenizer)
         self._pad_id = set_padding(self._tokenizer, self.model, self.name)
         self._max_length = max_input_tokens(self.model)
         self._warned_truncated = False
@@ -155,12 +158,14 @@ class RewardModel:
                 reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
                 # The model reads text only; `as_text` replaces images by their names.
                 messages = [as_text(message) for message in drop_empty_fields([*prompt, *reply])]
+                messages = self._outside_text.mark(messages, with_added=False)
                 kwargs = self._options.chat_template_kwargs or {}
                 text = self._formatter.apply_chat_template(messages, tokenize=False, **kwargs)
             else:
-                text = prompt + (completion if isinstance(completion, str) else rollout.text)
+                answer = completion if isinstance(completion, str) else rollout.text
+                text = prompt + self._outside_text.mark(answer, with_added=False)
             # A template has already written the special tokens.
-            ids = list(self._tokenizer(text, add_special_tokens=not is_conversation, verbose=False)["input_ids"])
+            ids = self._outside_text.encode(text, add_special_tokens=not is_conversation)
         except Exception as error:  # a chat template may raise anything
             raise call_error(error, self.name, inputs, row) from error
         if not ids:

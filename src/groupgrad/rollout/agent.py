@@ -289,7 +289,7 @@ class _Agent:
         self._tool_uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
         messages = [_message(reply, call) for reply, call in zip(replies, turn.calls)]
         if maker.conversation_images(messages):
-            messages = open_reply_images(messages)
+            messages = open_reply_images(messages, maker.image_root)
         encoder = ToolReplyEncoder(maker, messages)
         with _fails_rollout("the chat template cannot render a tool's reply"):
             reply_ids = self._chat.reply_ids(turn_ids, maker.template_messages(messages), encoder)

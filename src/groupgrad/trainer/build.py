@@ -247,16 +247,19 @@ def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
 
 
 def _prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
-    kwargs, name = mapping(config.chat_template_kwargs), type(unwrap(policy.model)).__name__
+    text = policy.tokenizer, mapping(config.chat_template_kwargs), policy.max_context
+    special, name = config.special_tokens_in_prompts, type(unwrap(policy.model)).__name__
+    if config.image_root is not None and not is_multimodal(policy.model):
+        warnings.warn(f"image_root={config.image_root!r} has no effect: {name} reads text alone")
     if not is_multimodal(policy.model):
         no_images = f"{name} reads text alone; train a model that takes images, or remove the images from the data set"
-        return PromptMaker(policy.tokenizer, kwargs, policy.max_context, no_images=no_images)
+        return PromptMaker(*text, special_tokens=special, no_images=no_images)
     if is_processor(policy.processing_class):
-        return VisionPromptMaker(policy.processing_class, policy.tokenizer, kwargs, policy.max_context)
+        return VisionPromptMaker(policy.processing_class, *text, special_tokens=special, image_root=config.image_root)
     found = f"processing_class is a {type(policy.processing_class).__name__}, which makes no model inputs of images"
     logger.warning("%s takes images, but %s: it trains on text alone", name, found)
     no_images = f"{found}; pass processing_class=AutoProcessor.from_pretrained(...)"
-    return PromptMaker(policy.tokenizer, kwargs, policy.max_context, no_images=no_images)
+    return PromptMaker(*text, special_tokens=special, no_images=no_images)
 
 
 def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:

@@ -1,0 +1,141 @@
+"""Keeps control tokens that stand in text from outside from being encoded as such.
+
+A tool's result, an observation or a column of data may contain the text of a control token, such as `<|im_end|>`.
+Encoded as that token, it would end the turn and let the text speak as the user or the system. `mark` therefore replaces
+such texts by single characters before the chat template renders; `encode` makes token ids of the rendered text, in
+which only the template's own control tokens are left, and gives each mark the ordinary tokens of its text.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+_START = "\ufdd0"
+_DIGITS = "".join(map(chr, range(0xFDD1, 0xFDF0)))
+_MARKS = re.compile(f"{_START}([{_DIGITS}]{{3}})")
+"""A mark: characters that Unicode keeps for use inside programs, the first of them and a number in the others."""
+
+
+class OutsideText:
+    """Marks and encodes text from outside for one tokenizer.
+
+    Special tokens are control tokens wherever they stand. Tokens that were only added, such as `<tool_response>`, are
+    control tokens if the chat template writes them; `mark` covers those only `with_added`, since prompts mention tags
+    such as `<think>` for the model to use.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        added = {str(token): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        special = {str(text) for text in tokenizer.all_special_tokens} | {text for text in added if added[text]}
+        written = {text for text in added if text.strip() and text in template}
+        self._special, self._control = _any_of(special), _any_of(special | written)
+        self._control_ids = set(tokenizer.convert_tokens_to_ids(sorted(special | written)))
+        self._control_ids.discard(getattr(tokenizer, "unk_token_id", None))  # it stands for unknown text, too
+        self._numbers: dict[str, int] = {}
+        """The numbers of the marks so far, by the text that each stands for."""
+        self._ordinary_ids: dict[str, list[int]] = {}
+
+    def mark(self, value: Any, *, with_added: bool) -> Any:
+        """The text, or the copied message or list, with a mark for each control token in its texts."""
+        if isinstance(value, str):
+            return (self._control if with_added else self._special).sub(self._mark_of, value)
+        if isinstance(value, Mapping):
+            return {
+                self.mark(key, with_added=with_added): self.mark(item, with_added=with_added)
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.mark(item, with_added=with_added) for item in value]
+        return value
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, with the ordinary tokens of what its marks stand for."""
+        if not has_marks(text):
+            return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        ids = self.marking_tokenizer(self.with_one_mark(text), add_special_tokens=add_special_tokens, verbose=False)[
+            "input_ids"
+        ]
+        return list(chain.from_iterable(self.expansions(text, ids)))
+
+    def expansions(self, text: str, ids: Iterable[int]) -> list[list[int]]:
+        """The ordinary tokens of each of the `ids` that `marking_tokenizer` made of the marked text."""
+        marked = iter(_MARKS.findall(text))
+        return [self._ids_of(next(marked)) if number == self._mark_id else [number] for number in ids]
+
+    @cached_property
+    def marking_tokenizer(self) -> Any:
+        """A copy of the tokenizer with one more token, which stands for every mark."""
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.add_tokens([_added_token(_START)])
+        return tokenizer
+
+    def with_one_mark(self, text: str) -> str:
+        """The marked text in the form that `marking_tokenizer` reads."""
+        return _MARKS.sub(_START, text)
+
+    @cached_property
+    def _mark_id(self) -> int:
+        return self.marking_tokenizer.convert_tokens_to_ids(_START)
+
+    def _mark_of(self, match: re.Match[str]) -> str:
+        number, base = self._numbers.setdefault(match[0], len(self._numbers)), len(_DIGITS)
+        return _START + _DIGITS[number // base**2] + _DIGITS[number // base % base] + _DIGITS[number % base]
+
+    def _ids_of(self, digits: str) -> list[int]:
+        """The ordinary tokens of the text that a mark stands for; those of the mark itself if it came with the text."""
+        number = 0
+        for digit in digits:
+            number = number * len(_DIGITS) + _DIGITS.index(digit)
+        texts = list(self._numbers)
+        text = texts[number] if number < len(texts) else _START + digits
+        if text not in self._ordinary_ids:
+            self._ordinary_ids[text] = self._ordinary(text)
+        return self._ordinary_ids[text]
+
+    def _ordinary(self, text: str) -> list[int]:
+        """Token ids of a control token's text, none of which is a control token.
+
+        Tokenizers split special tokens when asked to, but not added ones, so those are cut behind their first
+        character. A vocabulary may still hold the parts; then every character is encoded alone.
+        """
+        for pieces in ([text], [text[:1], text[1:]], list(text)):
+            ids = [number for piece in pieces if piece for number in self._split(piece)]
+            if not self._control_ids.intersection(ids):
+                return ids
+        return []
+
+    def _split(self, piece: str) -> list[int]:
+        """Token ids of a piece in the middle of a text, with special tokens split."""
+        if _START in piece:
+            return list(self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        # Behind a token, as some tokenizers put a space before the first word of a text.
+        ids = self.marking_tokenizer(_START + piece, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return list(ids["input_ids"])[1:]
+
+
+def has_marks(value: Any) -> bool:
+    """True if a text, or any text in a message or list, has a mark."""
+    if isinstance(value, str):
+        return _MARKS.search(value) is not None
+    if isinstance(value, Mapping):
+        return any(has_marks(key) or has_marks(item) for key, item in value.items())
+    return isinstance(value, (list, tuple)) and any(map(has_marks, value))
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    """A pattern of these texts, the longest first, and of the start of a mark that is none."""
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join([*map(re.escape, longest_first), rf"{_START}(?![{_DIGITS}]{{3}})"]))
+
+
+def _added_token(text: str) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(text, normalized=False, special=False)
