@@ -30,5 +30,9 @@ class RolloutError(ValueError):
     """Rollouts failed: environments raised, or a rollout function returned unusable values."""
 
 
+class NonFiniteError(RuntimeError):
+    """Losses, gradients or weights are NaN or infinite, so training cannot go on and nothing is saved."""
+
+
 class WeightsLost(RuntimeError):
     """An engine lost the weights that a request needs, and they cannot be sent again."""

@@ -228,6 +228,22 @@ def fail_on_last_rank(out: Path) -> dict[str, Any]:
     return {"error": None}
 
 
+def spoil_one_loss(out: Path) -> dict[str, Any]:
+    """Makes the loss of the second step NaN on one rank, without a gradient that shows it."""
+    trainer = build("failing", out, max_steps=2)
+    batch_loss = trainer.batch_loss
+
+    def spoilt(model: Any, batch: Any, **kwargs: Any) -> Any:
+        result = batch_loss(model, batch, **kwargs)
+        is_bad = trainer.state.global_step == 1 and int(os.environ.get("RANK", "0")) == 1
+        return type(result)(result.loss + float("nan") if is_bad else result.loss, result.metrics)
+
+    trainer.batch_loss = spoilt
+    trainer.train()
+    skipped = sorted(path.name for path in (out / "run" / "failing" / "nonfinite_steps").iterdir())
+    return {"weights": HELP.weights(trainer.model), "skipped": skipped, "step": trainer.state.global_step}
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
@@ -235,6 +251,7 @@ def main(out: Path) -> None:
         torch.save(run(name, out), out / f"{name}_{rank}.pt")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.save(fail_on_last_rank(out), out / f"failing_{rank}.pt")
+        torch.save(spoil_one_loss(out), out / f"nonfinite_{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,14 @@ def assert_same_completions(folder: Path, expected: Path) -> None:
         assert [r["advantage"] for r in rows] == pytest.approx([r["advantage"] for r in wanted], abs=1e-6)
 
 
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
+    first, second = results(two, "nonfinite")
+    assert torch.equal(first["weights"], second["weights"])
+    assert bool(first["weights"].isfinite().all())
+    assert first["step"] == second["step"] == 2
+    assert {*first["skipped"], *second["skipped"]} == {"step_000002_rank_0.jsonl", "step_000002_rank_1.jsonl"}
+
+
 def test_an_error_on_one_rank_ends_both(two):
     first, second = (result["error"] for result in results(two, "failing"))
     assert second is not None and second.startswith("RewardError") and "the judge is out" in second

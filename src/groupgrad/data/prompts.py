@@ -97,9 +97,8 @@ class PromptMaker:
     def token_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Token ids of a text or a conversation."""
         if isinstance(prompt, str):
-            if self._special_tokens == "split":
-                prompt = self._mark(prompt)
-            return self.outside_text.encode(prompt, add_special_tokens=True)
+            text = self._mark(prompt) if self._special_tokens == "split" else prompt
+            return self.outside_text.encode(text, add_special_tokens=True)
         messages = self.template_messages(prompt)
         if has_marks(messages):
             return self.encode(self.render(prompt)).ids

@@ -36,17 +36,26 @@ def check_language_model(model: nn.Module) -> None:
             f"the weights of this {name} are on the device 'meta', where there are shapes and no numbers; load it with "
             "AutoModelForCausalLM.from_pretrained(...) outside of torch.device('meta')"
         )
-    for parameter_name, parameter in inner.named_parameters():
+    if bad := nonfinite_weights(inner):
+        raise ValueError(f"{bad}, so every score would be NaN; load a checkpoint whose weights are finite")
+
+
+def nonfinite_weights(model: nn.Module, *, trained_only: bool = False) -> str | None:
+    """Names the first parameter with numbers that are not finite; None if there is none.
+
+    With `trained_only` frozen parameters are not read.
+    """
+    for name, parameter in model.named_parameters():
         if parameter.is_meta or is_packed(parameter) or parameter.dtype.itemsize < 2:  # quantized
+            continue
+        if trained_only and not parameter.requires_grad:
             continue
         # The sum needs no copy of the weights, and is finite only if all of them are. MPS has no float64.
         dtype = torch.float32 if parameter.device.type == "mps" else torch.float64
-        if not bool(parameter.detach().sum(dtype=dtype).isfinite()):
+        if parameter.numel() and not bool(parameter.detach().sum(dtype=dtype).isfinite()):
             num_bad = int((~torch.isfinite(parameter)).sum())
-            raise ValueError(
-                f"{num_bad} of {parameter.numel()} numbers of the model's {parameter_name} are NaN or infinite, so "
-                "every score would be NaN; load a checkpoint whose weights are finite"
-            )
+            return f"{num_bad} of {parameter.numel()} numbers of the model's {name} are NaN or infinite"
+    return None
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

@@ -52,6 +52,7 @@ from groupgrad.trainer.constructor_arguments import (
     resolve_processing_class,
     resolve_reward_funcs,
 )
+from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs, known_scores
@@ -208,10 +209,12 @@ class GRPOTrainer(TrainingRun):
             micro_batch = self._micro_batches[inputs.index]
             with self._training_passes(is_last=inputs.is_last):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
+                loss = torch.stack([part.loss.detach() for part in losses]).sum()
+                self.finite_steps.mark(loss, self.model.parameters())
         for part in losses:
             self.metric_store.add(part.metrics)
         self._step_log.add(losses, seconds=time.perf_counter() - started)
-        return torch.stack([part.loss for part in losses]).sum()
+        return loss
 
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
@@ -338,7 +341,7 @@ class GRPOTrainer(TrainingRun):
         numbers = self._step_log.finish(self.timings, has_weights=self.vllm_policy is not None)
         if numbers.mean_length is not None:
             self.progress.set_numbers(length=numbers.mean_length, tokens_per_second=numbers.tokens_per_second)
-        self.metric_store.add(numbers.metrics)
+        self.metric_store.add({**numbers.metrics, **self.finite_steps.metrics()})
         self.mismatch_watch.end_step(step, numbers.measured)
         if self.entropy_controller.is_active:
             self.metric_store.add(self.entropy_controller.end_step(numbers.measured.get("entropy")))
@@ -401,6 +404,7 @@ class GRPOTrainer(TrainingRun):
         """Make the components, and drop the state of an earlier training."""
         self._build_components()
         self.buffer, self._step_log = GenerationBuffer(self.plan), StepLog()
+        self.finite_steps = FiniteSteps(self.args.output_dir)
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
         self.checkpointing = build.checkpointing_by_need(
@@ -425,6 +429,7 @@ class GRPOTrainer(TrainingRun):
                 "entropy": self.entropy_controller,
                 "loss": self._loss_window,
                 "memory": self.memory,
+                "finite_steps": self.finite_steps,
             },
             shared={"reference": self.reference} if self.reference is not None and self.args.sync_ref_model else {},
         )

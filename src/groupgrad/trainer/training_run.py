@@ -25,14 +25,17 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.generation_plan import GenerationPlan
+from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
+from groupgrad.errors import NonFiniteError
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
 from groupgrad.modeling.load import load_renamed_checkpoint
+from groupgrad.modeling.policy_checks import nonfinite_weights
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.forward import unwrap
@@ -51,6 +54,7 @@ from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
 
@@ -64,6 +68,9 @@ class TrainingRun(TRLNames, Trainer):
     model: Any
     callback_handler: Any
     progress: ProgressCallback
+    finite_steps: FiniteSteps
+    _micro_batches: list[MicroBatch]
+    """This rank's micro-batches of the present optimizer step."""
     metric_store: MetricStore
     """Metrics since the last log event."""
     eval_metric_store: MetricStore
@@ -99,6 +106,7 @@ class TrainingRun(TRLNames, Trainer):
         try:
             with self.progress, bars_on_terminals_only(), configured_kernels(self.args):
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            self._check_weights()
             if resume_from_checkpoint and self.state.global_step == self._initial_global_step >= self.state.max_steps:
                 logger.warning(
                     "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
@@ -231,8 +239,33 @@ class TrainingRun(TRLNames, Trainer):
                 self.batch_loss = replaced
         return PolicyLoss(loss, merge_all(part.metrics for part in losses))
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm of the averaged gradient; a gradient that is not finite is dropped, so that the step is none."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        scaler = getattr(self.accelerator, "scaler", None)
+        scales = self.is_deepspeed_enabled and self.args.fp16 if scaler is None else scaler.get_scale() > 1
+        if norm is None or scales:
+            return norm  # a step that overflows in float16 is skipped with a lower scale
+        # Some optimizers step within the backward pass.
+        is_applied = self.is_deepspeed_enabled or self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
+        step, tokenizer = self.state.global_step + 1, self.prompt_maker.tokenizer
+        is_finite = self.finite_steps.check(norm, step, self._micro_batches, tokenizer, is_applied=is_applied)
+        if not is_finite and scaler is None:
+            for parameter in model.parameters():
+                parameter.grad = None
+        return norm
+
+    def _check_weights(self) -> None:
+        """NonFiniteError, on every rank that has them, for trained weights that are not finite."""
+        if bad := nonfinite_weights(unwrap(self.model), trained_only=True):
+            raise NonFiniteError(
+                f"step {self.state.global_step}: {bad}, so they are not saved; go on from the last checkpoint with a "
+                "lower learning_rate"
+            )
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`, without a bar in files."""
+        """`Trainer.save_model`, without a bar in files. NonFiniteError for weights that are not finite."""
+        self._check_weights()
         with bars_on_terminals_only():
             super().save_model(output_dir, _internal_call)
 

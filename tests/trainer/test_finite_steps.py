@@ -1,0 +1,123 @@
+"""Steps whose loss or gradient is not finite are skipped, counted and written down; several in a row end the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from groupgrad import GRPOTrainer
+from groupgrad.errors import NonFiniteError
+
+
+class Poisoned(GRPOTrainer):
+    """A trainer whose loss is multiplied by a number in some steps."""
+
+    bad_steps: dict[int, float]
+    """Step -> the factor."""
+    detached: bool = False
+    """The loss is spoilt without a gradient that shows it."""
+
+    def batch_loss(self, model: Any, batch: Any, **kwargs: Any) -> Any:
+        result = super().batch_loss(model, batch, **kwargs)
+        factor = self.bad_steps.get(self.state.global_step, 1.0)
+        loss = result.loss + (factor - 1.0 if factor != 1.0 else 0.0) if self.detached else result.loss * factor
+        return type(result)(loss, result.metrics)
+
+
+@pytest.fixture
+def make_poisoned(make_trainer):
+    def make(bad_steps: dict[int, float], *, detached: bool = False, **settings: Any) -> Any:
+        trainer = make_trainer(**settings)
+        trainer.__class__ = Poisoned
+        trainer.bad_steps, trainer.detached = bad_steps, detached
+        return trainer
+
+    return make
+
+
+def state(trainer: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_poisoned, factor, detached, caplog):
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    class Recorder(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            seen[state.global_step] = [parameter.detach().clone() for parameter in model.parameters()]
+
+    trainer = make_poisoned({1: factor}, detached=detached, max_steps=3, trainer={"callbacks": [Recorder()]})
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2]))
+    assert not all(torch.equal(a, b) for a, b in zip(seen[2], seen[3]))
+    logged = [entry.get("nonfinite_steps") for entry in trainer.state.log_history[:3]]
+    assert logged == [None, 1.0, 1.0]
+    (path,) = (Path(trainer.args.output_dir) / "nonfinite_steps").iterdir()
+    assert path.name == "step_000002_rank_0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 8
+    assert {row["row"] for row in rows} == set(range(8))
+    assert all(isinstance(row["prompt"], str) and isinstance(row["advantage"], float) for row in rows)
+    assert str(path) in caplog.text
+    assert "step was skipped" in caplog.text
+
+
+def test_a_skipped_step_leaves_the_optimizers_state_as_it_was(make_poisoned):
+    plain, skipped = make_poisoned({}, max_steps=1), make_poisoned({1: float("nan")}, max_steps=2)
+    for trainer in (plain, skipped):
+        trainer.train()
+    for first, second in zip(plain.optimizer.state.values(), skipped.optimizer.state.values()):
+        assert torch.equal(first["exp_avg"], second["exp_avg"])
+        assert first["step"] == second["step"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(state(plain), state(skipped)))
+
+
+def test_the_third_in_a_row_ends_the_run_with_finite_weights(make_poisoned):
+    trainer = make_poisoned({1: float("nan"), 2: float("inf"), 3: float("nan")}, max_steps=9)
+    with pytest.raises(NonFiniteError, match=r"step 4: .*gradient norm nan.*so were the 2 steps before it.*lower"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+
+
+def test_steps_that_are_not_in_a_row_do_not_end_it(make_poisoned):
+    trainer = make_poisoned({step: float("nan") for step in (0, 1, 3, 4)}, max_steps=6)
+    trainer.train()
+    assert trainer.state.log_history[5]["nonfinite_steps"] == 4
+
+
+def test_the_count_is_part_of_a_checkpoint(make_poisoned):
+    trainer = make_poisoned({1: float("nan")}, max_steps=3, save_strategy="steps", save_steps=2)
+    trainer.train()
+    resumed = make_poisoned({}, max_steps=3)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert resumed.finite_steps.num_skipped == 1
+
+
+class Spoiler(TrainerCallback):
+    """Makes a weight NaN after a step, as a broken callback does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[3] = float("nan")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_weights_that_are_not_finite_are_never_saved_and_no_run_ends_well_with_them(make_trainer, saves):
+    settings = {"save_strategy": "steps", "save_steps": 1} if saves else {}
+    trainer = make_trainer(max_steps=2, trainer={"callbacks": [Spoiler()]}, **settings)
+    with pytest.raises(NonFiniteError, match=r"step 2: 1 of \d+ numbers of the model's \S+ are NaN or infinite"):
+        trainer.train()
+    assert not list(Path(trainer.args.output_dir).glob("checkpoint-2/*.safetensors"))
+    with pytest.raises(NonFiniteError, match="not saved"):
+        trainer.save_model()
+    assert not (Path(trainer.args.output_dir) / "model.safetensors").exists()
