@@ -17,6 +17,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from groupgrad.stopping import StopRequested, interruptible
+
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 * 2**20
@@ -180,11 +182,15 @@ def broadcast_tensor(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """Raises an exception from the body on all ranks. Collective at its end; the body contains no collective."""
+    """Raises an exception from the body on all ranks. Collective at its end; the body contains no collective.
+
+    A signal that ends the run leaves the body; then all ranks raise StopRequested.
+    """
     error: BaseException | None = None
     try:
-        yield
-    except Exception as caught:
+        with interruptible():
+            yield
+    except (Exception, StopRequested) as caught:
         error = caught
     raise_on_all_ranks(error)
 
@@ -192,18 +198,27 @@ def errors_on_all_ranks() -> Iterator[None]:
 def raise_on_all_ranks(error: BaseException | None) -> None:
     """Raises on all ranks if any of them has an error, so that none waits forever in the next collective. Collective.
 
-    The failed rank raises its own error; the others raise a RuntimeError that quotes it.
+    The failed rank raises its own error; the others raise a RuntimeError that quotes it. StopRequested, if no rank has
+    another error, is raised on all of them.
     """
     if not is_active():
         if error is not None:
             raise error
         return
-    messages = all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
+    is_stop = isinstance(error, StopRequested)
+    signals, messages = zip(
+        *all_gather_objects(
+            (str(error) if is_stop else None, None if error is None or is_stop else f"{type(error).__name__}: {error}")
+        )
+    )
+    if error is not None and not is_stop:
         raise error
     for failed_rank, message in enumerate(messages):
         if message is not None:
             raise RuntimeError(f"stopped because rank {failed_rank} failed with {message}")
+    for name in signals:
+        if name is not None:
+            raise StopRequested(name) from error
 
 
 @cache

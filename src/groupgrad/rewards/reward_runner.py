@@ -99,7 +99,7 @@ class RewardRunner:
 
         Async functions start first and run concurrently while plain functions and models run in order. Failed rollouts
         get NaN and are not passed to any function. RewardError, from the original, if a function raises or returns
-        unusable rewards; KeyboardInterrupt and SystemExit are raised as they are.
+        unusable rewards, and for SystemExit; KeyboardInterrupt is raised as it is.
         """
         table = RewardTable(torch.full((len(rollouts), len(self.names)), torch.nan, dtype=torch.float64), self.names[:])
         rows = [row for row, rollout in enumerate(rollouts) if rollout.is_scorable]
@@ -158,8 +158,8 @@ class RewardRunner:
             returned = self._call(scorer, arguments) if pending is None else _result(pending)
         except LogMisuse:
             raise
-        except Exception as error:
-            row = self._failing_row(scorer, inputs, error)
+        except (Exception, SystemExit) as error:
+            row = self._failing_row(scorer, inputs, error) if isinstance(error, Exception) else None
             raise call_error(error, scorer.name, inputs, row) from error
         finally:
             log.close()

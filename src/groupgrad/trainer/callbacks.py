@@ -35,11 +35,19 @@ class RunState:
 
     def __init__(self, parts: Mapping[str, Stateful], *, shared: Mapping[str, Stateful] | None = None):
         self._parts, self._shared = dict(parts), dict(shared or {})
+        self.frozen: Mapping[str, Any] | None = None
+        """States that are saved in place of the present ones."""
+
+    def freeze(self) -> dict[str, Any]:
+        """The state of each part now, but of completions, whose records name their step."""
+        return {name: part.state_dict() for name, part in self._parts.items() if name != "completions"}
 
     def save(self, folder: str | Path) -> None:
         """Write this rank's file into a checkpoint folder, and on the main process what all share."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path(folder))
+        frozen = self.frozen or {}
+        states = {name: frozen[name] if name in frozen else part.state_dict() for name, part in self._parts.items()}
+        torch.save(states, self._path(folder))
         if self._shared and dist.is_main():
             shared = {name: part.state_dict() for name, part in self._shared.items()}
             torch.save(shared, Path(folder) / _SHARED_FILE)

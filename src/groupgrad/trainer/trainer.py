@@ -221,6 +221,7 @@ class GRPOTrainer(TrainingRun):
         model.train()
         self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
         self.memory.begin_step()
+        self._remember_last_step()
         self._follow_generate()
         step = self.state.global_step
         self._on_policy = self.sampler_logprobs.on_policy(step)

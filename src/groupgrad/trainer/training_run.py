@@ -47,21 +47,21 @@ from groupgrad.objectives import PolicyLoss
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.rollout.requests import row_seed
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
-from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
+from groupgrad.trainer.stoppable_run import StoppableRun
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingRun(TRLNames, Trainer):
+class TrainingRun(TRLNames, StoppableRun):
     """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
 
     args: GRPOConfig
@@ -75,9 +75,6 @@ class TrainingRun(TRLNames, Trainer):
     """Metrics since the last log event."""
     eval_metric_store: MetricStore
     """Metrics of the present or the next evaluation."""
-    completion_log: CompletionLog
-    run_state: RunState
-    """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     reference: Reference | None
     vllm_policy: VLLMPolicy | None = None
     """vLLM with the policy's weights, if it samples."""
@@ -104,7 +101,13 @@ class TrainingRun(TRLNames, Trainer):
         whatever happens."""
         self._invalidate_vllm()
         try:
-            with self.progress, bars_on_terminals_only(), configured_kernels(self.args):
+            with (
+                self.progress,
+                bars_on_terminals_only(),
+                configured_kernels(self.args),
+                self._stops_at_signals(),
+                exits_are_errors(),
+            ):
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
             self._check_weights()
             if resume_from_checkpoint and self.state.global_step == self._initial_global_step >= self.state.max_steps:

@@ -1,0 +1,103 @@
+"""Ends a run when the system asks for it: signals are received at any time and acted upon where nothing is lost.
+
+SIGTERM, SIGUSR1 and the first SIGINT ask for the end of the run. Work that only this rank takes part in, such as
+sampling and rewards, is left at once (`interruptible`); anything else is finished first. `dist.errors_on_all_ranks`
+surrounds the former and carries the request to all ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+"""Signals that end a run after a checkpoint; a second SIGINT ends it at once."""
+
+EXIT_STOPPED = 75
+"""Exit code of a run that a signal has stopped and that can go on: "try again" of sysexits.h (EX_TEMPFAIL)."""
+
+EXIT_INTERRUPTED = 130
+"""Exit code after SIGINT, as shells give it."""
+
+
+class StopRequested(BaseException):
+    """Work of this rank was left because a signal asks for the end of the run; the text is the signal's name."""
+
+
+class Stopped(SystemExit):
+    """Training was stopped by a signal, after a checkpoint. Its `code` is the exit code of the process.
+
+    It ends a script that does not catch it: the steps of the run were not all made.
+    """
+
+    def __init__(self, name: str, message: str):
+        super().__init__(EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED)
+        self.signal_name, self.message = name, message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class _Request:
+    """What signals have asked of this process."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.num_interruptible = 0
+        self.leaves_work = True
+        """Work is left at once; otherwise the end of the step is waited for."""
+
+
+_request = _Request()
+
+
+def requested() -> str | None:
+    """Name of the signal that asked for the end of the run; None if there was none."""
+    return _request.name
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Work that may be left at any point when a signal comes: StopRequested, also for a signal that came before.
+
+    The body contains no collective, and leaves nothing behind that a checkpoint needs.
+    """
+    _request.num_interruptible += 1
+    try:
+        if _request.name is not None and _request.leaves_work:
+            raise StopRequested(_request.name)
+        yield
+    finally:
+        _request.num_interruptible -= 1
+
+
+@contextmanager
+def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True) -> Iterator[None]:
+    """Receives `SIGNALS`, but those `ignored`, while the body runs on the main thread; on another thread, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in SIGNALS if name not in ignored and hasattr(signal, name)]
+    before: dict[int, Any] = {}
+    _request.name, _request.num_interruptible, _request.leaves_work = None, 0, leaves_work
+    try:
+        for number in numbers:
+            before[number] = signal.signal(number, _receive)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _request.name = None
+
+
+def _receive(number: int, frame: FrameType | None) -> None:
+    name = signal.Signals(number).name
+    is_first, _request.name = _request.name is None, _request.name or name
+    if name == "SIGINT" and not is_first:
+        raise KeyboardInterrupt
+    if is_first and _request.num_interruptible and _request.leaves_work:
+        raise StopRequested(name)

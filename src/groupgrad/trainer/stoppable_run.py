@@ -1,0 +1,150 @@
+"""Stops a run at a signal: all ranks agree, the last whole step is saved, and the process exits with a code of its own.
+
+At the end of a step nothing is in progress, so the step's own checkpoint is written. A signal that comes while
+rollouts are sampled or scored leaves them, and the checkpoint is that of the last whole step: what such work changes
+is remembered when a step begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback
+
+from groupgrad import dist, stopping
+from groupgrad.config import GRPOConfig
+from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.stopping import Stopped, StopRequested
+from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.trainer.callbacks import RunState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class LastStep:
+    """What the work of a step changes before the optimizer steps, as it was at the end of the step before."""
+
+    step: int
+    """Optimizer steps made."""
+    run: dict[str, Any]
+    """State of the run's parts, see `RunState.freeze`."""
+    random_states: tuple[Any, ...]
+    """Of Python, NumPy, PyTorch and, where there is one, the present CUDA device."""
+    num_input_tokens_seen: int
+    flos: float
+
+    @classmethod
+    def of(cls, trainer: Any) -> LastStep:
+        """Remembers the present state of the trainer."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        random_states = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+        seen = trainer.state.num_input_tokens_seen
+        return cls(
+            trainer.state.global_step, trainer.run_state.freeze(), random_states, seen, float(trainer.current_flos)
+        )
+
+    def restore(self, trainer: Any) -> None:
+        """Puts the state back for a checkpoint."""
+        python, numpy, cpu, cuda = self.random_states
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        trainer.state.num_input_tokens_seen, trainer.current_flos = self.num_input_tokens_seen, self.flos
+        trainer.run_state.frozen = self.run
+
+
+class StopAtStepEnd(TrainerCallback):
+    """Has a step logged and saved, and ends training, once a signal has come to any rank. Collective."""
+
+    name: str | None = None
+    """The signal that training was stopped by."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for a log event, a checkpoint and the end, without an evaluation before them."""
+        self.name = next(filter(None, dist.all_gather_objects(stopping.requested())), None)
+        if self.name is not None:
+            control.should_log = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+
+class StoppableRun(Trainer):
+    """`transformers.Trainer` that a signal stops without the loss of a whole step."""
+
+    args: GRPOConfig
+    run_state: RunState
+    completion_log: CompletionLog
+    _receives_signals = False
+    _last_step: LastStep | None = None
+    """The state at the beginning of the step that was begun last."""
+
+    @contextmanager
+    def _stops_at_signals(self) -> Iterator[None]:
+        """Collective. Receives signals while the body trains. Stopped if one has ended it before its last step.
+
+        Nothing is received if some rank trains on another thread than its main one, which Python's signals need.
+        """
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        self._receives_signals = all(dist.all_gather_objects(on_main_thread))
+        if not self._receives_signals:
+            yield
+            return
+        callback = StopAtStepEnd()
+        self.add_callback(callback)
+        ignored = ("SIGTERM",) if self.args.enable_jit_checkpoint else ()
+        # Ranks that hold parts of one model are inside collectives whenever they compute with it.
+        with stopping.received_signals(ignored=ignored, leaves_work=not is_sharded(self.model)):
+            try:
+                yield
+                name = callback.name
+            except StopRequested as stop:
+                name = str(stop)
+                self._save_last_step()
+            finally:
+                self._receives_signals = False
+                self.remove_callback(callback)
+            dist.raise_on_all_ranks(None)  # a launcher ends the other ranks when the first one exits
+            if name is not None and self.state.global_step < self.state.max_steps:
+                raise self._stopped(name)
+
+    def _remember_last_step(self) -> None:
+        """Remembers what a step changes before its optimizer step."""
+        if self._receives_signals:
+            self._last_step = LastStep.of(self)
+
+    def _save_last_step(self) -> None:
+        """Collective. Writes the checkpoint of the last whole step, unless there is one or no step was made."""
+        step, last = self.state.global_step, self._last_step
+        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        if not step or any(dist.all_gather_objects(folder.exists())):
+            return
+        if last is not None and last.step == step:
+            last.restore(self)
+            self.completion_log.drop_step(step)
+        try:
+            self._save_checkpoint(self.model_wrapped, None)
+        finally:
+            self.run_state.frozen = None
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _stopped(self, name: str) -> Stopped:
+        step, folder = self.state.global_step, self.args.output_dir
+        saved = f"checkpoint-{step} in {folder} has it, and resume_from_checkpoint=True goes on from there"
+        message = (
+            f"{name} stopped the run after step {step} of {self.state.max_steps}: "
+            f"{saved if step else 'no step was finished, so there is nothing to save'}"
+        )
+        if dist.is_main():
+            logger.warning("%s", message)
+        return Stopped(name, message)

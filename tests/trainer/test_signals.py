@@ -1,0 +1,171 @@
+"""Signals stop a run with a checkpoint of the last whole step; nothing that training calls ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from groupgrad.errors import RewardError
+from groupgrad.stopping import Stopped
+
+STATEFUL = {
+    "beta": 0.1,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 1,
+    "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
+    "entropy_target": 5.0,
+    "entropy_coef_delta": 0.05,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 2,
+    "max_steps": 5,
+    "logging_steps": 2,
+    "log_completions": True,
+    "num_completions_to_print": 0,
+}
+
+
+class At(TrainerCallback):
+    """Calls a function at an event of the step that follows `step` whole ones."""
+
+    def __init__(self, event: str, step: int, action: Callable[[], None]):
+        def call(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                action()
+
+        setattr(self, event, call)
+
+
+def send(name: str) -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def rewards(tools: Any, step: int, action: Callable[[], None]) -> Callable[..., Any]:
+    """A reward function that calls `action` in the step that follows `step` whole ones, and random numbers always."""
+
+    def reward(completion_ids: Any, trainer_state: Any, **kwargs: Any) -> list[float]:
+        torch.rand(3)
+        if trainer_state.global_step == step:
+            action()
+        return tools.letters_reward(completion_ids)
+
+    return reward
+
+
+def checkpoints(trainer: Any) -> list[str]:
+    return sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("place", ["reward", "on_step_begin", "on_pre_optimizer_step"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path, place):
+    """A signal in a reward leaves the step, which is made again; one in training lets the step end."""
+    step = 3
+
+    def make(action: Callable[[], None], folder: str) -> Any:
+        acts = place == "reward"
+        return make_trainer(
+            model=make_policy(attention_dropout=0.3),
+            reward_funcs=rewards(tools, step if acts else -1, action),
+            trainer={"callbacks": [] if acts else [At(place, step, action)]},
+            output_dir=str(tmp_path / folder),
+            **STATEFUL,
+        )
+
+    straight = make(lambda: None, "straight")
+    straight.train()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    stopped = make(lambda: send("SIGTERM"), "stopped")
+    with pytest.raises(Stopped, match="SIGTERM stopped the run after step") as exit_:
+        stopped.train()
+    assert exit_.value.code == 75
+    whole = step if place != "on_pre_optimizer_step" else step + 1
+    assert checkpoints(stopped) == [f"checkpoint-{whole}"]
+    assert {number: signal.getsignal(number) for number in before} == before
+    resumed = make(lambda: None, "stopped")
+    resumed.train(str(tmp_path / "stopped" / f"checkpoint-{whole}"))
+    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+    # The window of the last log event has step 3, which was made before the stop.
+    logs = [tools.without_times(trainer.state.log_history)[-2] for trainer in (resumed, straight)]
+    assert logs[0] == logs[1]
+    assert resumed.state.num_input_tokens_seen == straight.state.num_input_tokens_seen
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGINT", 130)])
+def test_each_signal_has_its_code(make_trainer, tools, name, code):
+    trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: send(name)))
+    with pytest.raises(SystemExit) as exit_:
+        trainer.train()
+    assert exit_.value.code == code
+    assert checkpoints(trainer) == ["checkpoint-1"]
+
+
+def test_a_second_interrupt_ends_at_once(make_trainer):
+    twice = At("on_pre_optimizer_step", 1, lambda: (send("SIGINT"), send("SIGINT")))
+    trainer = make_trainer(trainer={"callbacks": [twice]})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert checkpoints(trainer) == []
+
+
+def test_a_signal_in_the_first_step_has_nothing_to_save(make_trainer, tools):
+    trainer = make_trainer(reward_funcs=rewards(tools, 0, lambda: send("SIGTERM")))
+    with pytest.raises(Stopped, match="no step was finished"):
+        trainer.train()
+    assert checkpoints(trainer) == []
+
+
+def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(make_trainer):
+    trainer = make_trainer(trainer={"callbacks": [At("on_pre_optimizer_step", 2, lambda: send("SIGTERM"))]})
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_training_on_another_thread_leaves_the_signals_alone(make_trainer):
+    handler = signal.getsignal(signal.SIGTERM)
+    trainer, seen = make_trainer(max_steps=1), []
+    trainer.add_callback(At("on_step_begin", 0, lambda: seen.append(signal.getsignal(signal.SIGTERM))))
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert seen == [handler]
+    assert trainer.state.global_step == 1
+
+
+# --------------------------------------------------------------------------------------- exits of what training calls
+
+
+@pytest.mark.parametrize("leave", [lambda: exit(0), lambda: os._exit(0)], ids=["SystemExit", "_exit"])
+def test_a_reward_cannot_end_the_process(make_trainer, tools, leave):
+    trainer = make_trainer(reward_funcs=rewards(tools, 1, leave))
+    with pytest.raises(RewardError, match=r"'reward'.*step 1.*(SystemExit|_exit)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("leave", [lambda: exit(0), lambda: os._exit(0)], ids=["SystemExit", "_exit"])
+def test_a_callback_cannot_end_the_process(make_trainer, leave):
+    really = os._exit
+    trainer = make_trainer(trainer={"callbacks": [At("on_step_end", 2, leave)]})
+    with pytest.raises(RuntimeError, match=r"test_signals.py:\d+\).* would end the run in the middle|SystemExit\(0\)"):
+        trainer.train()
+    assert os._exit is really
+
+
+def test_a_forked_process_exits_as_it_would(make_trainer):
+    codes: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    make_trainer(trainer={"callbacks": [At("on_step_end", 1, fork)]}).train()
+    assert codes == [7]
