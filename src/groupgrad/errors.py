@@ -34,5 +34,9 @@ class NonFiniteError(RuntimeError):
     """Losses, gradients or weights are NaN or infinite, so training cannot go on and nothing is saved."""
 
 
+class OutputDirInUse(RuntimeError):
+    """Another run trains in the same folder; the message names its process."""
+
+
 class WeightsLost(RuntimeError):
     """An engine lost the weights that a request needs, and they cannot be sent again."""

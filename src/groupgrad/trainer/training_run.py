@@ -10,7 +10,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,7 @@ from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
+from groupgrad.trainer.run_lock import locked
 from groupgrad.trainer.stoppable_run import StoppableRun
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
@@ -105,6 +106,7 @@ class TrainingRun(TRLNames, StoppableRun):
                 self.progress,
                 bars_on_terminals_only(),
                 configured_kernels(self.args),
+                self._lock_of_run(),
                 self._stops_at_signals(),
                 exits_are_errors(),
             ):
@@ -122,6 +124,15 @@ class TrainingRun(TRLNames, StoppableRun):
             self.components.collector.close()
             if self.completion_log.upload is not None:
                 self.completion_log.upload.finish()
+
+    @contextmanager
+    def _lock_of_run(self) -> Iterator[None]:
+        """Collective at its start. The main process holds the lock of `output_dir`."""
+        with ExitStack() as stack:
+            with dist.errors_on_all_ranks():
+                if dist.is_main():
+                    stack.enter_context(locked(self.args.output_dir))
+            yield
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """`Trainer._run_epoch`, which would take a step after the last one of a finished run."""
