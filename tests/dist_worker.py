@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,11 @@ def main(rank: int, folder: Path) -> None:
     results["uneven"] = failure_of(lambda: dist.average_gradients(list(nn.Linear(2, 3).parameters())[rank:]))
     results["freeze"] = failure_of(lambda: dist.broadcast_module(nn.Linear(2, 3).requires_grad_(rank == 0)))
     results["copied"] = copied(rank)
+    dist.limit_waiting(1.0 if rank == 0 else 60.0)
     torch.save({size: averaged(rank, size) for size in BUCKETS}, folder / f"{rank}.pt")
+    if rank == 1:
+        time.sleep(3)
+    results["late"] = failure_of(lambda: dist.all_sum([1.0]))
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 

@@ -123,3 +123,10 @@ def test_processes_with_gloo_sleep_once_at_exit(ranks):
     """They exit with 0 although the group still exists. Without the sleep, about every third process aborted."""
     assert both(ranks, "at_exit") == [0, 1, 1]
     assert dist.GLOO_EXIT_DELAY_S <= 0.5
+
+
+def test_a_rank_that_is_waited_for_too_long_is_an_error(ranks):
+    kind, message = ranks[0]["late"]
+    assert kind == "RuntimeError"
+    assert "Timed out waiting" in message
+    assert ranks[1]["late"] is not None  # the other rank has gone

@@ -6,6 +6,7 @@ Every rank must call a collective the same number of times, even with nothing to
 from __future__ import annotations
 
 import atexit
+import datetime
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
+from groupgrad.activity import WAITING, doing
 from groupgrad.stopping import StopRequested, interruptible
 
 T = TypeVar("T")
@@ -51,13 +54,23 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def limit_waiting(seconds: float) -> None:
+    """Sets how long a collective waits for the other ranks before it is an error.
+
+    Without it a group of CPU processes waits as long as PyTorch's default says, whatever the configuration.
+    """
+    if is_active():
+        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), None)
+
+
 def all_gather_objects(obj: T, group: Any = None) -> list[T]:
     """Gathers one picklable object from each rank of the group (default: all), in rank order. Collective."""
     if not is_active():
         return [obj]
     _sleep_at_exit()
     gathered: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(gathered, obj, group=group)
+    with doing(WAITING):
+        torch_dist.all_gather_object(gathered, obj, group=group)
     return gathered
 
 

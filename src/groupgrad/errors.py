@@ -34,6 +34,10 @@ class NonFiniteError(RuntimeError):
     """Losses, gradients or weights are NaN or infinite, so training cannot go on and nothing is saved."""
 
 
+class HangError(RuntimeError):
+    """A phase of training has shown no sign of life for longer than `hang_timeout_s`; the message names it."""
+
+
 class OutputDirInUse(RuntimeError):
     """Another run trains in the same folder; the message names its process."""
 

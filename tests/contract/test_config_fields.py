@@ -263,6 +263,7 @@ LATER: dict[str, Any] = {
     "vllm_lora_updates": "auto",
     "rollout_ahead": 0,
     "image_root": None,
+    "hang_timeout_s": 3600.0,
     "special_tokens_in_prompts": "auto",
 }
 
@@ -385,6 +386,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "generation_kwargs": Changes("tests/trainer/test_options.py::test_generation_kwargs_go_to_the_sampler"),
     "chat_template_kwargs": Changes("tests/trainer/test_options.py::test_chat_template_kwargs_and_messages"),
     "special_tokens_in_prompts": Changes("tests/trainer/test_options.py::test_special_tokens_in_prompts"),
+    "hang_timeout_s": Changes("tests/trainer/test_watchdog.py::test_a_reward_that_hangs_ends_the_run_with_its_name"),
     "image_root": Changes("tests/trainer/test_vision.py::test_paths_stay_below_image_root"),
     "cache_implementation": Changes("tests/trainer/test_options.py::test_cache_implementation"),
     "use_transformers_continuous_batching": Changes(

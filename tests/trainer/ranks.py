@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,24 @@ def fail_on_last_rank(out: Path) -> dict[str, Any]:
     return {"error": None}
 
 
+def hang_on_last_rank(out: Path) -> dict[str, Any]:
+    """Runs a reward function that hangs on one rank; returns each rank's error and its seconds after the hang began."""
+    began: list[float] = []
+
+    def judge(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.global_step == 1:
+            began.append(time.monotonic())
+            if int(os.environ.get("RANK", "0")) == 1:
+                time.sleep(100)
+        return [float(len(completion)) for completion in completions]
+
+    try:
+        build("hanging", out, reward=judge, hang_timeout_s=5.0).train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began[0]}
+    return {"error": None, "seconds": 0.0}
+
+
 def spoil_one_loss(out: Path) -> dict[str, Any]:
     """Makes the loss of the second step NaN on one rank, without a gradient that shows it."""
     trainer = build("failing", out, max_steps=2)
@@ -251,6 +270,7 @@ def main(out: Path) -> None:
         torch.save(run(name, out), out / f"{name}_{rank}.pt")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.save(fail_on_last_rank(out), out / f"failing_{rank}.pt")
+        torch.save(hang_on_last_rank(out), out / f"hanging_{rank}.pt")
         torch.save(spoil_one_loss(out), out / f"nonfinite_{rank}.pt")
 
 

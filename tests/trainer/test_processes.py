@@ -93,6 +93,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
     assert {*first["skipped"], *second["skipped"]} == {"step_000002_rank_0.jsonl", "step_000002_rank_1.jsonl"}
 
 
+def test_a_hang_on_one_rank_ends_both_with_its_name(two):
+    first, second = results(two, "hanging")
+    assert second["error"].startswith("HangError: the reward function 'judge' has run for ")
+    assert "rank 1" in first["error"] and "'judge' has run for" in first["error"]
+    assert all(result["seconds"] < 5 + 10 for result in (first, second))
+    assert (two / "run" / "hanging" / "hang_step_000002_rank_1.txt").exists()
+
+
 def test_an_error_on_one_rank_ends_both(two):
     first, second = (result["error"] for result in results(two, "failing"))
     assert second is not None and second.startswith("RewardError") and "the judge is out" in second

@@ -59,6 +59,7 @@ RANGES: dict[str, tuple[Range, str]] = {
     "repetition_penalty": (POSITIVE, "logits are divided by it; 1.0 has no effect"),
     "max_completion_length": (COUNT, "sampling needs a limit in tokens"),
     "tool_timeout_s": (POSITIVE, "it bounds a call's time"),
+    "hang_timeout_s": (or_none(POSITIVE), "it bounds the silence of a phase"),
     "tool_max_result_chars": (COUNT, "it counts characters"),
     "tool_threads": (COUNT, "calls need a thread to run on"),
     "max_tool_calling_iterations": (or_none(COUNT_OR_ZERO), "it counts turns with tool calls"),

@@ -134,6 +134,11 @@ class GRPOSettings(LegacyArguments):
     chat_template_kwargs: dict | str | None = _option(
         None, "Arguments for every rendering of the chat template; dict or JSON text."
     )
+    hang_timeout_s: float | None = _option(
+        3600.0,
+        "Seconds without a sign of life after which a phase of training counts as hanging: the run ends with an error "
+        "that names phase, rank and rows, and the stacks of all threads are in output_dir; None: never.",
+    )
     image_root: str | None = _option(
         None,
         "Folder that the paths of images in data and tool results are relative to and may not lead out of; unset: "

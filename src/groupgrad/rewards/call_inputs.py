@@ -112,6 +112,13 @@ class CallInputs:
         head = completion if len(completion) <= MAX_SHOWN_CHARS else completion[:MAX_SHOWN_CHARS] + "..."
         return f"row {rollout.index} (prompt {tail!r}, completion {head!r})"
 
+    def describe_all(self) -> str:
+        """The rows of the call, for messages: their numbers, and the first one's texts."""
+        numbers = sorted(rollout.index for rollout in self.rollouts)
+        if len(numbers) == 1:
+            return self.describe(0)
+        return f"rows {numbers[0]} to {numbers[-1]}, the first: {self.describe(0)}"
+
     @property
     def _ground_truth_column(self) -> str:
         return next((name for name in GROUND_TRUTH_COLUMNS if name in self.columns), "")

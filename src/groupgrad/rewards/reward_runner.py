@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
+from groupgrad.activity import doing
 from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.event_loop import LoopThread
+from groupgrad.errors import HangError
 from groupgrad.metrics import merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import CallInputs, CallLog, LogMisuse
@@ -152,11 +154,13 @@ class RewardRunner:
     ) -> list[float]:
         """Calls a model or a plain function, or waits for a pending async function. Returns one reward a row."""
         if isinstance(scorer, RewardModel):
-            return scorer.score(inputs, log)
+            with doing(f"the reward model {scorer.name!r}", inputs.describe_all):
+                return scorer.score(inputs, log)
         arguments = scorer.arguments(inputs, log) if pending is None else {}
         try:
-            returned = self._call(scorer, arguments) if pending is None else _result(pending)
-        except LogMisuse:
+            with doing(f"the reward function {scorer.name!r}", inputs.describe_all):
+                returned = self._call(scorer, arguments) if pending is None else _result(pending)
+        except (LogMisuse, HangError):
             raise
         except (Exception, SystemExit) as error:
             row = self._failing_row(scorer, inputs, error) if isinstance(error, Exception) else None

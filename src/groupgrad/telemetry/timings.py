@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from groupgrad.activity import doing
+
 
 class Timings:
     """Seconds spent in each named phase since the last `take`.
@@ -34,7 +36,8 @@ class Timings:
         self._seconds.setdefault(name, 0.0)
         try:
             self.on_phase(name)
-            yield
+            with doing(name):
+                yield
         finally:
             self._settle()
             self._open.pop()

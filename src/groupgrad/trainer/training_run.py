@@ -22,6 +22,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
+from groupgrad.activity import doing
 from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.generation_plan import GenerationPlan
@@ -58,6 +59,7 @@ from groupgrad.trainer.run_lock import locked
 from groupgrad.trainer.stoppable_run import StoppableRun
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
+from groupgrad.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class TrainingRun(TRLNames, StoppableRun):
         """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
         whatever happens."""
         self._invalidate_vllm()
+        dist.limit_waiting(self.args.ddp_timeout)
         try:
             with (
                 self.progress,
@@ -108,6 +111,8 @@ class TrainingRun(TRLNames, StoppableRun):
                 configured_kernels(self.args),
                 self._lock_of_run(),
                 self._stops_at_signals(),
+                Watchdog(self.args.output_dir, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
+                doing("the training loop"),
                 exits_are_errors(),
             ):
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, TokenRun
 from groupgrad.engines.native.cuda_graphs import RecordedStep
@@ -239,6 +240,7 @@ class NativeSession:
         running = self._scheduler.running
         if self._batch is None or self._batch.version != self._scheduler.version:
             self._batch = self._make_batch(running)
+        sign_of_life()
         batch, started = self._batch, time.perf_counter()
         tokens = self._next_tokens(batch, self._num_free_steps(running))
         self._step_seconds = (time.perf_counter() - started) / len(tokens)

@@ -1,0 +1,49 @@
+"""What the training thread is doing, and since when it has shown no sign of life; read by the watchdog."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+WAITING = "waiting for the other ranks"
+"""Activity of a rank whose silence is that of another."""
+
+
+@dataclass(slots=True, frozen=True)
+class Activity:
+    """One thing that the training thread does."""
+
+    what: str
+    """Phase or function, as messages name it."""
+    details: Callable[[], str]
+    """Rows in flight, for messages."""
+
+
+_open: list[Activity] = []
+_last_sign = [0.0]
+
+
+def sign_of_life() -> None:
+    """Notes that the present activity goes on. Costs next to nothing; for any thread."""
+    _last_sign[0] = time.monotonic()
+
+
+@contextmanager
+def doing(what: str, details: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Context of an activity; those inside it are shown in its place. For the training thread only."""
+    _open.append(Activity(what, details))
+    sign_of_life()
+    try:
+        yield
+    finally:
+        _open.pop()
+        sign_of_life()
+
+
+def present() -> tuple[Activity | None, float]:
+    """The innermost activity, None outside any, and the seconds since its last sign of life."""
+    silent = time.monotonic() - _last_sign[0]
+    return (_open[-1] if _open else None), silent
