@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-
 WAITING = "waiting for the other ranks"
 """Activity of a rank whose silence is that of another."""
 
