@@ -47,6 +47,7 @@ SUPPORTED: dict[str, Supported] = {
     "deepspeed": Supported("0.16", extra="deepspeed"),
     "wandb": Supported(extra="wandb"),
     "trackio": Supported(extra="trackio"),
+    "openai": Supported("1.60", extra="judge"),
     "pillow": Supported("10", extra="vlm"),
 }
 

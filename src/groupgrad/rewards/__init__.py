@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from groupgrad.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
+from groupgrad.rewards.judge import judge
 from groupgrad.rewards.shaping import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
@@ -18,6 +19,7 @@ __all__ = [
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "judge",
     "reasoning_accuracy_reward",
     "think_format_reward",
 ]

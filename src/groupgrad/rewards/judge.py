@@ -1,0 +1,190 @@
+"""A reward by a language model that judges completions, asked over an OpenAI-compatible address."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from groupgrad import compat
+from groupgrad.errors import RewardError
+from groupgrad.rewards.text import completion_text, conversation_text
+
+PROMPT = """Rate the answer to the question from 0 (useless) to 10 (perfect). Reply with the number alone.
+
+Question:
+{prompt}
+
+Answer:
+{completion}"""
+
+
+def last_number(reply: str) -> float | None:
+    """The last number of a reply, divided by 10; None for a reply without any."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
+    return float(numbers[-1]) / 10 if numbers else None
+
+
+@dataclass(eq=False)
+class judge:
+    """A reward function that asks a model how good each completion is.
+
+    ```python
+    reward = judge(model="gpt-5-mini", base_url="https://api.openai.com/v1", requests_per_minute=500, cache="judge.db")
+    trainer = GRPOTrainer(model=..., reward_funcs=reward, ...)
+    ```
+
+    Requests run at the same time as other async rewards. Failed requests (no connection, time out, codes 408, 409, 429
+    and 5xx) are repeated with growing pauses, which a `Retry-After` of the server overrides. Metrics: `judge/requests`,
+    `judge/cached`, `judge/unread`, `judge/failed`, `judge/tokens`, and `judge/cost` where a price is given; all are
+    totals of this process.
+
+    Raises:
+        ImportError: the package `openai` is missing.
+        RewardError: a request failed for good and `on_failure` is "error".
+    """
+
+    model: str
+    """Name of the judging model."""
+    base_url: str | None = None
+    """Address of the server, such as `http://localhost:8000/v1`; None: that of the `openai` package."""
+    prompt: str = PROMPT
+    """Text of a request. `{prompt}`, `{completion}` and `{column}` of the data are filled in."""
+    parse: Callable[[str], float | None] = last_number
+    """Reads the reward from a reply; None if it has none, then the completion is not scored."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the key; the key itself is nowhere kept."""
+    max_concurrency: int = 32
+    """Requests at the same time."""
+    requests_per_minute: float | None = None
+    """Limit of the server; None: none."""
+    timeout_s: float = 60.0
+    """Time for one request."""
+    max_retries: int = 5
+    """Repetitions of a failed request."""
+    on_failure: Literal["error"] | float | None = "error"
+    """Reward of a completion whose request failed for good: "error" ends the run, None leaves it unscored."""
+    cache: str | Path | None = None
+    """SQLite file with the replies; the same request is then sent once, in later runs too."""
+    price: tuple[float, float] | None = None
+    """Price of a million tokens of requests and of replies."""
+    request_options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    """Further fields of each request."""
+
+    def __post_init__(self) -> None:
+        compat.require("openai", "rewards.judge")
+        if self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency={self.max_concurrency} lets no request through; set it to 1 or more")
+        if self.requests_per_minute is not None and self.requests_per_minute <= 0:
+            raise ValueError(
+                f"requests_per_minute={self.requests_per_minute} lets no request through; set it above 0, or None"
+            )
+        if self.on_failure not in ("error", None) and not isinstance(self.on_failure, (int, float)):
+            raise ValueError(f"on_failure={self.on_failure!r} is not known; set it to 'error', None or a reward")
+        self.__name__ = "judge"
+        self._counts = {"requests": 0.0, "cached": 0.0, "unread": 0.0, "failed": 0.0, "tokens": 0.0, "cost": 0.0}
+        self._next_at = 0.0
+
+    async def __call__(
+        self, prompts: list[Any], completions: list[Any], log_metric: Callable[..., None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        """The reward of each completion."""
+        from openai import AsyncOpenAI
+
+        limit = asyncio.Semaphore(self.max_concurrency)
+        async with AsyncOpenAI(
+            api_key=os.environ.get(self.api_key_env, "none"),
+            base_url=self.base_url,
+            timeout=self.timeout_s,
+            max_retries=self.max_retries,
+        ) as client:
+            rows = [
+                {name: values[row] for name, values in columns.items() if isinstance(values, (list, tuple))}
+                | {"prompt": conversation_text(prompts[row]), "completion": completion_text(completions[row])}
+                for row in range(len(completions))
+            ]
+            replies = await asyncio.gather(*(self._ask(client, limit, self.prompt.format(**row)) for row in rows))
+        rewards = [self._reward(reply) for reply in replies]
+        if log_metric is not None:
+            for name, value in self._counts.items():
+                if name != "cost" or self.price is not None:
+                    log_metric(f"judge/{name}", value)
+        return rewards
+
+    def _reward(self, reply: str | None) -> float | None:
+        if reply is None:
+            return None if self.on_failure == "error" else self.on_failure
+        reward = self.parse(reply)
+        self._counts["unread"] += reward is None
+        return reward
+
+    async def _ask(self, client: Any, limit: asyncio.Semaphore, text: str) -> str | None:
+        """The model's reply to a text; None if the request failed for good."""
+        from openai import OpenAIError
+
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.request_options}
+        key = hashlib.sha256(json.dumps([str(self.base_url), body], sort_keys=True).encode()).hexdigest()
+        async with limit:
+            cached = self._cached(key)
+            if cached is not None:
+                self._counts["cached"] += 1
+                return cached
+            await self._wait_for_turn()
+            self._counts["requests"] += 1
+            try:
+                answer = await client.chat.completions.create(**body)
+            except OpenAIError as error:
+                self._counts["failed"] += 1
+                if self.on_failure == "error":
+                    raise RewardError(
+                        f"judge: {self.model} at {client.base_url} failed after {self.max_retries} repetitions: "
+                        f"{type(error).__name__}: {error}; see to the server, or set on_failure=None to leave such "
+                        "completions unscored"
+                    ) from error
+                return None
+        self._count_tokens(answer.usage)
+        reply = answer.choices[0].message.content or ""
+        self._store(key, reply)
+        return reply
+
+    async def _wait_for_turn(self) -> None:
+        """Waits until the rate allows another request."""
+        if self.requests_per_minute is None:
+            return
+        now = time.monotonic()
+        turn = max(now, self._next_at)
+        self._next_at = turn + 60.0 / self.requests_per_minute
+        await asyncio.sleep(turn - now)
+
+    def _count_tokens(self, usage: Any) -> None:
+        if usage is None:
+            return
+        self._counts["tokens"] += usage.prompt_tokens + usage.completion_tokens
+        if self.price is not None:
+            asked, replied = self.price
+            self._counts["cost"] += (usage.prompt_tokens * asked + usage.completion_tokens * replied) / 1e6
+
+    def _cached(self, key: str) -> str | None:
+        rows = self._query("SELECT reply FROM replies WHERE key = ?", key)
+        return rows[0][0] if rows else None
+
+    def _store(self, key: str, reply: str) -> None:
+        self._query("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
+
+    def _query(self, statement: str, *values: str) -> list[Any]:
+        """Rows of the cache; none without a cache."""
+        if self.cache is None:
+            return []
+        # A connection for each use, since ranks and runs share the file and threads may not share a connection.
+        with closing(sqlite3.connect(str(self.cache), timeout=30.0)) as connection, connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT)")
+            return connection.execute(statement, values).fetchall()
