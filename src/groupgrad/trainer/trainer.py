@@ -33,7 +33,7 @@ from groupgrad.engines.selection import brings_own_generate
 from groupgrad.metrics import latest
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.oom_retry import memory_guard
-from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
+from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, Advantages, OnPolicyInfo, PolicyLoss, policy_loss
 from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.requests import training_request
@@ -465,10 +465,6 @@ class GRPOTrainer(TrainingRun):
         self.completion_log.add(experience.records, reward_names=self.rewards.names)
         self._step_log.lengths += [rollout.num_sampled for rollout in experience.rollouts]
         self.progress.set_numbers(reward=experience.mean_reward)
-
-    def floating_point_ops(self, inputs: MicroBatchStep) -> float:
-        """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
-        return 6.0 * num_parameters(self.model) * self._micro_batches[inputs.index].num_forward_tokens
 
     # ----------------------------------------------------------------------------------------------- evaluation
 

@@ -43,7 +43,7 @@ from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
 from groupgrad.objectives import PolicyLoss
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.rollout.requests import row_seed
@@ -314,6 +314,10 @@ class TrainingRun(TRLNames, StoppableRun):
             return Trainer.get_optimizer_cls_and_kwargs(args, model)
         betas = (args.adam_beta1, args.adam_beta2)
         return StochasticAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
+        return 6.0 * num_parameters(self.model) * self._micro_batches[inputs.index].num_forward_tokens
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""
