@@ -46,7 +46,7 @@ class LastStep:
     @classmethod
     def of(cls, trainer: Any) -> LastStep:
         """Remembers the present state of the trainer."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         random_states = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
         seen = trainer.state.num_input_tokens_seen
         return cls(
