@@ -17,6 +17,7 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
+from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.data.columns import read_row
 
@@ -117,22 +118,27 @@ class GenerationRows(torch.utils.data.Dataset):
         return replace(key, rows=rows, ahead=tuple(ahead))
 
 
-def reread_rows(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
+def reread_rows(
+    key: MicroBatchKey, dataset: Any, groups: list[int], misfit: str | None = None
+) -> dict[int, dict[str, Any]]:
     """Data-set rows of these groups of a generation batch, by group, for a key that does not bring them.
 
-    A run needs them when it resumes inside a generation batch from a checkpoint that holds weights alone. A stream
-    cannot be read again (ValueError).
+    A run needs them when it resumes inside a generation batch from a checkpoint that holds none of its rollouts, or
+    holds them for other sizes (`misfit` names those). A stream cannot be read again (ValueError).
     """
+    found = "holds none of its rollouts" if misfit is None else f"holds its rollouts for other sizes ({misfit})"
     if key.indices is None:
         raise ValueError(
-            "the checkpoint lies within a generation batch but holds none of its rollouts, and a stream cannot be read "
-            "again; resume from a checkpoint that was saved with save_only_model=False"
+            f"the checkpoint lies within a generation batch but {found}, and a stream cannot be read again; resume "
+            "with the sizes of the checkpoint, or from a checkpoint that was saved with save_only_model=False"
         )
-    logger.warning(
-        "the checkpoint lies within generation batch %d but holds none of its rollouts; they are sampled again, "
-        "from the weights as they are now",
-        key.generation,
-    )
+    if dist.is_main():
+        logger.warning(
+            "the checkpoint lies within generation batch %d but %s; they are sampled again, from the weights as they "
+            "are now",
+            key.generation,
+            found,
+        )
     return {group: read_row(dataset, key.indices[group]) for group in groups}
 
 

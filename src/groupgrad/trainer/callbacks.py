@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,38 +39,51 @@ class RunState:
     def save(self, folder: str | Path) -> None:
         """Write this rank's file into a checkpoint folder, and on the main process what all share."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path(folder))
+        torch.save({name: part.state_dict() for name, part in self._parts.items()}, self._path(folder, dist.rank()))
         if self._shared and dist.is_main():
             shared = {name: part.state_dict() for name, part in self._shared.items()}
             torch.save(shared, Path(folder) / _SHARED_FILE)
 
-    def load(self, folder: str | Path) -> bool:
+    def load(self, folder: str | Path, *, world_size: int | None = None, without: Collection[str] = ()) -> bool:
         """Collective. Restore from a checkpoint folder; False, and a warning, if it lacks the state of some rank.
 
         Then no rank restores: one that held its generation batch would not join the others when they sample anew.
+        `world_size` processes wrote the checkpoint, by default as many as run now. If they are others, a part is
+        restored from the states of all of them by its `join_states`, and starts anew if it has none. Files named in
+        `without` count as missing.
         """
-        paths = [self._path(folder), *([Path(folder) / _SHARED_FILE] if self._shared else [])]
-        absent = next((path.name for path in paths if not path.is_file()), "")
-        missing = [name for name in dist.all_gather_objects(absent) if name]
+        then = dist.world_size() if world_size is None else world_size
+        ranks = [dist.rank()] if then == dist.world_size() else range(then)
+        paths = [self._path(folder, rank) for rank in ranks]
+        shared = [Path(folder) / _SHARED_FILE] if self._shared else []
+        absent = next((p.name for p in [*paths, *shared] if not p.is_file() or p.name in without), "")
+        missing = sorted({name for name in dist.all_gather_objects(absent) if name})
         if missing:
-            logger.warning(
-                "%s holds weights without the state of the run (%s is missing): %s start anew, so the run goes on, but "
-                "not as it would have without the break",
-                folder,
-                ", ".join(missing),
-                ", ".join([*self._parts, *self._shared]),
-            )
+            if dist.is_main():
+                logger.warning(
+                    "%s holds weights without the state of the run (%s is missing): %s start anew, so the run goes on, "
+                    "but not as it would have without the break",
+                    folder,
+                    ", ".join(missing),
+                    ", ".join([*self._parts, *self._shared]),
+                )
             return False
-        for path, parts in zip(paths, (self._parts, self._shared)):
+        states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        for name, part in self._parts.items():
+            found = [state[name] for state in states if name in state]
+            join = getattr(part, "join_states", None)
+            if found and (then == dist.world_size() or join is not None):
+                part.load_state_dict(found[0] if join is None or then == dist.world_size() else join(found))
+        for path in shared:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            for name, part in parts.items():
+            for name, part in self._shared.items():
                 if name in state:
                     part.load_state_dict(state[name])
         return True
 
     @staticmethod
-    def _path(folder: str | Path) -> Path:
-        return Path(folder) / f"groupgrad_state_{dist.rank()}.pt"
+    def _path(folder: str | Path, rank: int) -> Path:
+        return Path(folder) / f"groupgrad_state_{rank}.pt"
 
 
 class EntropyController:
@@ -121,6 +134,10 @@ class EntropyController:
         if self.adaptive:
             self.coef, self._last_entropy = state["coef"], state["last_entropy"]
 
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The state of any rank, since all have the same."""
+        return states[0]
+
 
 class StepEnd(TrainerCallback):
     """Calls a function after each optimizer step, before anything is logged, evaluated or saved."""
@@ -162,6 +179,10 @@ class LossWindow(TrainerCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the sum when training begins."""
         self._loaded = state
+
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The mean sum of all ranks, which a log event would have shown."""
+        return {**states[0], "loss": sum(state["loss"] for state in states) / len(states)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put a loaded sum where the loop, which has just set it to 0, adds to it."""

@@ -252,7 +252,8 @@ class GRPOTrainer(TrainingRun):
         ahead = key.ahead[: self.plan.generations_after(num_left)]
         rows = key.rows
         if rows is None:
-            rows = reread_rows(key, self.train_dataset, self.plan.rank_groups(rank, key.generation))
+            groups = self.plan.rank_groups(rank, key.generation)
+            rows = reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
         request, *upcoming = (
             training_request(self.plan, rank, number, by_group, step)
             for number, by_group in enumerate((rows, *ahead), start=key.generation)

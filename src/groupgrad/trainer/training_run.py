@@ -1,4 +1,4 @@
-"""A training run as it is kept: logged, shown, saved, resumed, searched and pushed.
+"""A training run as it is kept: logged, shown, searched and pushed.
 
 What a step computes is in `trainer/trainer.py`; this file joins groupgrad's metrics and state to what
 `transformers.Trainer` logs and saves.
@@ -32,10 +32,8 @@ from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
-from groupgrad.modeling.load import load_renamed_checkpoint
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
@@ -50,14 +48,14 @@ from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_onl
 from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
-from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.checkpointed_run import CheckpointedRun
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingRun(TRLNames, Trainer):
+class TrainingRun(TRLNames, CheckpointedRun):
     """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
 
     args: GRPOConfig
@@ -69,8 +67,6 @@ class TrainingRun(TRLNames, Trainer):
     eval_metric_store: MetricStore
     """Metrics of the present or the next evaluation."""
     completion_log: CompletionLog
-    run_state: RunState
-    """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     reference: Reference | None
     vllm_policy: VLLMPolicy | None = None
     """vLLM with the policy's weights, if it samples."""
@@ -98,7 +94,9 @@ class TrainingRun(TRLNames, Trainer):
         self._invalidate_vllm()
         try:
             with self.progress, bars_on_terminals_only(), configured_kernels(self.args):
+                resume_from_checkpoint = self._begin_training(resume_from_checkpoint)
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            self._raise_if_not_saved()
             if resume_from_checkpoint and self.state.global_step == self._initial_global_step >= self.state.max_steps:
                 logger.warning(
                     "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
@@ -265,25 +263,6 @@ class TrainingRun(TRLNames, Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.run_state.save(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled or not load_renamed_checkpoint(unwrap(model or self.model), resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        folder = self.state.best_model_checkpoint
-        is_spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if is_spread or folder is None or not load_renamed_checkpoint(unwrap(self.model), folder):
-            super()._load_best_model()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.run_state.load(checkpoint)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now.
