@@ -179,6 +179,8 @@ class CheckpointedRun(Trainer):
         resumed_options.report(rows, checkpoint)
         if restored and self.args.resume_learning_rate:
             resumed_options.apply_learning_rate(self.optimizer, self.lr_scheduler, configured, old)
+        if restored and rows:
+            resumed_options.apply_schedule(self.optimizer, self.lr_scheduler)
         self.run_state.load(checkpoint, world_size=point.world_size, without=point.damage)
 
     def _restore_optimizer(self, checkpoint: str, point: ResumePoint) -> bool:

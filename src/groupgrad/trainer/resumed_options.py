@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
 
@@ -131,9 +133,19 @@ def apply_learning_rate(optimizer: Any, scheduler: Any, new: Mapping[str, Any], 
         return
     factor = new["learning_rate"] / old["learning_rate"]
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
-        if "initial_lr" in group:
-            group["initial_lr"] = group["initial_lr"] * factor
+        for key in {"lr", "initial_lr"} & group.keys():
+            group[key] = group[key] * factor
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
-        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def apply_schedule(optimizer: Any, scheduler: Any) -> None:
+    """Gives a restored optimizer the learning rates of this run's schedule at its step, not those of the checkpoint's.
+
+    Only schedules that are functions of the step have them; others go on from the checkpoint's.
+    """
+    if isinstance(scheduler, LambdaLR):
+        rates = [rate * part(scheduler.last_epoch) for rate, part in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        scheduler._last_lr = rates
