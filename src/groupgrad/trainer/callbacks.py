@@ -69,11 +69,18 @@ class RunState:
                 )
             return False
         states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        anew: list[str] = []
         for name, part in self._parts.items():
             found = [state[name] for state in states if name in state]
-            join = getattr(part, "join_states", None)
-            if found and (then == dist.world_size() or join is not None):
-                part.load_state_dict(found[0] if join is None or then == dist.world_size() else join(found))
+            join = (lambda own: own[0]) if then == dist.world_size() else getattr(part, "join_states", None)
+            if join is None:
+                anew.append(name)
+            elif found:
+                part.load_state_dict(join(found))
+        if anew and dist.is_main():
+            logger.warning(
+                "%d processes wrote %s and %d resume: %s start anew", then, folder, dist.world_size(), ", ".join(anew)
+            )
         for path in shared:
             state = torch.load(path, map_location="cpu", weights_only=True)
             for name, part in self._shared.items():
