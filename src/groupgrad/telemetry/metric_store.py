@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -73,15 +73,7 @@ class MetricStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces all metrics by those of a `state_dict`."""
         self._kinds = dict(state["kinds"])
-        self._window = {}
-        for key, kind, value, weight in state["window"]:
-            self._window.setdefault(key, []).append(Metric(kind, value, weight))
-
-    def join_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of this rank from those of other numbers of ranks: rank 0 gets the metrics of all."""
-        kinds = dict(pair for state in states for pair in state["kinds"])
-        window = [entry for state in states for entry in state["window"]] if dist.is_main() else []
-        return {"kinds": list(kinds.items()), "window": window}
+        self._window = {key: [Metric(kind, value, weight)] for key, kind, value, weight in state["window"]}
 
     def _folded(self) -> dict[str, Metric]:
         """Returns one metric a key, as floats."""

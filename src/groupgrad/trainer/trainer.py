@@ -493,6 +493,6 @@ class GRPOTrainer(TrainingRun):
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         numbers = {**store.flush(), "num_tokens": float(self.state.num_input_tokens_seen)}
-        self.completion_log.flush(self.state.global_step, metric_key_prefix)
+        self._flush_completions(metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore

@@ -250,8 +250,22 @@ class TrainingRun(TRLNames, CheckpointedRun):
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""
         if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
             logs = {**logs, **self.metric_store.flush()}
-            self.completion_log.flush(self.state.global_step, "train")
-        super().log(logs, start_time)
+            self._flush_completions("train")
+        with self._without_end("a log"):
+            super().log(logs, start_time)
+
+    def _flush_completions(self, phase: str) -> None:
+        """Writes, shows and drops the completions of a phase."""
+        with self._without_end(f"completions in {self.completion_log.folder}"):
+            self.completion_log.flush(self.state.global_step, phase)
+
+    @contextmanager
+    def _without_end(self, what: str) -> Iterator[None]:
+        """Context in which a file that cannot be written is a warning, not the end of training."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("step %d: %s could not be written (%s)", self.state.global_step, what, error)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -292,7 +306,8 @@ class TrainingRun(TRLNames, CheckpointedRun):
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.create_model_card()  # before the checkpoint, which is pushed with it
+        with self._without_end("the model card"):
+            self.create_model_card()  # before the checkpoint, which is pushed with it
         super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(
