@@ -46,11 +46,13 @@ def make_trainer(output_dir: Path, *, reward: Any = letters_reward, peft: Any = 
         "lr_scheduler_type": "constant",
         **settings,
     }
+    stream = config.pop("stream", False)
+    dataset = Dataset.from_dict({"prompt": [f"{letter}!" for letter in "abcdefghijklmnop"]})
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(**config),
-        train_dataset=Dataset.from_dict({"prompt": [f"{letter}!" for letter in "abcdefghijklmnop"]}),
+        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
         processing_class=BASE.make_tokenizer(),
         peft_config=peft,
     )

@@ -174,6 +174,35 @@ def test_another_micro_batch_continues_the_data(second, straight, new_trainer, w
     assert "sampled again" not in caplog.text and "not used" not in caplog.text
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
+@pytest.mark.fault(
+    "a run is resumed with another number of rows a step where a generation batch ends",
+    "the data go on behind the prompts that were used, in the same order; a line says so",
+    "nothing",
+)
+def test_other_sizes_of_steps_continue_the_data(new_trainer, tmp_path, caplog, stream):
+    seen: list[str] = []
+
+    def reward(prompts, completion_ids, **_):
+        seen.extend(prompts[::4])
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"reward": reward, "save_only_model": True, "stream": stream}
+    new_trainer(tmp_path / "straight", max_steps=16, save_strategy="no", **settings).train()
+    expected = seen.copy()
+    seen.clear()
+    new_trainer(tmp_path, max_steps=3, **settings).train()
+    # Four prompts a step, then two, then one, in two starts: 16 rows are an epoch of eight, four and two steps.
+    trainer = new_trainer(tmp_path, max_steps=6, per_device_train_batch_size=16, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer._data_offset == 6 - 12
+    new_trainer(tmp_path, max_steps=9, per_device_train_batch_size=4, **settings).train(resume_from_checkpoint=True)
+    assert len(seen) == 3 * 2 + 3 * 4 + 3
+    assert seen == expected[: len(seen)]
+    assert "the data go on behind its 6 prompts" in caplog.text
+    assert "the data go on behind its 18 prompts" in caplog.text
+
+
 @pytest.mark.fault(
     "the best checkpoint is damaged when load_best_model_at_end loads it",
     "an error that names the file",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -44,6 +45,8 @@ class Manifest:
     """Options that decide results, as JSON values."""
     optimizer: str | None = None
     """Class of the optimizer whose state is saved; None without one."""
+    prompts_used: int | None = None
+    """Prompts of the data that the run has used; None if the run did not say."""
 
     def write(self, folder: Path) -> None:
         """Writes the manifest, with a digest of itself, and syncs it to the disk."""
@@ -99,6 +102,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without such a call
+            raise
     finally:
         os.close(descriptor)
 

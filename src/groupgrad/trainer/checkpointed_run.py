@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 from groupgrad import dist
+from groupgrad.batching.data_position import prompts_used
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.checkpoints import saving
 from groupgrad.checkpoints.choosing import ResumePoint, choose
 from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER, TRAINER_STATE
@@ -30,12 +33,15 @@ class CheckpointedRun(Trainer):
     """`transformers.Trainer` whose checkpoints are whole or not there, and verified before they are read."""
 
     args: GRPOConfig
+    plan: GenerationPlan
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     _resumed_from: ResumePoint | None = None
     """The verified checkpoint that the present training began with."""
     _not_saved: str | None = None
     """Why the last checkpoint of this training could not be written; None if it was."""
+    _data_offset: int = 0
+    """Prompts by which the data are further than this run's sizes say, after a resume with other sizes."""
     _last_size: int | None = None
     """Bytes that this process wrote into the last checkpoint."""
 
@@ -110,7 +116,15 @@ class CheckpointedRun(Trainer):
             "versions": resumed_options.installed_versions(),
             "options": resumed_options.deciding_options(self.args),
             "optimizer": _class_name(self.optimizer) if has_optimizer else None,
+            "prompts_used": self._data_offset
+            + self._prompts_used(self.state.global_step, is_shifted=self._data_offset != 0),
         }
+
+    def _prompts_used(self, step: int, *, is_shifted: bool) -> int:
+        """Prompts that a run of these sizes has used after `step` optimizer steps, without its offset."""
+        num_rows = None if isinstance(self.train_dataset, IterableDataset) else len(self.train_dataset)  # pyright: ignore
+        drop_last = self.args.dataloader_drop_last
+        return prompts_used(self.plan, step, num_rows, drop_last=drop_last, is_shifted=is_shifted)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -132,7 +146,7 @@ class CheckpointedRun(Trainer):
         with dist.errors_on_all_ranks():
             if self.args.should_save and os.access(run_folder, os.W_OK):
                 saving.sweep(run_folder)
-        self._not_saved = None
+        self._not_saved, self._data_offset = None, 0
         if request is None:
             request = self.args.resume_from_checkpoint
         allow_partial = self.args.allow_partial_resume
@@ -145,7 +159,17 @@ class CheckpointedRun(Trainer):
                 self._resumed_from.folder,
                 ", ".join(f"{name}, which {reason}" for name, reason in self._resumed_from.damage.items()),
             )
+        self._continue_data(self._resumed_from)
         return str(self._resumed_from.folder)
+
+    def _continue_data(self, point: ResumePoint) -> None:
+        """Goes on behind the prompts that the checkpoint's run has used, if its steps had other sizes."""
+        if point.manifest is None or point.manifest.prompts_used is None or self.args.ignore_data_skip:
+            return
+        used, step = point.manifest.prompts_used, point.manifest.step
+        if used != self._prompts_used(step, is_shifted=False):
+            self._data_offset = used - self._prompts_used(step, is_shifted=True)
+            _say("steps had other sizes in %s: the data go on behind its %d prompts", point.folder, used)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_fsdp_enabled or not load_renamed_checkpoint(unwrap(model or self.model), resume_from_checkpoint):
@@ -196,10 +220,14 @@ class CheckpointedRun(Trainer):
             _say("the optimizer of %s is %s, this run's %s starts anew", checkpoint, saved, present)
             self._forward_scheduler()
             return False
+        if not self.is_deepspeed_enabled and not any((point.folder / n).is_file() for n in (OPTIMIZER, SCHEDULER)):
+            _say("%s holds no optimizer: a new one starts, at the step of the schedule", checkpoint)
+            self._forward_scheduler()
+            return False
         lacks = [name for name in (OPTIMIZER, SCHEDULER) if name in point.damage]
         if not lacks:
             super()._load_optimizer_and_scheduler(checkpoint)
-            return self.is_deepspeed_enabled or (point.folder / OPTIMIZER).is_file()
+            return True
         if OPTIMIZER not in lacks:
             state = torch.load(point.folder / OPTIMIZER, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)  # pyright: ignore[reportOptionalMemberAccess]

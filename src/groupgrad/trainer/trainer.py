@@ -438,7 +438,8 @@ class GRPOTrainer(TrainingRun):
 
     def get_train_dataloader(self) -> DataLoader:
         """Yields micro-batch keys; the first of each generation batch brings the prompts that this rank needs."""
-        return make_train_loader(self.train_dataset, self.plan, dist.rank(), room_options.loader_options(self.args))
+        options = replace(room_options.loader_options(self.args), offset=self._data_offset)
+        return make_train_loader(self.train_dataset, self.plan, dist.rank(), options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
         """Yields batches of whole groups, every prompt once."""

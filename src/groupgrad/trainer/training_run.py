@@ -24,7 +24,6 @@ from transformers.training_args import OptimizerNames
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
-from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
@@ -73,7 +72,6 @@ class TrainingRun(TRLNames, CheckpointedRun):
     engine: Engine
     prompt_maker: PromptMaker
     components: TrainerComponents
-    plan: GenerationPlan
     rollout_components: RolloutComponents
     batch_loss: Callable[..., PolicyLoss]
     """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""
