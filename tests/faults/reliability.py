@@ -14,6 +14,31 @@ A run cannot be lost: a checkpoint is whole or not there, and what is damaged is
 wrong, what happens then, and what is lost. `python tests/faults/reliability.py` writes it from the marks of the tests,
 so that each row has a test that breaks the run on purpose.
 
+## Checkpoints
+
+A checkpoint is written to `output_dir/_groupgrad_unfinished`, synced to the disk, and gets its name by one rename. Its
+last file, `manifest.json`, lists every other file with size and SHA-256, the number of processes, versions, and the
+options that decide results. A resume verifies all of them before anything is loaded.
+
+| `resume_from_checkpoint` | takes |
+|---|---|
+| a path | this checkpoint; an error that names the file if it is damaged |
+| `True` | the newest whole checkpoint in `output_dir`; what is skipped is named; an error without one |
+| `"auto"` | the same, or a new start where there is no checkpoint |
+
+It is an argument of `trainer.train()`, and a field of the configuration for a call without it. Further fields:
+
+| field | effect |
+|---|---|
+| `allow_partial_resume` | resume without what is damaged: optimizer, schedule, random streams, rollouts in use |
+| `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
+
+`groupgrad train` exits with 0 when all is done, with 2 when a run cannot begin, and with 73 when the disk refused the
+last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `trainer.train()` raises
+`CheckpointNotSaved`). Files are read once more for their digests, shared out among the processes of a machine.
+
+## Faults
+
 """
 
 

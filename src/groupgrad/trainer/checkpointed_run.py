@@ -33,6 +33,8 @@ class CheckpointedRun(Trainer):
     """`transformers.Trainer` whose checkpoints are whole or not there, and verified before they are read."""
 
     args: GRPOConfig
+    model: Any
+    optimizer: Any
     plan: GenerationPlan
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
@@ -93,8 +95,9 @@ class CheckpointedRun(Trainer):
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 states.setdefault(type(callback).__name__, []).append(callback.state())
+        known: Any = self.state.stateful_callbacks
         for name, found in states.items():
-            self.state.stateful_callbacks[name] = found if len(found) > 1 else found[0]
+            known[name] = found if len(found) > 1 else found[0]
 
     def _expected_bytes(self) -> int:
         """Bytes of the next checkpoint: those of the last one, or else of weights and optimizer state."""
@@ -189,10 +192,13 @@ class CheckpointedRun(Trainer):
         if checkpoint is None or point is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        then = {} if point.manifest is None else point.manifest.options
         configured = resumed_options.optimizer_options(self.optimizer)
         restored = self._restore_optimizer(checkpoint, point)
         old = resumed_options.optimizer_options(self.optimizer) if restored else {}
-        then = {} if point.manifest is None else point.manifest.options
+        if self.is_deepspeed_enabled:  # which has restored its optimizer already
+            old = {name: then[name] for name in old if name in then}
+            configured = {name: getattr(self.args, name) for name in old}
         rows = resumed_options.differences(
             then,
             resumed_options.deciding_options(self.args),
@@ -230,7 +236,7 @@ class CheckpointedRun(Trainer):
             return True
         if OPTIMIZER not in lacks:
             state = torch.load(point.folder / OPTIMIZER, map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(state)  # pyright: ignore[reportOptionalMemberAccess]
+            self.optimizer.load_state_dict(state)
         _say("%s of %s: %s anew", " and ".join(lacks), checkpoint, "start" if len(lacks) > 1 else "starts")
         self._forward_scheduler()
         return OPTIMIZER not in lacks
