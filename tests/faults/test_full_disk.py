@@ -66,8 +66,13 @@ def test_a_write_that_fails_leaves_nothing_behind(new_trainer, straight, tmp_pat
     def fill(step: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit if step == 2 else hard, hard))
 
+    class Saved(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            assert (tmp_path / f"checkpoint-{state.global_step}").is_dir()
+
     trainer = new_trainer(tmp_path)
     trainer.add_callback(Call(fill))
+    trainer.add_callback(Saved())
     try:
         trainer.train()
     finally:

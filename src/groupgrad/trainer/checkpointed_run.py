@@ -35,6 +35,7 @@ class CheckpointedRun(Trainer):
     args: GRPOConfig
     model: Any
     optimizer: Any
+    callback_handler: Any
     plan: GenerationPlan
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
@@ -56,17 +57,29 @@ class CheckpointedRun(Trainer):
             self.store_flos()
         run_folder, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
         best = self.state.best_model_checkpoint
+        vars(self.callback_handler).pop("on_save", None)
         try:
             folder = saving.save(run_folder, step, lambda aside: self._write(run_folder, aside), self._description)
         except saving.SaveFailed as error:
             self._not_saved, self.state.best_model_checkpoint = str(error), best
             logger.error("%s; older checkpoints are as they were, and training goes on without this one", error)
+            self._skip_on_save()
             return
         self._not_saved = None
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         if self.args.should_save:
             saving.rotate(run_folder, self.args.save_total_limit, folder, self.state.best_model_checkpoint)
+
+    def _skip_on_save(self) -> None:
+        """Tell no callback of the checkpoint that could not be written: some would read it."""
+
+        def skipped(args: Any, state: Any, control: Any) -> Any:
+            vars(self.callback_handler).pop("on_save")
+            control.should_save = False
+            return control
+
+        self.callback_handler.on_save = skipped
 
     def _write(self, run_folder: Path, aside: Path) -> None:
         """Writes this rank's part of a checkpoint into the folder `aside`."""
