@@ -85,7 +85,8 @@ def test_resuming_and_pushing():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, None), ("true", True), ("False", None), ("out/checkpoint-5", "out/checkpoint-5")]
+    ("value", "expected"),
+    [(None, None), ("true", True), ("False", None), ("auto", "auto"), ("out/checkpoint-5", "out/checkpoint-5")],
 )
 def test_values_of_resume_from_checkpoint(value, expected):
     assert train.resume_from(value) == expected

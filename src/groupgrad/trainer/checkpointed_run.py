@@ -163,8 +163,6 @@ class CheckpointedRun(Trainer):
             if self.args.should_save and os.access(run_folder, os.W_OK):
                 saving.sweep(run_folder)
         self._not_saved, self._data_offset = None, 0
-        if request is None:
-            request = self.args.resume_from_checkpoint
         allow_partial = self.args.allow_partial_resume
         self._resumed_from = choose(run_folder, request, allow_partial=allow_partial)
         if self._resumed_from is None:

@@ -88,10 +88,17 @@ class TrainingRun(TRLNames, CheckpointedRun):
         **kwargs: Any,
     ) -> TrainOutput:
         """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
-        whatever happens."""
+        whatever happens.
+
+        `resume_from_checkpoint` is a path, True for the newest whole checkpoint in `output_dir`, or "auto" for the same
+        or else a new start; None takes the configuration's. CheckpointError if it is damaged, before anything is
+        sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written.
+        """
         self._invalidate_vllm()
         try:
             with self.progress, bars_on_terminals_only(), configured_kernels(self.args):
+                if resume_from_checkpoint is None and trial is None:
+                    resume_from_checkpoint = self.args.resume_from_checkpoint
                 resume_from_checkpoint = self._begin_training(resume_from_checkpoint)
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
             self._raise_if_not_saved()
