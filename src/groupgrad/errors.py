@@ -44,3 +44,15 @@ class OutputDirInUse(RuntimeError):
 
 class WeightsLost(RuntimeError):
     """An engine lost the weights that a request needs, and they cannot be sent again."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be resumed from; the message names the file and the way out."""
+
+
+class CheckpointNotSaved(RuntimeError):
+    """The last checkpoint of a run could not be written. All steps were made, and the weights are in memory."""
+
+
+EXIT_CHECKPOINT_NOT_SAVED = 73
+"""Exit status of `groupgrad train` after a `CheckpointNotSaved`, EX_CANTCREAT of sysexits.h."""

@@ -76,6 +76,16 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
+def finishing() -> Iterator[None]:
+    """Work that is finished even if a signal comes, such as a checkpoint."""
+    before, _request.leaves_work = _request.leaves_work, False
+    try:
+        yield
+    finally:
+        _request.leaves_work = before
+
+
+@contextmanager
 def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True) -> Iterator[None]:
     """Receives `SIGNALS`, but those `ignored`, while the body runs on the main thread; on another thread, nothing."""
     if threading.current_thread() is not threading.main_thread():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from accelerate import skip_first_batches
 from datasets import Dataset, Image, IterableDataset
 
+from groupgrad.batching.data_position import prompts_used
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import GenerationSampler, LoaderOptions, MicroBatchKey, make_train_loader
 from groupgrad.data.images import ImageError
@@ -155,6 +157,39 @@ def test_a_stream_brings_rows_ahead_too():
     firsts = [key for key in islice(loader, 3 * PLAN.micro_batches_per_generation) if key.position == 0]
     assert [key.rows for key in firsts] == [{1: {"prompt": f"p{i}"}} for i in (1, 3, 5)]
     assert [key.ahead for key in firsts] == [({1: {"prompt": f"p{i}"}},) for i in (3, 5, 1)]
+
+
+def test_an_offset_moves_all_rounds_in_the_order_of_all_epochs():
+    plain = [row for epoch in range(5) for row in sampler(6, epoch=epoch).order()]
+    for offset in (-4, 1, 5, 8):
+        moved = GenerationSampler(6, PLAN, shuffle=True, seed=1, drop_last=False, offset=offset)
+        found = []
+        for epoch in (1, 2):
+            moved.set_epoch(epoch)
+            found += [row for [(_, position, rows, _)] in moved if position == 0 for row in rows]
+        assert found == plain[6 + offset : 18 + offset]
+
+
+def test_an_offset_moves_a_stream():
+    plain = take_prompts(make_train_loader(stream(50), ALONE, 0, LoaderOptions(shuffle=False)), 8)
+    ahead = make_train_loader(stream(50), ALONE, 0, LoaderOptions(shuffle=False, offset=3))
+    assert take_prompts(ahead, 5) == plain[3:13]
+    behind = islice(make_train_loader(stream(50), ALONE, 0, LoaderOptions(shuffle=False, offset=-3)), 20)
+    rounds = [[row.get("prompt") for row in key.rows.values()] for key in behind if key.rows is not None]
+    assert rounds == [[None, None], [None, "p0"], ["p1", "p2"], ["p3", "p4"], ["p5", "p6"]]
+
+
+def test_prompts_are_counted_over_epochs():
+    two = replace(PLAN, accumulation=2)
+    for plan in (PLAN, two):
+        size, per_epoch = plan.prompts_per_generation, -(-10 // plan.prompts_per_generation)
+        steps = per_epoch * plan.micro_batches_per_generation // plan.accumulation
+        assert prompts_used(plan, 0, 10, drop_last=False) == 0
+        assert prompts_used(plan, steps, 10, drop_last=False) == 10
+        assert prompts_used(plan, 3 * steps, 10, drop_last=False) == 30
+        edge = plan.micro_batches_per_generation // plan.accumulation
+        assert prompts_used(plan, 2 * edge, 10, drop_last=False) == 2 * size
+        assert prompts_used(plan, 20 * edge, None, drop_last=False) == 20 * size
 
 
 def test_the_loader_passes_the_epoch_on():

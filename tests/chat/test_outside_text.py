@@ -54,6 +54,11 @@ def hostile_texts(tokenizer: Any, *, added: bool) -> st.SearchStrategy[str]:
     return st.lists(pieces, min_size=1, max_size=8).map("".join)
 
 
+@pytest.mark.fault(
+    "a row of data spells out special tokens",
+    "they are encoded as ordinary text in messages",
+    "nothing",
+)
 def test_no_message_of_a_prompt_brings_a_special_token(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(family.template, family.special, family.added)
     maker, control = PromptMaker(tokenizer), control_ids(tokenizer, added=False)
@@ -73,6 +78,11 @@ def test_no_message_of_a_prompt_brings_a_special_token(family: Any, byte_tokeniz
     check()
 
 
+@pytest.mark.fault(
+    "a tool's result spells out control tokens, such as `<\\|im_end\\|>`",
+    "they are encoded as ordinary text",
+    "nothing",
+)
 def test_no_result_of_a_tool_brings_a_control_token(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(family.template, family.special, family.added)
     maker, control = PromptMaker(tokenizer), control_ids(tokenizer, added=True)

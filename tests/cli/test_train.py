@@ -16,6 +16,7 @@ from groupgrad.cli import train
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.parsing import parse
 from groupgrad.config import GRPOConfig
+from groupgrad.errors import CheckpointError, CheckpointNotSaved
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +85,8 @@ def test_resuming_and_pushing():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, None), ("true", True), ("False", None), ("out/checkpoint-5", "out/checkpoint-5")]
+    ("value", "expected"),
+    [(None, None), ("true", True), ("False", None), ("auto", "auto"), ("out/checkpoint-5", "out/checkpoint-5")],
 )
 def test_values_of_resume_from_checkpoint(value, expected):
     assert train.resume_from(value) == expected
@@ -335,3 +337,28 @@ def test_env_lists_versions_and_devices(capsys):
 def test_help_does_not_import_torch():
     code = "import sys; from groupgrad.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_errors_of_checkpoints_have_exit_codes(monkeypatch, capsys):
+    argv = ["train", *BASE, "--reward_funcs", "accuracy_reward", "--resume_from_checkpoint", "auto"]
+    full, lost = OSError(28, "No space left on device"), CheckpointError("optimizer.pt is missing")
+    runs = [(lost, None, 2, "missing"), (CheckpointNotSaved("7 bytes free"), None, 73, "has written the model to")]
+    runs += [(CheckpointNotSaved("7 bytes free"), full, 73, "No space left"), (None, full, 73, "No space left")]
+    for of_training, of_saving, status, text in runs:
+
+        def train(self, resume_from_checkpoint=None, error=of_training):
+            assert resume_from_checkpoint == "auto"
+            if error is not None:
+                raise error
+
+        def save_model(self, output_dir, error=of_saving):
+            self.calls.append("saved")
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(FakeTrainer, "train", train)
+        monkeypatch.setattr(FakeTrainer, "save_model", save_model)
+        assert cli.main(argv) == status
+        assert FakeTrainer.instances[-1].calls == (["saved"] if status == 73 else [])
+        message = capsys.readouterr().err
+        assert text in message.split("groupgrad train: error: ")[1]

@@ -228,6 +228,8 @@ LATER: dict[str, Any] = {
     "pad_to_multiple_of": None,
     "stochastic_rounding": False,
     "shuffle_rows": "rows",
+    "allow_partial_resume": False,
+    "resume_learning_rate": False,
     "engine_kv_memory": None,
     "engine_pack_weights": False,
     "use_transformers_continuous_batching": False,
@@ -360,6 +362,10 @@ AUDIT: dict[str, Changes | Warns] = {
     "disable_dropout": Changes("tests/trainer/test_models.py::test_disable_dropout_turns_all_of_it_off"),
     "cast_lm_head_to_fp32": Changes("tests/trainer/test_models.py::test_cast_lm_head_to_fp32"),
     "stochastic_rounding": Changes("tests/trainer/test_precision.py::test_small_updates_arrive"),
+    "allow_partial_resume": Changes(
+        "tests/faults/test_resuming.py::test_allow_partial_resume_goes_on_and_says_what_is_new"
+    ),
+    "resume_learning_rate": Changes("tests/faults/test_resuming.py::test_changed_options_are_listed"),
     "beta": WEIGHTS,
     "sync_ref_model": WEIGHTS,
     "ref_model_mixup_alpha": Changes("tests/trainer/test_models.py::test_the_reference_is_mixed"),

@@ -70,6 +70,11 @@ def built(request: pytest.FixtureRequest) -> tiny_vlms.TinyVLM:
     return tiny_vlms.build(request.param)
 
 
+@pytest.mark.fault(
+    "a tool returns the path of a file outside `image_root`",
+    "the model reads an error in its place",
+    "nothing",
+)
 def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(tmp_path):
     built = tiny_vlms.build("qwen2_vl")
     (tmp_path / "images").mkdir()

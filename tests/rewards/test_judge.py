@@ -110,6 +110,11 @@ def test_columns_and_conversations_are_filled_in(server):
     assert server.seen == ["user: {x}?|{y}|4"]
 
 
+@pytest.mark.fault(
+    "the server of a judge fails or limits requests",
+    "requests are repeated with pauses; then an error, an unscored completion or a value, as `on_failure` says",
+    "what `on_failure` says",
+)
 def test_failures_are_repeated_and_then_an_error_or_a_value(server):
     codes = iter([429, 503, 500])
     server.answer = lambda text: next(codes, "10")

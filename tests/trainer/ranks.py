@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 import groupgrad
 from groupgrad import GRPOConfig, GRPOTrainer
@@ -263,12 +264,40 @@ def spoil_one_loss(out: Path) -> dict[str, Any]:
     return {"weights": HELP.weights(trainer.model), "skipped": skipped, "step": trainer.state.global_step}
 
 
-def main(out: Path) -> None:
+class FullDisk(TrainerCallback):
+    """Lets rank 1 write no file of more than 100 bytes at step 2."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        is_full = state.global_step == 2 and os.environ["RANK"] == "1"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if is_full else hard, hard))
+
+
+def refuse_a_save(out: Path) -> dict[str, Any]:
+    """Runs three steps, of which rank 1 cannot save the second; returns the checkpoints."""
+    trainer = build("full", out, save_strategy="steps", save_steps=1, step_rows=8)
+    trainer.add_callback(FullDisk())
+    trainer.train()
+    return {
+        "found": sorted(path.name for path in (out / "run" / "full").iterdir()),
+        "weights": HELP.weights(trainer.model),
+    }
+
+
+def main(out: Path, checkpoint: str | None = None) -> None:
+    """Makes all runs, or continues the one of `checkpoint`."""
     torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
+    if checkpoint is not None:
+        trainer = build("resumed", out, save_strategy="no")
+        trainer.train(checkpoint)
+        numbers = HELP.without_times(trainer.state.log_history)
+        torch.save({"weights": HELP.weights(trainer.model), "log": numbers}, out / f"continued_{rank}.pt")
+        return
     for name in CASES:
         torch.save(run(name, out), out / f"{name}_{rank}.pt")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.save(refuse_a_save(out), out / f"full_{rank}.pt")
         torch.save(fail_on_last_rank(out), out / f"failing_{rank}.pt")
         torch.save(hang_on_last_rank(out), out / f"hanging_{rank}.pt")
         torch.save(spoil_one_loss(out), out / f"nonfinite_{rank}.pt")
@@ -276,4 +305,4 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     assert groupgrad.__version__
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from two_ranks import run_on_two
+
+from groupgrad.checkpoints.choosing import choose
+from groupgrad.errors import CheckpointError
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 CASES = [
@@ -41,12 +45,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`one(case)` makes the same run in this process."""
+def ranks() -> Any:
+    """The script as a module."""
     spec = importlib.util.spec_from_file_location("ranks", SCRIPT)
     assert spec is not None and spec.loader is not None
     ranks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ranks)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def one(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`one(case)` makes the same run in this process."""
     out = tmp_path_factory.mktemp("one")
     assert list(ranks.CASES) == CASES
     return lambda case: (ranks.run(case, out), out)
@@ -85,6 +95,11 @@ def assert_same_completions(folder: Path, expected: Path) -> None:
         assert [r["advantage"] for r in rows] == pytest.approx([r["advantage"] for r in wanted], abs=1e-6)
 
 
+@pytest.mark.fault(
+    "the loss is NaN on one rank alone",
+    "every rank skips the step",
+    "the step",
+)
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
     first, second = results(two, "nonfinite")
     assert torch.equal(first["weights"], second["weights"])
@@ -93,6 +108,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
     assert {*first["skipped"], *second["skipped"]} == {"step_000002_rank_0.jsonl", "step_000002_rank_1.jsonl"}
 
 
+@pytest.mark.fault(
+    "a reward function hangs on one rank",
+    "after `hang_timeout_s` all ranks end within 10 s, with the function, step, rank and rows",
+    "the steps since the last checkpoint",
+)
 def test_a_hang_on_one_rank_ends_both_with_its_name(two):
     first, second = results(two, "hanging")
     assert second["error"].startswith("HangError: the reward function 'judge' has run for ")
@@ -101,7 +121,72 @@ def test_a_hang_on_one_rank_ends_both_with_its_name(two):
     assert (two / "run" / "hanging" / "hang_step_000002_rank_1.txt").exists()
 
 
+@pytest.mark.fault(
+    "a reward function raises on one rank",
+    "all ranks end with its text",
+    "the steps since the last checkpoint",
+)
 def test_an_error_on_one_rank_ends_both(two):
     first, second = (result["error"] for result in results(two, "failing"))
     assert second is not None and second.startswith("RewardError") and "the judge is out" in second
     assert first is not None and first.startswith("RuntimeError") and "rank 1" in first and "the judge is out" in first
+
+
+@pytest.mark.fault(
+    "a run of two processes is resumed on one, with as many rows a step, where a generation batch ends",
+    "it continues with the same prompts, to the same weights and loss",
+    "metrics of the steps since the last log",
+)
+def test_a_checkpoint_of_two_processes_is_resumed_on_one(ranks, two, tools, tmp_path, caplog):
+    trainer = ranks.build("resumed", tmp_path, save_strategy="no")
+    trainer.train(str(two / "run" / "resumed" / "checkpoint-2"))
+    straight = results(two, "resumed")[0]
+    assert tools.relative(tools.weights(trainer.model), straight["weights"]) < 1e-5
+    # The loss is the mean of steps on both sides of the checkpoint; other metrics begin behind it.
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(straight["log"][0]["loss"], rel=1e-4)
+    assert "2 processes wrote" in caplog.text and "metrics, memory start anew" in caplog.text
+    assert "sampled again" not in caplog.text
+    (table,) = [r.getMessage() for r in caplog.records if "options differ" in r.getMessage()]
+    assert "world_size" in table and "per_device_train_batch_size" in table
+
+
+@pytest.mark.fault(
+    "the state of one rank is damaged in a checkpoint of two processes",
+    "an error on all ranks names the file; resume_from_checkpoint=True takes the checkpoint before",
+    "the steps since that checkpoint",
+)
+def test_a_damaged_rank_state_is_named(two, tmp_path):
+    for step in (1, 2):
+        shutil.copytree(two / "run" / "resumed" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    assert choose(tmp_path, True).manifest.world_size == 2
+    for name in ("groupgrad_state_1.pt", "rng_state_1.pth"):
+        (tmp_path / "checkpoint-2" / name).unlink()
+        with pytest.raises(CheckpointError, match=f"{name} is missing"):
+            choose(tmp_path, str(tmp_path / "checkpoint-2"))
+    assert choose(tmp_path, True).folder.name == "checkpoint-1"
+
+
+@pytest.mark.fault(
+    "the disk of one rank is full",
+    "no rank keeps the checkpoint, older ones stay, training goes on on all ranks, and a later save succeeds",
+    "that checkpoint",
+)
+def test_a_full_disk_on_one_rank_costs_one_checkpoint(two):
+    first, second = results(two, "full")
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["found"] == ["README.md", "checkpoint-1", "checkpoint-3"]
+    assert choose(two / "run" / "full", True).folder.name == "checkpoint-3"
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a run of one process is resumed on two, with as many rows a step, where a generation batch ends",
+    "it continues with the same prompts, to the same weights and loss",
+    "metrics of the steps since the last log",
+)
+def test_a_checkpoint_of_one_process_is_resumed_on_two(ranks, tools, tmp_path):
+    alone = ranks.run("resumed", tmp_path / "one")
+    run_on_two(SCRIPT, tmp_path, tmp_path / "one" / "run" / "resumed" / "checkpoint-2", timeout_s=240)
+    for result in results(tmp_path, "continued"):
+        assert tools.relative(result["weights"], alone["weights"]) < 1e-5
+        assert result["log"][0]["loss"] == pytest.approx(alone["log"][0]["loss"], rel=1e-4)

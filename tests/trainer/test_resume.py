@@ -202,7 +202,8 @@ def test_another_batch_shape_samples_the_round_again(build, tmp_path, caplog):
     )
     with caplog.at_level("WARNING", logger="groupgrad"):
         resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
-    assert "sampled again" in caplog.text
+    (message,) = [r.getMessage() for r in caplog.records if "sampled again" in r.getMessage()]
+    assert "its rollouts for other sizes (micro_batch_rows: 8 then, 4 now" in message
     assert resumed.state.global_step == 5
 
 

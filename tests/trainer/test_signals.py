@@ -65,6 +65,11 @@ def checkpoints(trainer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("place", ["reward", "on_step_begin", "on_pre_optimizer_step"])
+@pytest.mark.fault(
+    "SIGTERM comes while a step samples, scores or trains",
+    "the last whole step is saved, the exit code is 75, and a resume is bit for bit what the run would have been",
+    "the step in progress, which is made again",
+)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path, place):
     """A signal in a reward leaves the step, which is made again; one in training lets the step end."""
     step = 3
@@ -99,6 +104,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, 
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGINT", 130)])
+@pytest.mark.fault(
+    "SIGUSR1 or Ctrl-C",
+    "the same; the exit code of Ctrl-C is 130",
+    "the step in progress",
+)
 def test_each_signal_has_its_code(make_trainer, tools, name, code):
     trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: send(name)))
     with pytest.raises(SystemExit) as exit_:
@@ -107,6 +117,11 @@ def test_each_signal_has_its_code(make_trainer, tools, name, code):
     assert checkpoints(trainer) == ["checkpoint-1"]
 
 
+@pytest.mark.fault(
+    "Ctrl-C twice",
+    "the run ends at once",
+    "the steps since the last checkpoint",
+)
 def test_a_second_interrupt_ends_at_once(make_trainer):
     twice = At("on_pre_optimizer_step", 1, lambda: (send("SIGINT"), send("SIGINT")))
     trainer = make_trainer(trainer={"callbacks": [twice]})
@@ -115,6 +130,11 @@ def test_a_second_interrupt_ends_at_once(make_trainer):
     assert checkpoints(trainer) == []
 
 
+@pytest.mark.fault(
+    "a signal comes before the first step has ended",
+    "exit code 75, nothing is written",
+    "nothing",
+)
 def test_a_signal_in_the_first_step_has_nothing_to_save(make_trainer, tools):
     trainer = make_trainer(reward_funcs=rewards(tools, 0, lambda: send("SIGTERM")))
     with pytest.raises(Stopped, match="no step was finished"):
@@ -122,6 +142,11 @@ def test_a_signal_in_the_first_step_has_nothing_to_save(make_trainer, tools):
     assert checkpoints(trainer) == []
 
 
+@pytest.mark.fault(
+    "a signal comes in the last step",
+    "training ends as it would have",
+    "nothing",
+)
 def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(make_trainer):
     trainer = make_trainer(trainer={"callbacks": [At("on_pre_optimizer_step", 2, lambda: send("SIGTERM"))]})
     trainer.train()
@@ -143,6 +168,11 @@ def test_training_on_another_thread_leaves_the_signals_alone(make_trainer):
 
 
 @pytest.mark.parametrize("leave", [lambda: exit(0), lambda: os._exit(0)], ids=["SystemExit", "_exit"])
+@pytest.mark.fault(
+    "a reward function calls `sys.exit` or `os._exit`",
+    "an error that names it; the exit code is not that of a finished run",
+    "the steps since the last checkpoint",
+)
 def test_a_reward_cannot_end_the_process(make_trainer, tools, leave):
     trainer = make_trainer(reward_funcs=rewards(tools, 1, leave))
     with pytest.raises(RewardError, match=r"'reward'.*step 1.*(SystemExit|_exit)"):
@@ -150,6 +180,11 @@ def test_a_reward_cannot_end_the_process(make_trainer, tools, leave):
 
 
 @pytest.mark.parametrize("leave", [lambda: exit(0), lambda: os._exit(0)], ids=["SystemExit", "_exit"])
+@pytest.mark.fault(
+    "a callback calls `sys.exit` or `os._exit`",
+    "an error that names its file and line",
+    "the steps since the last checkpoint",
+)
 def test_a_callback_cannot_end_the_process(make_trainer, leave):
     really = os._exit
     trainer = make_trainer(trainer={"callbacks": [At("on_step_end", 2, leave)]})

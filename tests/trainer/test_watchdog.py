@@ -27,6 +27,11 @@ def hanging(step: int, hang: Any) -> Any:
     return judge
 
 
+@pytest.mark.fault(
+    "a reward function hangs",
+    "after `hang_timeout_s` an error names function, step, rank and rows; the stacks of all threads are in `hang_step_..._rank_....txt`",
+    "the steps since the last checkpoint",
+)
 def test_a_reward_that_hangs_ends_the_run_with_its_name(make_trainer):
     trainer = make_trainer(reward_funcs=hanging(1, lambda: time.sleep(60)), hang_timeout_s=4.0)
     started = time.monotonic()
@@ -42,6 +47,11 @@ def test_a_reward_that_hangs_ends_the_run_with_its_name(make_trainer):
     assert not [thread for thread in threading.enumerate() if thread.name == "groupgrad-watchdog"]
 
 
+@pytest.mark.fault(
+    "an async reward function hangs",
+    "the same",
+    "the steps since the last checkpoint",
+)
 def test_an_asynchronous_reward_that_hangs_does_too(make_trainer):
     async def judge(completions: list[str], **kwargs: Any) -> list[float]:
         await asyncio.sleep(60)
@@ -51,6 +61,11 @@ def test_an_asynchronous_reward_that_hangs_does_too(make_trainer):
         make_trainer(reward_funcs=judge, hang_timeout_s=4.0).train()
 
 
+@pytest.mark.fault(
+    "a callback hangs",
+    "the same, named as the training loop",
+    "the steps since the last checkpoint",
+)
 def test_a_callback_that_hangs_is_the_training_loops(make_trainer):
     class Stuck(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,6 @@ import torch
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.types import Media
-
-logger = logging.getLogger(__name__)
 
 _MEDIA = ("media", "row_media")
 
@@ -26,6 +24,8 @@ class GenerationBuffer:
 
     def __init__(self, plan: GenerationPlan | None = None) -> None:
         self.plan = plan
+        self.misfit: str | None = None
+        """Why the generation batches of a checkpoint were dropped; None if they were not."""
         self._batches: dict[int, Batch] = {}
 
     def get(self, number: int) -> Batch | None:
@@ -46,14 +46,13 @@ class GenerationBuffer:
         return {"plan": None if self.plan is None else dataclasses.asdict(self.plan), "rounds": rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what a checkpoint held; nothing, with a warning, if it was made under another plan."""
+        """Hold what a checkpoint held; nothing, and `misfit` says why, if it was made under another plan."""
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         # Checkpoints of earlier releases have no shuffle_seed, and whole groups.
         saved = None if state["plan"] is None else {"shuffle_seed": None, **state["plan"]}
         if plan is not None and saved is not None and saved != plan:
             pairs = [(name, saved.get(name), plan[name]) for name in plan]
-            changed = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
-            logger.warning("the checkpoint's rollouts are not used: their batches do not fit (%s)", changed)
+            self.misfit = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
             self._batches = {}
             return
         # Earlier releases saved one batch for each micro-batch.
@@ -63,6 +62,10 @@ class GenerationBuffer:
             else _batch_from(parts[0])
             for number, parts in state["rounds"].items()
         }
+
+    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of any rank: its plan says that the rows were for another number of ranks."""
+        return states[0]
 
 
 def _batch_state(batch: Batch) -> dict[str, Any]:

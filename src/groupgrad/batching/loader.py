@@ -11,12 +11,14 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
+from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.data.columns import read_row
 
@@ -45,14 +47,23 @@ class GenerationSampler:
     """Yields the micro-batches of one epoch as indices into the data set.
 
     With `drop_last` prompts that do not fill a generation batch are left out of the epoch. Otherwise the last
-    generation batch is filled from the front of the epoch's order, so that every epoch uses every prompt.
+    generation batch is filled from the front of the epoch's order, so that every epoch uses every prompt. With an
+    `offset` all generation batches lie that many prompts further, or less far, in the order of all epochs.
     """
 
     def __init__(
-        self, num_rows: int, plan: GenerationPlan, *, shuffle: bool, seed: int, drop_last: bool, ahead: int = 0
+        self,
+        num_rows: int,
+        plan: GenerationPlan,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        ahead: int = 0,
+        offset: int = 0,
     ):
         self.num_rows, self.plan, self.shuffle, self.seed, self.drop_last = num_rows, plan, shuffle, seed, drop_last
-        self.ahead, self.epoch = ahead, 0
+        self.ahead, self.offset, self.epoch = ahead, offset, 0
 
     @property
     def generations_per_epoch(self) -> int:
@@ -66,25 +77,37 @@ class GenerationSampler:
 
     def order(self, epoch: int | None = None) -> list[int]:
         """Data-set indices of an epoch, by default the chosen one, one per prompt of its generation batches."""
-        if self.shuffle:
-            epoch = self.epoch if epoch is None else epoch
-            generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
-            indices = torch.randperm(self.num_rows, generator=generator).tolist()
-        else:
-            indices = list(range(self.num_rows))
+        indices = self._permutation(self.epoch if epoch is None else epoch)
         wanted = self.generations_per_epoch * self.plan.prompts_per_generation
         while len(indices) < wanted:
             indices += indices[: wanted - len(indices)]
         return indices[:wanted]
 
+    def _permutation(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_rows))
+        generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
+        return torch.randperm(self.num_rows, generator=generator).tolist()
+
+    def _shifted(self, later: int = 0) -> list[int]:
+        """Data-set indices of an epoch's generation batches, `offset` prompts further in the order of all epochs."""
+        count = self.generations_per_epoch * self.plan.prompts_per_generation
+        start = (self.epoch + later) * count + self.offset
+        first, skipped = divmod(max(0, start), self.num_rows)
+        indices: list[int] = []
+        while len(indices) < skipped + count:
+            indices += self._permutation(first + len(indices) // self.num_rows)
+        before = [0] * max(0, -start)  # a resumed run skips them
+        return [*before, *indices[skipped:]][:count]
+
     def __len__(self) -> int:
         return self.generations_per_epoch * self.plan.micro_batches_per_generation
 
     def __iter__(self) -> Iterator[list[SamplerKey]]:
-        order, size = self.order(), self.plan.prompts_per_generation
+        order, size = self.order() if self.offset == 0 else self._shifted(), self.plan.prompts_per_generation
         # Generation batches that are sampled ahead may belong to later epochs.
         for later in range(1, 1 + -(-self.ahead // max(1, self.generations_per_epoch))):
-            order += self.order(self.epoch + later)
+            order += self.order(self.epoch + later) if self.offset == 0 else self._shifted(later)
         generations = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
         for number in range(self.generations_per_epoch):
             for position in range(self.plan.micro_batches_per_generation):
@@ -117,22 +140,27 @@ class GenerationRows(torch.utils.data.Dataset):
         return replace(key, rows=rows, ahead=tuple(ahead))
 
 
-def reread_rows(key: MicroBatchKey, dataset: Any, groups: list[int]) -> dict[int, dict[str, Any]]:
+def reread_rows(
+    key: MicroBatchKey, dataset: Any, groups: list[int], misfit: str | None = None
+) -> dict[int, dict[str, Any]]:
     """Data-set rows of these groups of a generation batch, by group, for a key that does not bring them.
 
-    A run needs them when it resumes inside a generation batch from a checkpoint that holds weights alone. A stream
-    cannot be read again (ValueError).
+    A run needs them when it resumes inside a generation batch from a checkpoint that holds none of its rollouts, or
+    holds them for other sizes (`misfit` names those). A stream cannot be read again (ValueError).
     """
+    found = "holds none of its rollouts" if misfit is None else f"holds its rollouts for other sizes ({misfit})"
     if key.indices is None:
         raise ValueError(
-            "the checkpoint lies within a generation batch but holds none of its rollouts, and a stream cannot be read "
-            "again; resume from a checkpoint that was saved with save_only_model=False"
+            f"the checkpoint lies within a generation batch but {found}, and a stream cannot be read again; resume "
+            "with the sizes of the checkpoint, or from a checkpoint that was saved with save_only_model=False"
         )
-    logger.warning(
-        "the checkpoint lies within generation batch %d but holds none of its rollouts; they are sampled again, "
-        "from the weights as they are now",
-        key.generation,
-    )
+    if dist.is_main():
+        logger.warning(
+            "the checkpoint lies within generation batch %d but %s; they are sampled again, from the weights as they "
+            "are now",
+            key.generation,
+            found,
+        )
     return {group: read_row(dataset, key.indices[group]) for group in groups}
 
 
@@ -154,7 +182,7 @@ class StreamKeys(torch.utils.data.IterableDataset):
         self.dataset = dataset
         if options.shuffle:
             self.dataset = dataset.shuffle(seed=options.seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-        self.plan, self.rank, self.ahead = plan, rank, options.ahead
+        self.plan, self.rank, self.ahead, self.offset = plan, rank, options.ahead, options.offset
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         turn = 0
@@ -169,7 +197,8 @@ class StreamKeys(torch.utils.data.IterableDataset):
             turn += 1
 
     def __iter__(self) -> Iterator[MicroBatchKey]:
-        rows, number = self._rows(), 0
+        # A negative offset lies in what a resumed run skips.
+        rows, number = chain(repeat({}, max(0, -self.offset)), islice(self._rows(), max(0, self.offset), None)), 0
         ahead: deque[dict[int, dict[str, Any]]] = deque()
         while True:
             while len(ahead) <= self.ahead:
@@ -195,6 +224,8 @@ class LoaderOptions:
     multiprocessing_context: str | None = None
     ahead: int = 0
     """Generation batches to sample ahead, whose rows the first key of each generation batch brings too."""
+    offset: int = 0
+    """Prompts by which a resumed run is further in the data than its steps say; other sizes made them."""
 
 
 def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: LoaderOptions) -> DataLoader:
@@ -211,6 +242,7 @@ def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: Lo
         seed=options.seed,
         drop_last=options.drop_last,
         ahead=options.ahead,
+        offset=options.offset,
     )
     return GenerationLoader(
         GenerationRows(dataset, plan, rank),

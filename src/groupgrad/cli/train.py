@@ -13,12 +13,14 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from groupgrad import compat
+from groupgrad.checkpoints.saving import is_storage_error
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.dataset import load_splits
 from groupgrad.cli.parsing import Parsed, parse
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import DTYPES, changed, nearest
 from groupgrad.config.settings import mapping
+from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
 from groupgrad.rewards import REWARD_FUNCTIONS
 
 _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
@@ -46,17 +48,26 @@ _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quan
 
 def main(argv: Sequence[str]) -> int:
     """Trains as the command line says. Returns 0, or 2 after a sentence that says what to change if the run cannot
-    begin. Later errors are raised."""
+    begin, or `EXIT_CHECKPOINT_NOT_SAVED` if its last checkpoint could not be written. Other errors are raised."""
     parsed = parse(argv)
     try:
         trainer = build(parsed)
     except (ValueError, TypeError, ImportError, OSError) as error:
         if os.environ.get("GROUPGRAD_TRACEBACK"):
             raise
-        print(f"groupgrad train: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
-        return 2
-    run(trainer, parsed)
+        return _refuse(error, 2)
+    try:
+        run(trainer, parsed)
+    except CheckpointError as error:
+        return _refuse(error, 2)
+    except CheckpointNotSaved as error:
+        return _refuse(error, EXIT_CHECKPOINT_NOT_SAVED)
     return 0
+
+
+def _refuse(error: Exception, status: int) -> int:
+    print(f"groupgrad train: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
+    return status
 
 
 def build(parsed: Parsed) -> Any:
@@ -78,16 +89,33 @@ def build(parsed: Parsed) -> Any:
 
 
 def run(trainer: Any, parsed: Parsed) -> None:
-    """Trains, saves the model to `output_dir`, and pushes it to the hub if `push_to_hub` is set."""
+    """Trains, saves the model to `output_dir`, and pushes it to the hub if `push_to_hub` is set.
+
+    CheckpointNotSaved if the disk refused the last checkpoint or the model. The model is smaller, so it is tried after
+    a checkpoint that was refused.
+    """
     config = parsed.config
-    trainer.train(resume_from_checkpoint=resume_from(config.resume_from_checkpoint))
-    trainer.save_model(config.output_dir)
+    refused: CheckpointNotSaved | None = None
+    try:
+        trainer.train(resume_from_checkpoint=resume_from(config.resume_from_checkpoint))
+    except CheckpointNotSaved as error:
+        refused = error
+    try:
+        trainer.save_model(config.output_dir)
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        raise CheckpointNotSaved(
+            f"the model could not be written to {config.output_dir} ({error}); checkpoints there are as they were"
+        ) from error
+    if refused is not None:
+        raise CheckpointNotSaved(f"{refused}; `groupgrad train` has written the model to {config.output_dir}")
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
 
 
 def resume_from(value: str | bool | None) -> str | bool | None:
-    """Reads `resume_from_checkpoint`: True for the last checkpoint in `output_dir`, a path, or None."""
+    """Reads `resume_from_checkpoint`: True for the newest whole checkpoint in `output_dir`, "auto", a path, or None."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         value = value.lower() == "true"
     return value or None

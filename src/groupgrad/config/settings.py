@@ -80,6 +80,16 @@ class GRPOSettings(LegacyArguments):
         "float32 copy of the weights.",
     )
 
+    # --- Resuming ---
+    allow_partial_resume: bool = _option(
+        False,
+        "Resume from a checkpoint with damaged or missing parts (optimizer, scheduler, random streams, rollouts); they "
+        "start anew and are named. Weights and the step count must be whole.",
+    )
+    resume_learning_rate: bool = _option(
+        False, "Resume with this configuration's learning_rate; otherwise the checkpoint's stays in force."
+    )
+
     # --- Reference model ---
     beta: float = _option(0.0, "Weight of the KL divergence from the reference model; 0: no reference model is kept.")
     sync_ref_model: bool = _option(False, "Mix the policy into the reference model every ref_model_sync_steps.")

@@ -106,6 +106,10 @@ class CompletionLog:
         self._records = {phase: [dict(record) for record in records] for phase, records in state["records"].items()}
         self._reward_names = {phase: list(names) for phase, names in state["reward_names"].items()}
 
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The state of rank 0, which has all records; empty on other ranks."""
+        return states[0] if dist.is_main() else {"records": {}, "reward_names": {}}
+
     def _print(self, records: list[dict[str, Any]], rewards: list[str], step: int, phase: str) -> None:
         if self.num_to_print is not None and self.num_to_print < len(records):
             # A generator of its own: printing must not change the random numbers of training.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,38 +47,58 @@ class RunState:
         Path(folder).mkdir(parents=True, exist_ok=True)
         frozen = self.frozen or {}
         states = {name: frozen[name] if name in frozen else part.state_dict() for name, part in self._parts.items()}
-        torch.save(states, self._path(folder))
+        torch.save(states, self._path(folder, dist.rank()))
         if self._shared and dist.is_main():
             shared = {name: part.state_dict() for name, part in self._shared.items()}
             torch.save(shared, Path(folder) / _SHARED_FILE)
 
-    def load(self, folder: str | Path) -> bool:
+    def load(self, folder: str | Path, *, world_size: int | None = None, without: Collection[str] = ()) -> bool:
         """Collective. Restore from a checkpoint folder; False, and a warning, if it lacks the state of some rank.
 
         Then no rank restores: one that held its generation batch would not join the others when they sample anew.
+        `world_size` processes wrote the checkpoint, by default as many as run now. If they are others, a part is
+        restored from the states of all of them by its `join_states`, and starts anew if it has none. Files named in
+        `without` count as missing.
         """
-        paths = [self._path(folder), *([Path(folder) / _SHARED_FILE] if self._shared else [])]
-        absent = next((path.name for path in paths if not path.is_file()), "")
-        missing = [name for name in dist.all_gather_objects(absent) if name]
+        then = dist.world_size() if world_size is None else world_size
+        ranks = [dist.rank()] if then == dist.world_size() else range(then)
+        paths = [self._path(folder, rank) for rank in ranks]
+        shared = [Path(folder) / _SHARED_FILE] if self._shared else []
+        absent = next((p.name for p in [*paths, *shared] if not p.is_file() or p.name in without), "")
+        missing = sorted({name for name in dist.all_gather_objects(absent) if name})
         if missing:
-            logger.warning(
-                "%s holds weights without the state of the run (%s is missing): %s start anew, so the run goes on, but "
-                "not as it would have without the break",
-                folder,
-                ", ".join(missing),
-                ", ".join([*self._parts, *self._shared]),
-            )
+            if dist.is_main():
+                logger.warning(
+                    "%s holds weights without the state of the run (%s is missing): %s start anew, so the run goes on, "
+                    "but not as it would have without the break",
+                    folder,
+                    ", ".join(missing),
+                    ", ".join([*self._parts, *self._shared]),
+                )
             return False
-        for path, parts in zip(paths, (self._parts, self._shared)):
+        states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        anew: list[str] = []
+        for name, part in self._parts.items():
+            found = [state[name] for state in states if name in state]
+            join = (lambda own: own[0]) if then == dist.world_size() else getattr(part, "join_states", None)
+            if join is None:
+                anew.append(name)
+            elif found:
+                part.load_state_dict(join(found))
+        if anew and dist.is_main():
+            logger.warning(
+                "%d processes wrote %s and %d resume: %s start anew", then, folder, dist.world_size(), ", ".join(anew)
+            )
+        for path in shared:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            for name, part in parts.items():
+            for name, part in self._shared.items():
                 if name in state:
                     part.load_state_dict(state[name])
         return True
 
     @staticmethod
-    def _path(folder: str | Path) -> Path:
-        return Path(folder) / f"groupgrad_state_{dist.rank()}.pt"
+    def _path(folder: str | Path, rank: int) -> Path:
+        return Path(folder) / f"groupgrad_state_{rank}.pt"
 
 
 class EntropyController:
@@ -129,6 +149,10 @@ class EntropyController:
         if self.adaptive:
             self.coef, self._last_entropy = state["coef"], state["last_entropy"]
 
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The state of any rank, since all have the same."""
+        return states[0]
+
 
 class StepEnd(TrainerCallback):
     """Calls a function after each optimizer step, before anything is logged, evaluated or saved."""
@@ -170,6 +194,10 @@ class LossWindow(TrainerCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the sum when training begins."""
         self._loaded = state
+
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The mean sum of all ranks, which a log event would have shown."""
+        return {**states[0], "loss": sum(state["loss"] for state in states) / len(states)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put a loaded sum where the loop, which has just set it to 0, adds to it."""

@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerCallback
+from torch import nn
+from transformers import TrainerCallback
 
 from groupgrad import dist, stopping
-from groupgrad.config import GRPOConfig
+from groupgrad.activity import doing
 from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.stopping import Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
-from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.checkpointed_run import CheckpointedRun
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,9 @@ class StopAtStepEnd(TrainerCallback):
             control.should_evaluate = False
 
 
-class StoppableRun(Trainer):
-    """`transformers.Trainer` that a signal stops without the loss of a whole step."""
+class StoppableRun(CheckpointedRun):
+    """A run that a signal stops without the loss of a whole step."""
 
-    args: GRPOConfig
-    run_state: RunState
     completion_log: CompletionLog
     _receives_signals = False
     _last_step: LastStep | None = None
@@ -123,6 +122,10 @@ class StoppableRun(Trainer):
         if self._receives_signals:
             self._last_step = LastStep.of(self)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with stopping.finishing(), doing("saving"):
+            super()._save_checkpoint(model, trial)
+
     def _save_last_step(self) -> None:
         """Collective. Writes the checkpoint of the last whole step, unless there is one or no step was made."""
         step, last = self.state.global_step, self._last_step
@@ -141,10 +144,11 @@ class StoppableRun(Trainer):
     def _stopped(self, name: str) -> Stopped:
         step, folder = self.state.global_step, self.args.output_dir
         saved = f"checkpoint-{step} in {folder} has it, and resume_from_checkpoint=True goes on from there"
-        message = (
-            f"{name} stopped the run after step {step} of {self.state.max_steps}: "
-            f"{saved if step else 'no step was finished, so there is nothing to save'}"
-        )
+        if not step:
+            saved = "no step was finished, so there is nothing to save"
+        elif self._not_saved is not None:
+            saved = self._not_saved
+        message = f"{name} stopped the run after step {step} of {self.state.max_steps}: {saved}"
         if dist.is_main():
             logger.warning("%s", message)
         return Stopped(name, message)

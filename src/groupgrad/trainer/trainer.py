@@ -30,12 +30,10 @@ from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
 from groupgrad.engines.selection import brings_own_generate
-from groupgrad.metrics import latest
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.oom_retry import memory_guard
 from groupgrad.modeling.systems.zero3 import is_sharded
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, Advantages, OnPolicyInfo, PolicyLoss, policy_loss
-from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.requests import training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
@@ -197,7 +195,8 @@ class GRPOTrainer(TrainingRun):
         self, epoch_iterator: Iterator[MicroBatchKey], num_batches: int, device: torch.device
     ) -> tuple[list[MicroBatchStep], None]:
         """The inputs of the `training_step`s of one optimizer step."""
-        keys = tuple(islice(epoch_iterator, num_batches))
+        with dist.errors_on_all_ranks():  # reading a row may fail on one rank alone
+            keys = tuple(islice(epoch_iterator, num_batches))
         return [MicroBatchStep(keys, index) for index in range(len(keys))], None
 
     def training_step(self, model: nn.Module, inputs: MicroBatchStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
@@ -256,7 +255,8 @@ class GRPOTrainer(TrainingRun):
         ahead = key.ahead[: self.plan.generations_after(num_left)]
         rows = key.rows
         if rows is None:
-            rows = reread_rows(key, self.train_dataset, self.plan.rank_groups(rank, key.generation))
+            groups = self.plan.rank_groups(rank, key.generation)
+            rows = reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
         request, *upcoming = (
             training_request(self.plan, rank, number, by_group, step)
             for number, by_group in enumerate((rows, *ahead), start=key.generation)
@@ -443,7 +443,8 @@ class GRPOTrainer(TrainingRun):
 
     def get_train_dataloader(self) -> DataLoader:
         """Yields micro-batch keys; the first of each generation batch brings the prompts that this rank needs."""
-        return make_train_loader(self.train_dataset, self.plan, dist.rank(), room_options.loader_options(self.args))
+        options = replace(room_options.loader_options(self.args), offset=self._data_offset)
+        return make_train_loader(self.train_dataset, self.plan, dist.rank(), options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
         """Yields batches of whole groups, every prompt once."""
@@ -455,16 +456,6 @@ class GRPOTrainer(TrainingRun):
         dataset_checks.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_components)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
-
-    def _log_experience(self, experience: Experience) -> None:
-        """Count, log and show a generation batch."""
-        self.state.num_input_tokens_seen += experience.num_tokens
-        if self.signal_watch is not None:
-            self.signal_watch.read(experience.metrics)
-        self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
-        self.completion_log.add(experience.records, reward_names=self.rewards.names)
-        self._step_log.lengths += [rollout.num_sampled for rollout in experience.rollouts]
-        self.progress.set_numbers(reward=experience.mean_reward)
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
@@ -494,6 +485,6 @@ class GRPOTrainer(TrainingRun):
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         numbers = {**store.flush(), "num_tokens": float(self.state.num_input_tokens_seen)}
-        self.completion_log.flush(self.state.global_step, metric_key_prefix)
+        self._flush_completions(metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore

@@ -1,4 +1,4 @@
-"""A training run as it is kept: logged, shown, saved, resumed, searched and pushed.
+"""A training run as it is kept: logged, shown, searched and pushed.
 
 What a step computes is in `trainer/trainer.py`; this file joins groupgrad's metrics and state to what
 `transformers.Trainer` logs and saves.
@@ -25,17 +25,15 @@ from groupgrad import dist
 from groupgrad.activity import doing
 from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
-from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import NonFiniteError
-from groupgrad.metrics import merge_all
+from groupgrad.metrics import latest, merge_all
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
-from groupgrad.modeling.load import load_renamed_checkpoint
 from groupgrad.modeling.policy_checks import nonfinite_weights
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
@@ -45,6 +43,8 @@ from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
 from groupgrad.objectives import PolicyLoss
+from groupgrad.rewards.reward_runner import RewardRunner
+from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.rollout.requests import row_seed
 from groupgrad.rollout.sources import RolloutComponents
@@ -56,6 +56,8 @@ from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.run_lock import locked
+from groupgrad.trainer.signal_watch import SignalWatch
+from groupgrad.trainer.step_log import StepLog
 from groupgrad.trainer.stoppable_run import StoppableRun
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
@@ -72,6 +74,9 @@ class TrainingRun(TRLNames, StoppableRun):
     callback_handler: Any
     progress: ProgressCallback
     finite_steps: FiniteSteps
+    signal_watch: SignalWatch | None
+    _step_log: StepLog
+    rewards: RewardRunner
     _micro_batches: list[MicroBatch]
     """This rank's micro-batches of the present optimizer step."""
     metric_store: MetricStore
@@ -84,7 +89,6 @@ class TrainingRun(TRLNames, StoppableRun):
     engine: Engine
     prompt_maker: PromptMaker
     components: TrainerComponents
-    plan: GenerationPlan
     rollout_components: RolloutComponents
     batch_loss: Callable[..., PolicyLoss]
     """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""
@@ -101,7 +105,12 @@ class TrainingRun(TRLNames, StoppableRun):
         **kwargs: Any,
     ) -> TrainOutput:
         """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
-        whatever happens."""
+        whatever happens.
+
+        `resume_from_checkpoint` is a path, True for the newest whole checkpoint in `output_dir`, or "auto" for the same
+        or else a new start; None takes the configuration's. CheckpointError if it is damaged, before anything is
+        sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written.
+        """
         self._invalidate_vllm()
         dist.limit_waiting(self.args.ddp_timeout)
         try:
@@ -115,7 +124,11 @@ class TrainingRun(TRLNames, StoppableRun):
                 doing("the training loop"),
                 exits_are_errors(),
             ):
+                if resume_from_checkpoint is None and trial is None:
+                    resume_from_checkpoint = self.args.resume_from_checkpoint
+                resume_from_checkpoint = self._begin_training(resume_from_checkpoint)
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            self._raise_if_not_saved()
             self._check_weights()
             if resume_from_checkpoint and self.state.global_step == self._initial_global_step >= self.state.max_steps:
                 logger.warning(
@@ -304,8 +317,32 @@ class TrainingRun(TRLNames, StoppableRun):
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""
         if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
             logs = {**logs, **self.metric_store.flush()}
-            self.completion_log.flush(self.state.global_step, "train")
-        super().log(logs, start_time)
+            self._flush_completions("train")
+        with self._without_end("a log"):
+            super().log(logs, start_time)
+
+    def _flush_completions(self, phase: str) -> None:
+        """Writes, shows and drops the completions of a phase."""
+        with self._without_end(f"completions in {self.completion_log.folder}"):
+            self.completion_log.flush(self.state.global_step, phase)
+
+    @contextmanager
+    def _without_end(self, what: str) -> Iterator[None]:
+        """Context in which a file that cannot be written is a warning, not the end of training."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("step %d: %s could not be written (%s)", self.state.global_step, what, error)
+
+    def _log_experience(self, experience: Experience) -> None:
+        """Count, log and show a generation batch."""
+        self.state.num_input_tokens_seen += experience.num_tokens
+        if self.signal_watch is not None:
+            self.signal_watch.read(experience.metrics)
+        self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
+        self.completion_log.add(experience.records, reward_names=self.rewards.names)
+        self._step_log.lengths += [rollout.num_sampled for rollout in experience.rollouts]
+        self.progress.set_numbers(reward=experience.mean_reward)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -321,25 +358,6 @@ class TrainingRun(TRLNames, StoppableRun):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.run_state.save(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled or not load_renamed_checkpoint(unwrap(model or self.model), resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        folder = self.state.best_model_checkpoint
-        is_spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if is_spread or folder is None or not load_renamed_checkpoint(unwrap(self.model), folder):
-            super()._load_best_model()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.run_state.load(checkpoint)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now.
@@ -369,7 +387,8 @@ class TrainingRun(TRLNames, StoppableRun):
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.create_model_card()  # before the checkpoint, which is pushed with it
+        with self._without_end("the model card"):
+            self.create_model_card()  # before the checkpoint, which is pushed with it
         super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(

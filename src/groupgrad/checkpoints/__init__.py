@@ -1,0 +1,1 @@
+"""Checkpoints that are whole or not there: written aside, listed in a manifest, renamed once, verified when read."""

@@ -1,0 +1,97 @@
+"""Cheap checks of a checkpoint without a manifest, as transformers and TRL write them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from pathlib import Path
+
+TRAINER_STATE = "trainer_state.json"
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
+
+_INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""File that transformers keeps in a checkpoint while it saves on a signal."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
+
+
+def implausible(folder: Path) -> dict[str, str]:
+    """What is certainly wrong with a checkpoint that has no manifest: a reason by file; empty if nothing is found.
+
+    Archives are read in full, since they have checksums; of safetensors files only sizes are checked.
+    """
+    found: dict[str, str] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        reason = _reason(path)
+        if reason is not None:
+            found[path.relative_to(folder).as_posix()] = reason
+    if not (folder / TRAINER_STATE).is_file():
+        found[TRAINER_STATE] = "is missing"
+    has_weights = any(next(folder.rglob(pattern), None) for pattern in _WEIGHTS)
+    if not has_weights and not any(path.is_dir() for path in folder.iterdir()):
+        found["model.safetensors"] = "is missing, and no other weights are there"
+    for name, other in ((OPTIMIZER, SCHEDULER), (SCHEDULER, OPTIMIZER)):
+        if (folder / other).is_file() and not (folder / name).is_file() and not any(folder.glob("global_step*")):
+            found[name] = f"is missing beside {other}"
+    return found | _missing_shards(folder)
+
+
+def _reason(path: Path) -> str | None:
+    if path.name == _INCOMPLETE:
+        return "says that its save was not finished"
+    try:
+        if path.suffix == ".safetensors":
+            return _safetensors(path)
+        if path.suffix in (".pt", ".pth", ".bin"):
+            return _archive(path)
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except ValueError:
+        return "is not JSON"
+    return None
+
+
+def _safetensors(path: Path) -> str | None:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size:
+            return f"has {size} bytes, fewer than its header needs"
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError):
+            return "has a damaged header"
+    wanted = 8 + length + max(ends, default=0)
+    return None if size == wanted else f"has {size} bytes, its header says {wanted}"
+
+
+def _archive(path: Path) -> str | None:
+    with open(path, "rb") as file:
+        start = file.read(2)
+    if not start:
+        return "is empty"
+    if start != b"PK":  # torch's format before 1.6, which has no checksums
+        return None if start[:1] == b"\x80" else "was not written by torch.save"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError):
+        return "is cut off or damaged"
+    return None if broken is None else f"is damaged: the checksum of {broken} is wrong"
+
+
+def _missing_shards(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for index in folder.glob("*.index.json"):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            continue
+        found |= {name: f"is missing, and {index.name} names it" for name in names if not (folder / name).is_file()}
+    return found

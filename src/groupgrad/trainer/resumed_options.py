@@ -1,0 +1,151 @@
+"""Compares the options of a checkpoint with those of the run that resumes from it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from groupgrad import compat, dist
+from groupgrad.config import GRPOConfig
+
+logger = logging.getLogger(__name__)
+
+_PREFIXES = ("dataloader_", "eval_", "hub_", "log_", "logging_", "push_to_hub", "report_", "save_", "skip_", "trackio_")
+_WITHOUT_INFLUENCE = {
+    *("allow_partial_resume", "auto_find_batch_size", "ddp_timeout", "debug", "disable_tqdm", "do_eval"),
+    *("do_predict", "do_train", "enable_jit_checkpoint", "greater_is_better", "include_for_metrics"),
+    *("include_num_input_tokens_seen", "load_best_model_at_end", "local_rank", "metric_for_best_model"),
+    *("num_completions_to_print", "num_generations_eval", "output_dir", "per_device_eval_batch_size"),
+    *("prediction_loss_only", "project", "ray_scope", "restore_callback_states_from_checkpoint"),
+    *("resume_from_checkpoint", "resume_learning_rate", "run_name", "tool_threads", "vllm_group_port"),
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
+}
+_PACKAGES = ("groupgrad", "torch", "transformers", "accelerate", "datasets", "numpy", "peft", "deepspeed", "vllm")
+
+OPTIMIZER_OPTIONS = {
+    "learning_rate": ("initial_lr", None),
+    "weight_decay": ("weight_decay", None),
+    "adam_beta1": ("betas", 0),
+    "adam_beta2": ("betas", 1),
+    "adam_epsilon": ("eps", None),
+}
+"""Option -> key and index in an optimizer's parameter groups, which a checkpoint restores."""
+
+
+@dataclass(slots=True, frozen=True)
+class Difference:
+    """An option that is not what it was."""
+
+    name: str
+    then: Any
+    now: Any
+    winner: str = "now"
+    """`now` or `then`, perhaps with a remark."""
+
+
+def deciding_options(config: GRPOConfig) -> dict[str, Any]:
+    """The options that decide a run's results, as JSON values."""
+    options = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in _WITHOUT_INFLUENCE and not name.startswith(_PREFIXES) and not name.endswith("_token")
+    }
+    return json.loads(json.dumps({**options, "world_size": config.world_size}, default=str))
+
+
+def installed_versions() -> dict[str, str]:
+    """Releases of the libraries that decide results, by name."""
+    found = {name: compat.installed_version(name) for name in _PACKAGES}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def optimizer_options(optimizer: Any) -> dict[str, Any]:
+    """The options that an optimizer's first parameter group has; the others of `OPTIMIZER_OPTIONS` are left out."""
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    group = {**groups[0], "initial_lr": groups[0].get("initial_lr", groups[0].get("lr"))}
+    found: dict[str, Any] = {}
+    for name, (key, index) in OPTIMIZER_OPTIONS.items():
+        value = group.get(key)
+        if value is not None:
+            found[name] = float(value if index is None else value[index])
+    return found
+
+
+def differences(
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    optimizer_then: Mapping[str, Any],
+    optimizer_now: Mapping[str, Any],
+    *,
+    new_learning_rate: bool,
+) -> list[Difference]:
+    """The options that differ, and which value is in force.
+
+    `optimizer_then` and `optimizer_now` are what the optimizer has restored and what it was made with.
+    """
+    found = [
+        Difference(name, then[name], value)
+        for name, value in now.items()
+        if name in then and then[name] != value and name not in optimizer_then
+    ]
+    for name, value in optimizer_then.items():
+        other = optimizer_now.get(name, value)
+        if other != value:
+            winner = "then, the optimizer's state has it"
+            if name == "learning_rate":
+                winner = "now" if new_learning_rate else "then; resume_learning_rate=True applies the new one"
+            found.append(Difference(name, value, other, winner))
+    return found
+
+
+def table(rows: list[Difference]) -> str:
+    """The differences as lines of text."""
+    cells = [("option", "then", "now", "in force")]
+    cells += [(row.name, _short(row.then), _short(row.now), row.winner) for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    return "\n".join(
+        "  " + "  ".join(text.ljust(width) for text, width in zip(line, widths)) + f"  {line[3]}" for line in cells
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def report(rows: list[Difference], folder: Any) -> None:
+    """Logs the differences once over all ranks."""
+    if rows and dist.is_main():
+        logger.warning("options differ from those of %s:\n%s", folder, table(rows))
+
+
+def apply_learning_rate(optimizer: Any, scheduler: Any, new: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+    """Scales the learning rates of a restored optimizer and its scheduler from the checkpoint's to the configured one.
+
+    The schedule goes on at its step, towards the new rate.
+    """
+    if "learning_rate" not in new or not old.get("learning_rate") or new["learning_rate"] == old["learning_rate"]:
+        return
+    factor = new["learning_rate"] / old["learning_rate"]
+    for group in optimizer.param_groups:
+        for key in {"lr", "initial_lr"} & group.keys():
+            group[key] = group[key] * factor
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+
+def apply_schedule(optimizer: Any, scheduler: Any) -> None:
+    """Gives a restored optimizer the learning rates of this run's schedule at its step, not those of the checkpoint's.
+
+    Only schedules that are functions of the step have them; others go on from the checkpoint's.
+    """
+    if isinstance(scheduler, LambdaLR):
+        rates = [rate * part(scheduler.last_epoch) for rate, part in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        scheduler._last_lr = rates

@@ -1,0 +1,68 @@
+"""Writes docs/reliability.md from the `fault` marks of the tests: `python tests/faults/reliability.py`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+HEAD = """\
+# Reliability
+
+A run cannot be lost: a checkpoint is whole or not there, and what is damaged is named. This page lists what may go
+wrong, what happens then, and what is lost. `python tests/faults/reliability.py` writes it from the marks of the tests,
+so that each row has a test that breaks the run on purpose.
+
+## Checkpoints
+
+A checkpoint is written to `output_dir/_groupgrad_unfinished`, synced to the disk, and gets its name by one rename. Its
+last file, `manifest.json`, lists every other file with size and SHA-256, the number of processes, versions, and the
+options that decide results. A resume verifies all of them before anything is loaded.
+
+| `resume_from_checkpoint` | takes |
+|---|---|
+| a path | this checkpoint; an error that names the file if it is damaged |
+| `True` | the newest whole checkpoint in `output_dir`; what is skipped is named; an error without one |
+| `"auto"` | the same, or a new start where there is no checkpoint |
+
+It is an argument of `trainer.train()`, and a field of the configuration for a call without it. Further fields:
+
+| field | effect |
+|---|---|
+| `allow_partial_resume` | resume without what is damaged: optimizer, schedule, random streams, rollouts in use |
+| `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
+
+`groupgrad train` exits with 0 when all is done, with 2 when a run cannot begin, and with 73 when the disk refused the
+last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `trainer.train()` raises
+`CheckpointNotSaved`). Files are read once more for their digests, shared out among the processes of a machine.
+
+## Faults
+
+"""
+
+
+def rows() -> list[tuple[str, str, str, str]]:
+    """Fault, what happens, what is lost and the test, in the order of files and lines."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "mark.fault(" not in text:
+            continue
+        for node in ast.parse(text).body:
+            for mark in getattr(node, "decorator_list", ()):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
+                    what, then, lost = (ast.literal_eval(argument) for argument in mark.args)
+                    found.append((what, then, lost, f"{path.relative_to(ROOT).as_posix()}::{node.name}"))
+    return found
+
+
+def page() -> str:
+    """The text of docs/reliability.md."""
+    table = ["| fault | what happens | what is lost | test |", "|---|---|---|---|"]
+    table += [f"| {what} | {then} | {lost} | `{test}` |" for what, then, lost, test in rows()]
+    return HEAD + "\n".join(table) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

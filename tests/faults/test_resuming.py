@@ -1,0 +1,218 @@
+"""What a run does with a checkpoint of other options, of another library, or with parts missing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupgrad.checkpoints.choosing import choose
+from groupgrad.errors import CheckpointError
+
+
+@pytest.fixture
+def second(straight, tmp_path) -> Path:
+    """A copy of the checkpoint of step 2, alone in its folder."""
+    return Path(shutil.copytree(straight[0] / "checkpoint-2", tmp_path / "run" / "checkpoint-2"))
+
+
+def from_elsewhere(checkpoint: Path) -> Path:
+    """Leaves only what transformers and TRL save."""
+    for path in (checkpoint / "manifest.json", *checkpoint.glob("groupgrad_state_*")):
+        path.unlink()
+    return checkpoint
+
+
+@pytest.mark.parametrize("request_", ["auto", True], ids=str)
+@pytest.mark.fault(
+    "a run is started again by the same script, with resume_from_checkpoint='auto'",
+    "it continues from the newest whole checkpoint, and starts anew where there is none",
+    "nothing",
+)
+def test_auto_starts_anew_only_where_there_is_no_checkpoint(second, new_trainer, tmp_path, request_):
+    assert choose(tmp_path / "other", "auto") is None
+    with pytest.raises(ValueError, match=r"No valid checkpoint found.*resume_from_checkpoint='auto'"):
+        choose(tmp_path / "other", True)
+    # The field of the configuration counts where train() is called without an argument.
+    trainer = new_trainer(second.parent, resume_from_checkpoint=str(request_).lower(), max_steps=2)
+    assert trainer.train().global_step == 2
+    assert trainer._initial_global_step == 2
+    (second / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2: model.safetensors is missing; remove the folders"):
+        new_trainer(second.parent).train(resume_from_checkpoint=request_)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "groupgrad_state_0.pt"])
+@pytest.mark.fault(
+    "a part of a checkpoint other than weights is lost, and allow_partial_resume=True is set",
+    "the run goes on and names what starts anew; the schedule goes on at its step",
+    "the part: optimizer moments, random streams, or the rollouts in use",
+)
+def test_allow_partial_resume_goes_on_and_says_what_is_new(second, new_trainer, caplog, name):
+    (second / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"is damaged: {name} has 0 bytes.*allow_partial_resume=True goes on"):
+        new_trainer(second.parent).train(str(second))
+    trainer = new_trainer(
+        second.parent, allow_partial_resume=True, save_strategy="no", lr_scheduler_type="linear", max_steps=3
+    )
+    trainer.train(str(second))
+    assert trainer.state.global_step == 3
+    assert f"checkpoint-2 starts without {name}, which has 0 bytes" in caplog.text
+    assert trainer.state.log_history[-2]["learning_rate"] == pytest.approx(1e-2 / 3)
+    moments = [state["step"] for state in trainer.optimizer.state.values()]
+    assert {int(step) for step in moments} == {1 if name == "optimizer.pt" else 3}
+
+
+@pytest.mark.fault(
+    "weights or the step count of the only checkpoint are lost",
+    "an error that names the file, with allow_partial_resume=True too",
+    "the run",
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json"])
+def test_no_run_starts_without_weights(second, new_trainer, name):
+    (second / name).unlink()
+    with pytest.raises(CheckpointError, match=f"is damaged: {name} is missing; resume from another checkpoint"):
+        new_trainer(second.parent, allow_partial_resume=True).train(str(second))
+
+
+@pytest.mark.fault(
+    "a run is resumed with other options",
+    "a table names each with then, now, and which is in force; a changed learning rate is applied with "
+    "resume_learning_rate=True and named without",
+    "nothing",
+)
+@pytest.mark.parametrize("applied", [False, True], ids=["named", "applied"])
+def test_changed_options_are_listed(second, straight, new_trainer, caplog, applied):
+    settings = {"learning_rate": 5e-3, "temperature": 0.7, "weight_decay": 0.1, "save_strategy": "no"}
+    trainer = new_trainer(second.parent, resume_learning_rate=applied, **settings)
+    trainer.train(str(second))
+    (message,) = [r.getMessage() for r in caplog.records if "options differ" in r.getMessage()]
+    lines = {line.split()[0]: line.split(maxsplit=3)[1:] for line in message.splitlines()[1:]}
+    assert lines["option"] == ["then", "now", "in force"]
+    assert lines["temperature"] == ["1.0", "0.7", "now"]
+    assert lines["weight_decay"] == ["0.0", "0.1", "then, the optimizer's state has it"]
+    rate = "now" if applied else "then; resume_learning_rate=True applies the new one"
+    assert lines["learning_rate"] == ["0.01", "0.005", rate]
+    assert set(lines) == {"option", "temperature", "weight_decay", "learning_rate"}
+    assert trainer.state.log_history[-2]["learning_rate"] == (5e-3 if applied else 1e-2)
+
+
+def test_equal_options_give_no_table(second, new_trainer, caplog):
+    new_trainer(second.parent, save_strategy="no", logging_steps=2, resume_learning_rate=True).train(str(second))
+    assert "options differ" not in caplog.text
+
+
+@pytest.mark.fault(
+    "a run is resumed with another optimizer",
+    "an error names both; with allow_partial_resume=True the new one starts anew",
+    "nothing, or the optimizer's state",
+)
+def test_another_optimizer_is_refused(second, new_trainer, caplog):
+    with pytest.raises(CheckpointError, match=r"is AdamW and this run's is SGD \(optim='sgd'\).*set optim as it was"):
+        new_trainer(second.parent, optim="sgd").train(str(second))
+    new_trainer(second.parent, optim="sgd", allow_partial_resume=True, save_strategy="no").train(str(second))
+    assert "this run's SGD starts anew" in caplog.text
+
+
+@pytest.mark.fault(
+    "a run is resumed from a checkpoint of transformers or TRL, which has no manifest",
+    "weights, optimizer, schedule and random streams continue, with a remark",
+    "rollouts of a generation batch in use, which are sampled again",
+)
+def test_a_checkpoint_from_elsewhere_loads_with_a_remark(second, straight, new_trainer, weights_of, caplog):
+    from_elsewhere(second)
+    trainer = new_trainer(second.parent, save_strategy="no", learning_rate=5e-3)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-2 has no manifest.json: an earlier release, transformers or TRL wrote it" in caplog.text
+    assert "learning_rate  0.01  0.005  then; resume_learning_rate=True" in caplog.text
+    # Nothing of a generation batch was in use, so the run is the undisturbed one.
+    assert torch.equal(weights_of(trainer), weights_of(straight[1]))
+
+
+HALF = {
+    "trainer_state.json": lambda path: path.unlink(),
+    "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "optimizer.pt": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
+    "scheduler.pt": lambda path: path.unlink(),
+    "config.json": lambda path: path.write_text("{"),
+    "checkpoint-is-incomplete.txt": lambda path: path.write_text(""),
+}
+
+
+@pytest.mark.fault(
+    "the newest checkpoint of transformers or TRL is half written",
+    "it is skipped and named",
+    "the steps since the one before",
+)
+def test_a_half_written_checkpoint_from_elsewhere_is_skipped(second, straight, tmp_path, caplog):
+    shutil.copytree(straight[0] / "checkpoint-1", second.parent / "checkpoint-1")
+    from_elsewhere(second)
+    for name, damage in HALF.items():
+        kept = {path: path.read_bytes() for path in second.iterdir()}
+        damage(second / name)
+        caplog.clear()
+        assert choose(second.parent, True).folder.name == "checkpoint-1"
+        assert f"skipped checkpoint-2: {name} " in caplog.text
+        (second / name).unlink(missing_ok=True)
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+
+@pytest.mark.fault(
+    "a run is resumed with another micro-batch where a generation batch ends",
+    "it continues with the same prompts in the same order, to the same weights",
+    "nothing",
+)
+def test_another_micro_batch_continues_the_data(second, straight, new_trainer, weights_of, caplog):
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = new_trainer(second.parent, save_strategy="no", **sizes)
+    trainer.train(resume_from_checkpoint=True)
+    expected = weights_of(straight[1])
+    assert (weights_of(trainer) - expected).norm() / expected.norm() < 1e-5
+    assert "sampled again" not in caplog.text and "not used" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
+@pytest.mark.fault(
+    "a run is resumed with another number of rows a step where a generation batch ends",
+    "the data go on behind the prompts that were used, in the same order; a line says so",
+    "nothing",
+)
+def test_other_sizes_of_steps_continue_the_data(new_trainer, tmp_path, caplog, stream):
+    seen: list[str] = []
+
+    def reward(prompts, completion_ids, **_):
+        seen.extend(prompts[::4])
+        return [float(len(ids)) for ids in completion_ids]
+
+    settings = {"reward": reward, "save_only_model": True, "stream": stream}
+    new_trainer(tmp_path / "straight", max_steps=16, save_strategy="no", **settings).train()
+    expected = seen.copy()
+    seen.clear()
+    new_trainer(tmp_path, max_steps=3, **settings).train()
+    # Four prompts a step, then two, then one, in two starts: 16 rows are an epoch of eight, four and two steps.
+    trainer = new_trainer(tmp_path, max_steps=6, per_device_train_batch_size=16, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer._data_offset == 6 - 12
+    new_trainer(tmp_path, max_steps=9, per_device_train_batch_size=4, **settings).train(resume_from_checkpoint=True)
+    assert len(seen) == 3 * 2 + 3 * 4 + 3
+    assert seen == expected[: len(seen)]
+    assert "the data go on behind its 6 prompts" in caplog.text
+    assert "the data go on behind its 18 prompts" in caplog.text
+
+
+@pytest.mark.fault(
+    "the best checkpoint is damaged when load_best_model_at_end loads it",
+    "an error that names the file",
+    "nothing: the last weights are in memory and in the newest checkpoint",
+)
+def test_a_damaged_best_model_is_not_loaded(second, straight, new_trainer):
+    trainer = new_trainer(second.parent, save_strategy="no")
+    trainer.state.best_model_checkpoint = str(second)
+    trainer._load_best_model()
+    assert not torch.equal(trainer.model.lm_head.weight, straight[1].model.lm_head.weight)
+    (second / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has 0 bytes"):
+        trainer._load_best_model()
