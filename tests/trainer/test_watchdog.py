@@ -29,7 +29,7 @@ def hanging(step: int, hang: Any) -> Any:
 
 @pytest.mark.fault(
     "a reward function hangs",
-    "after `hang_timeout_s` an error names function, step, rank and rows; the stacks of all threads are in `hang_step_..._rank_....txt`",
+    "after `hang_timeout_s` an error names function, step, rank and rows; all stacks are in `hang_step_*.txt`",
     "the steps since the last checkpoint",
 )
 def test_a_reward_that_hangs_ends_the_run_with_its_name(make_trainer):

@@ -228,7 +228,8 @@ class GRPOTrainer(TrainingRun):
             if key.position == 0 or self.buffer.get(key.generation) is None:
                 self.buffer.put(key.generation, self._sample(key, index))
         self.buffer.keep_only({key.generation for key in keys})
-        batch = self._rows_of_step(keys)
+        with dist.errors_on_all_ranks():
+            batch = self._rows_of_step(keys)
         with self.timings.phase("scoring"):
             totals = step_totals(
                 batch, len(keys), keep_entropy=self.args.top_entropy_quantile, entropy_of=self._entropy
@@ -256,7 +257,8 @@ class GRPOTrainer(TrainingRun):
         rows = key.rows
         if rows is None:
             groups = self.plan.rank_groups(rank, key.generation)
-            rows = reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
+            with dist.errors_on_all_ranks():
+                rows = reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
         request, *upcoming = (
             training_request(self.plan, rank, number, by_group, step)
             for number, by_group in enumerate((rows, *ahead), start=key.generation)
