@@ -18,6 +18,7 @@ RUN = {"max_steps": 2, "num_iterations": 2, "per_device_train_batch_size": 4, "g
 CASES: dict[str, dict[str, Any]] = {
     # One width for both sides, and no other option.
     "dapo": {"epsilon": 0.1},
+    "dapo: on policy": {"num_iterations": 1, "max_steps": 1},
     "dapo: two widths, KL": {"epsilon": 0.05, "epsilon_high": 0.4, "beta": 0.2, "scale_rewards": "none"},
     "dapo: unbiased KL": {
         "beta": 0.5,
@@ -134,6 +135,15 @@ def dense_loss(args: Any, logprobs: Any, entropy: Any, old: Any, ref: Any, mask:
     return loss - args.entropy_coef * (entropy * mask).sum() / tokens
 
 
+def clipped_share(args: Any, log_ratio: torch.Tensor, mask: torch.Tensor, a: torch.Tensor) -> float:
+    """The share of loss tokens that the clip takes the gradient from; of sequences, for a ratio of sequences."""
+    if args.importance_sampling_level == "sequence":
+        log_ratio, mask = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True), mask[:, :1]
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    low_side, high_side = log_ratio.exp() < 1 - args.epsilon, log_ratio.exp() > 1 + high
+    return ((low_side & (a < 0)) | (high_side & (a > 0)))[mask].double().mean().item()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_of_two_steps(make_trainer, make_policy, tokenizer, case):
     seen: list[tuple[list[str], list[list[int]], torch.Tensor]] = []
@@ -153,8 +163,7 @@ def test_loss_and_gradient_of_two_steps(make_trainer, make_policy, tokenizer, ca
         learning_rate=3e-2,
         temperature=0.8,
         trainer={"callbacks": [weights]},
-        **RUN,
-        **CASES[case],
+        **{**RUN, **CASES[case]},
     )
     trainer.train()
     (texts, completions, first), (_, _, second) = seen
@@ -177,4 +186,7 @@ def test_loss_and_gradient_of_two_steps(make_trainer, make_policy, tokenizer, ca
         assert entry["loss"] == pytest.approx(loss.item(), abs=2e-5)
         assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert entry["entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-4)
-    assert len(weights.steps) == 2
+        if "clip_ratio/region_mean" in entry:
+            share = clipped_share(args, logprobs - old, mask, advantages[:, None])
+            assert entry["clip_ratio/region_mean"] == pytest.approx(share, abs=1e-6)
+    assert len(weights.steps) == trainer.state.global_step
