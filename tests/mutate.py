@@ -184,7 +184,7 @@ def table(results: Sequence[Result]) -> str:
     ]
     for result in results:
         row = result.mutation
-        by = f"`{result.caught_by}`" if not result.problem else f"**not caught**: {result.problem}"
+        by = f"`{row.test}`" if not result.problem else f"**not caught**: {result.problem}"
         lines.append(f"| {row.name} | `{row.file}` | {code(row.old)} | {code(row.new)} | {by} |")
     return "\n".join([*lines, ""])
 

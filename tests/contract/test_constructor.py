@@ -435,6 +435,7 @@ def test_callbacks(make_trainer: MakeTrainer) -> None:
     ours, added, removed = Steps(), Steps(), Steps()
     given = [ours, removed]
     trainer = make_trainer({"max_steps": 2}, callbacks=given)
+    assert {ours, removed} <= set(trainer.callback_handler.callbacks)
     trainer.add_callback(added)
     trainer.remove_callback(removed)
     trainer.train()

@@ -197,7 +197,7 @@ def test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
     trainer.train()
     assert sorted(seen) == [0, 1, 2, 3, 4]
     lags = logged(trainer, "sampling/policy_lag")
-    assert lags[0] == 0 and max(lags) == ahead
+    assert lags[:1] == [0] and max(lags) == ahead
     assert min(lags[1:]) >= 1
     # The ratio is between the weights that train and those that sampled, which differ now.
     assert logged(trainer, "sampling/sampling_logp_difference/max")[-1] > 1e-4
