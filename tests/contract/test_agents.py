@@ -303,6 +303,7 @@ def test_tool_tokens_are_not_counted(tokenizer: Any, make_model: Any, calling: A
     assert log["completions/mean_length"] == sampled[0]
     prompts = [len(r.prompt_ids) for r in engine.asked if "<tool>" not in tokenizer.decode(r.prompt_ids)]
     assert log["num_tokens"] == sum(prompts) + sum(sampled)
+    assert '"function": {"name": "increment"' in tokenizer.decode(engine.asked[0].prompt_ids)
 
 
 def test_tool_calling_iterations_have_a_limit(tokenizer: Any, make_model: Any, calling: Any) -> None:

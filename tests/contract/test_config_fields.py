@@ -342,6 +342,7 @@ class Warns:
 MOVES = Changes("tests/config/test_resolved.py::test_legacy_values_move_to_their_new_field")
 RENAMED = Changes("tests/config/test_resolved.py::test_renamed_fields_warn_and_work")
 WEIGHTS = Changes("tests/trainer/test_options.py::test_it_changes_the_weights")
+LOSS = Changes("tests/trainer/test_objective.py::test_loss_and_gradient_of_two_steps")
 CUT = Changes("tests/trainer/test_options.py::test_a_cut_to_the_likeliest_token_gives_a_group_one_text")
 ADVANTAGES = Changes("tests/trainer/test_options.py::test_reward_weights_and_scaling")
 ROUNDS = Changes("tests/trainer/test_options.py::test_how_often_rounds_are_sampled")
@@ -366,7 +367,7 @@ AUDIT: dict[str, Changes | Warns] = {
         "tests/faults/test_resuming.py::test_allow_partial_resume_goes_on_and_says_what_is_new"
     ),
     "resume_learning_rate": Changes("tests/faults/test_resuming.py::test_changed_options_are_listed"),
-    "beta": WEIGHTS,
+    "beta": LOSS,
     "sync_ref_model": WEIGHTS,
     "ref_model_mixup_alpha": Changes("tests/trainer/test_models.py::test_the_reference_is_mixed"),
     "ref_model_sync_steps": Changes("tests/trainer/test_models.py::test_the_reference_follows_on_schedule"),
@@ -426,23 +427,23 @@ AUDIT: dict[str, Changes | Warns] = {
     "vllm_importance_sampling_clip_max": Warns(2.0, "vLLM"),
     "vllm_importance_sampling_clip_min": Warns(0.1, "vLLM"),
     # objective
-    "loss_type": WEIGHTS,
-    "importance_sampling_level": WEIGHTS,
+    "loss_type": LOSS,
+    "importance_sampling_level": LOSS,
     "num_iterations": Changes("tests/trainer/test_options.py::test_how_often_rounds_are_sampled"),
-    "epsilon": WEIGHTS,
-    "epsilon_high": WEIGHTS,
-    "delta": WEIGHTS,
-    "sapo_temperature_neg": WEIGHTS,
-    "sapo_temperature_pos": WEIGHTS,
-    "vespo_k_pos": WEIGHTS,
-    "vespo_lambda_pos": WEIGHTS,
-    "vespo_k_neg": WEIGHTS,
-    "vespo_lambda_neg": WEIGHTS,
-    "mask_truncated_completions": WEIGHTS,
-    "top_entropy_quantile": WEIGHTS,
-    "use_bias_correction_kl": WEIGHTS,
-    "off_policy_mask_threshold": WEIGHTS,
-    "entropy_coef": WEIGHTS,
+    "epsilon": LOSS,
+    "epsilon_high": LOSS,
+    "delta": LOSS,
+    "sapo_temperature_neg": LOSS,
+    "sapo_temperature_pos": LOSS,
+    "vespo_k_pos": LOSS,
+    "vespo_lambda_pos": LOSS,
+    "vespo_k_neg": LOSS,
+    "vespo_lambda_neg": LOSS,
+    "mask_truncated_completions": LOSS,
+    "top_entropy_quantile": LOSS,
+    "use_bias_correction_kl": LOSS,
+    "off_policy_mask_threshold": LOSS,
+    "entropy_coef": LOSS,
     "use_adaptive_entropy": WEIGHTS,
     "entropy_coef_min": Changes("tests/trainer/test_metrics.py::test_the_adaptive_coefficient_is_logged_and_moves"),
     "entropy_coef_max": WEIGHTS,
@@ -516,9 +517,9 @@ def test_a_field_without_effect_says_so(name, row):
 
 @pytest.mark.parametrize("test", sorted({row.test for _, row in ROWS[Changes]}))
 def test_the_named_tests_exist(test):
-    """The test of `WEIGHTS` also has a row for each of its fields."""
+    """The tests of `WEIGHTS` and `LOSS` also set each of their fields."""
     path, name = test.split("::")
     text = (ROOT / path).read_text()
     assert f"def {name}(" in text
-    if test == WEIGHTS.test:
-        assert [field for field, row in ROWS[Changes] if row is WEIGHTS and f'    "{field}": (' not in text] == []
+    if test in (WEIGHTS.test, LOSS.test):
+        assert [field for field, row in ROWS[Changes] if row.test == test and f'"{field}": ' not in text] == []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
@@ -139,6 +140,21 @@ def test_model_init_kwargs(model_dir: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer({"model_init_kwargs": text}, model=str(model_dir))
     assert trainer.model.dtype == torch.bfloat16
     assert trainer.model.config._attn_implementation == "eager"
+
+
+def test_the_revision_is_that_of_model_and_tokenizer(
+    model_dir: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    for loader in (AutoConfig, Qwen3ForCausalLM, AutoTokenizer):
+
+        def load(name: str, *, loader: Any = loader, plain: Any = loader.from_pretrained, **kwargs: Any) -> Any:
+            asked[loader.__name__] = kwargs.get("revision")
+            return plain(name, **kwargs)
+
+        monkeypatch.setattr(loader, "from_pretrained", load)
+    make_trainer({"model_init_kwargs": {"revision": "v1"}}, model=str(model_dir))
+    assert asked == dict.fromkeys(["AutoConfig", "Qwen3ForCausalLM", "AutoTokenizer"], "v1")
 
 
 def test_model_object_is_used_as_it_is(model: Any, tokenizer: Any, make_trainer: MakeTrainer) -> None:
@@ -419,6 +435,7 @@ def test_callbacks(make_trainer: MakeTrainer) -> None:
     ours, added, removed = Steps(), Steps(), Steps()
     given = [ours, removed]
     trainer = make_trainer({"max_steps": 2}, callbacks=given)
+    assert {ours, removed} <= set(trainer.callback_handler.callbacks)
     trainer.add_callback(added)
     trainer.remove_callback(removed)
     trainer.train()

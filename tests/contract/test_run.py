@@ -64,6 +64,7 @@ def test_it_learns(make_trainer: Any, make_model: Any) -> None:
 def test_a_search_with_optuna_starts_each_trial_from_the_same_weights(make_trainer: Any) -> None:
     data = Dataset.from_list([{"prompt": f"{a}="} for a in range(2)])
     settings = {"lr_scheduler_type": "constant", "max_completion_length": 6, "max_steps": 1}
+    settings |= {"per_device_train_batch_size": 8, "num_generations": 4}
     rates = [1e-2, 2e-2]
     weights: list[tuple[float, torch.Tensor]] = []
 
@@ -74,7 +75,7 @@ def test_a_search_with_optuna_starts_each_trial_from_the_same_weights(make_train
     trainer = make_trainer(settings, reward_funcs=rate_digits, eval_dataset=data, callbacks=[KeepWeights()])
     start = trainer.model.lm_head.weight.detach().clone()
     best = trainer.hyperparameter_search(
-        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates), "temperature": 0.5},
         compute_objective=lambda metrics: metrics["eval_reward"],
         n_trials=3,
         direction="maximize",
@@ -84,8 +85,9 @@ def test_a_search_with_optuna_starts_each_trial_from_the_same_weights(make_train
     assert best.hyperparameters["learning_rate"] in rates
     assert 0 <= best.objective <= 1
     assert [rate for rate, _ in weights] == [rates[1], rates[0], rates[1]]
+    assert not any(torch.equal(trained, start) for _, trained in weights)
     for rate, trained in weights:
-        plain = make_trainer({**settings, "learning_rate": rate}, reward_funcs=rate_digits)
+        plain = make_trainer({**settings, "learning_rate": rate, "temperature": 0.5}, reward_funcs=rate_digits)
         assert torch.equal(plain.model.lm_head.weight, start)
         plain.train()
         assert torch.equal(plain.model.lm_head.weight, trained)

@@ -142,6 +142,16 @@ def test_metrics_are_exact_over_uneven_batches(make_trainer, tools, recorder):
     assert metrics["eval_kl"] > 0
 
 
+def test_options_of_the_loss_hold_in_evaluation(make_trainer, tools):
+    """The same completions of the same policy."""
+    losses = set()
+    cispo = {"loss_type": "cispo", "epsilon_high": 5.0}
+    for settings in ({}, cispo, {"top_entropy_quantile": 0.5}, {"mask_truncated_completions": True}):
+        trainer = make_trainer(trainer={"eval_dataset": tools.prompts(5)}, per_device_eval_batch_size=8, **settings)
+        losses.add(round(trainer.evaluate()["eval_loss"], 6))
+    assert len(losses) == 4
+
+
 def test_named_sets_have_their_own_keys(make_trainer, tools):
     trainer = make_trainer(trainer={"eval_dataset": {"a": tools.prompts(2), "b": tools.prompts(3)}}, **EVERY_STEP)
     metrics = trainer.evaluate()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-
-from groupgrad.telemetry import completions as completions_module
 
 ROUND_TRIP = {"generation_batch_size": 16, "max_steps": 2, "learning_rate": 3e-2}
 """Two steps on one generation batch; the second is far off-policy."""
@@ -52,35 +52,14 @@ def completions(make_trainer):
 OBJECTIVE: dict[str, tuple[dict[str, Any], Any]] = {
     # field: (the run it is tried in, the value tried against the run's own)
     "learning_rate": ({}, 1e-3),
-    "loss_type": ({}, "grpo"),
-    "importance_sampling_level": ({"loss_type": "grpo"}, "sequence"),
     "num_iterations": ({"generation_batch_size": 8}, 2),
-    "epsilon": ({}, 0.9),
-    "epsilon_high": ({}, 0.5),
-    "delta": ({"epsilon_high": 0.5}, 1.01),
-    "sapo_temperature_neg": ({"loss_type": "sapo"}, 3.0),
-    "sapo_temperature_pos": ({"loss_type": "sapo"}, 3.0),
-    "vespo_k_pos": ({"loss_type": "vespo"}, 1.0),
-    "vespo_lambda_pos": ({"loss_type": "vespo"}, 1.0),
-    "vespo_k_neg": ({"loss_type": "vespo"}, 1.0),
-    "vespo_lambda_neg": ({"loss_type": "vespo"}, 1.0),
-    "mask_truncated_completions": ({"max_completion_length": 2}, True),
-    "max_completion_length": ({"loss_type": "dr_grpo"}, 12),
-    "top_entropy_quantile": ({}, 0.5),
-    "beta": ({}, 0.1),
-    "use_bias_correction_kl": ({"beta": 1.0}, True),
     "sync_ref_model": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1}, True),
     "ref_model_mixup_alpha": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1, "sync_ref_model": True}, 0.1),
     "ref_model_sync_steps": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1, "sync_ref_model": True}, 2),
-    "off_policy_mask_threshold": ({}, 0.0),
-    "entropy_coef": ({}, 0.1),
     "use_adaptive_entropy": ({"entropy_coef": 0.1}, True),
     "entropy_target": ({"entropy_coef": 0.1, "use_adaptive_entropy": True}, 9.0),
     "entropy_coef_delta": ({"use_adaptive_entropy": True, "entropy_target": 9.0}, 0.5),
     "entropy_coef_max": ({"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.2}, 0.1),
-    "scale_rewards": ({}, "none"),
-    "reward_weights": ({"two": True}, [1.0, -2.0]),
-    "multi_objective_aggregation": ({"two": True}, "normalize_then_sum"),
     "num_generations": ({}, 8),
     "temperature": ({}, 0.5),
     "shuffle_dataset": ({}, False),
@@ -105,10 +84,10 @@ def final(make_trainer, make_policy, tools):
     return run
 
 
-@pytest.mark.filterwarnings("ignore:.*(delta|no effect).*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*no effect.*:UserWarning")
 @pytest.mark.parametrize("field", OBJECTIVE)
 def test_it_changes_the_weights(final, tools, field):
-    """The same run with and without it; what it changes them to is worked out in `tests/objectives`."""
+    """The same run with and without it. Options of the loss have their numbers in `test_objective.py`."""
     settings, value = OBJECTIVE[field]
     changed = final(**{**settings, field: value})
     assert tools.relative(changed, final(**settings)) > 1e-5
@@ -195,7 +174,10 @@ def test_a_sampling_option_reaches_the_engine(make_trainer, requests, field):
     assert field not in seen[0][1].extra
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+CUTS: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}]
+
+
+@pytest.mark.parametrize("settings", [*CUTS, {"generation_kwargs": CUTS[0]}], ids="-".join)
 def test_a_cut_to_the_likeliest_token_gives_a_group_one_text(completions, settings):
     seen, trainer = completions(**settings)
     assert all(len({tuple(ids) for ids in seen[i : i + 4]}) == 1 for i in range(0, 8, 4))
@@ -279,7 +261,9 @@ def test_cache_implementation(completions, make_policy, monkeypatch, kind):
 
 
 def test_rollout_engine(completions):
-    assert completions(rollout_engine="transformers")[0] == completions(rollout_engine="auto")[0]
+    plain, trainer = completions(rollout_engine="transformers")
+    assert trainer.execution.engine.name == "transformers"
+    assert plain == completions(rollout_engine="auto")[0]
     with pytest.raises(ValueError, match="rollout_engine"):
         completions(rollout_engine="abacus")
 
@@ -377,7 +361,7 @@ def test_reward_weights_and_scaling(make_trainer):
 
     expected = {
         ("group", "sum_then_normalize"): [-1.095385, 0.547692, -0.547692, 1.095385],
-        ("none", "sum_then_normalize"): [-2.0, 1.0, -1.0, 2.0],
+        (False, "sum_then_normalize"): [-2.0, 1.0, -1.0, 2.0],
         # Over eight rows the sample deviation is sqrt(20 / 7) = 1.690309.
         ("batch", "sum_then_normalize"): [-1.183146, 0.591573, -0.591573, 1.183146],
         # Each function scaled by 0.577350: +-z, z = 0.865875; sums -4z, 2z, -2z, 4z with deviation 2.927192.
@@ -418,10 +402,20 @@ def test_completions_are_printed(make_trainer, capsys, shown):
 
 @pytest.mark.parametrize("unique", [False, True])
 def test_trackers_get_each_prompt_once_if_asked(make_trainer, monkeypatch, unique):
-    tables: list[list[dict[str, Any]]] = []
-    monkeypatch.setattr(completions_module, "log_to_trackers", lambda records, **kwargs: tables.append(list(records)))
-    make_trainer(max_steps=1, log_completions=True, num_completions_to_print=0, log_unique_prompts=unique).train()
+    """A stand-in for wandb whose run the script has begun."""
+    tables: list[Any] = []
+    tracker = SimpleNamespace(run=object(), Table=lambda dataframe: dataframe, Image=None)
+    tracker.log = lambda values: tables.append(values["completions"])
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: True)
+    monkeypatch.setattr("transformers.integrations.WandbCallback.setup", lambda *args, **kwargs: None)
+    monkeypatch.setattr("transformers.integrations.WandbCallback.on_log", lambda *args, **kwargs: None)
+    settings = {"max_steps": 1, "num_completions_to_print": 0, "log_unique_prompts": unique}
+    trainer = make_trainer(log_completions=True, report_to="wandb", **settings)
+    trainer.train()
     assert [len(table) for table in tables] == [2 if unique else 8]
+    make_trainer(log_completions=True, **settings).train()
+    assert len(tables) == 1
 
 
 def test_settings_are_read_again_at_each_training(make_trainer):

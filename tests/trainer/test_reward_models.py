@@ -123,6 +123,54 @@ def test_models_and_functions_score_side_by_side(make_trainer: Callable[..., Any
     assert entry[f"{name}/truncated"] == 0.0
 
 
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_a_given_tokenizer_is_read_with(
+    make_trainer: Callable[..., Any], make_tokenizer: Callable[[], Any], saved: str, in_a_list: bool
+) -> None:
+    """Another than the one beside the reward model: it begins every text with a token."""
+    from tokenizers.processors import TemplateProcessing
+
+    given, texts = make_tokenizer(), []
+    given.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+
+    def keep(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        texts.extend(prompt + completion for prompt, completion in zip(prompts, completions))
+        return [0.0] * len(prompts)
+
+    functions, classes = ([saved, keep], [given, None]) if in_a_list else (saved, given)
+    trainer = make_trainer(reward_funcs=functions, max_steps=1, trainer={"reward_processing_classes": classes})
+    trainer.train()
+    (scorer,) = trainer.rewards.models
+    assert scorer.processing_class is given
+    if in_a_list:
+        expected = by_hand(scorer.model, given, texts)
+        assert trainer.state.log_history[0]["rewards/scorer/mean"] == pytest.approx(sum(expected) / 8, abs=1e-5)
+        assert sum(by_hand(scorer.model, make_tokenizer(), texts)) != pytest.approx(sum(expected), abs=1e-2)
+
+
+def test_template_arguments_reach_a_reward_model(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
+    from datasets import Dataset
+
+    tokenizer.chat_template = "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    scorer, texts = make_scorer(len(tokenizer)), []
+
+    def keep(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+        texts.extend("calm" + "".join(m["content"] for m in [*p, *c]) for p, c in zip(prompts, completions))
+        return [0.0] * len(prompts)
+
+    trainer = make_trainer(
+        reward_funcs=[scorer, keep],
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in "abcd"]),
+        chat_template_kwargs={"mood": "calm"},
+        max_steps=1,
+        trainer={"reward_processing_classes": [tokenizer, None]},
+    )
+    trainer.train()
+    expected = by_hand(scorer, tokenizer, texts)
+    mean = trainer.state.log_history[0]["rewards/LlamaForSequenceClassification/mean"]
+    assert mean == pytest.approx(sum(expected) / 8, abs=1e-5)
+
+
 def test_conversations_without_a_template_are_refused_before_training(
     make_trainer: Callable[..., Any], make_tokenizer: Callable[[], Any], tokenizer: Any
 ) -> None:
