@@ -136,7 +136,7 @@ class StoppableRun(CheckpointedRun):
             last.restore(self)
             self.completion_log.drop_step(step)
         try:
-            self._save_checkpoint(self.model_wrapped, None)
+            self._save_checkpoint(self.model, None)
         finally:
             self.run_state.frozen = None
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)

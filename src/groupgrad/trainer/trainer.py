@@ -407,7 +407,7 @@ class GRPOTrainer(TrainingRun):
         """Make the components, and drop the state of an earlier training."""
         self._build_components()
         self.buffer, self._step_log = GenerationBuffer(self.plan), StepLog()
-        self.finite_steps = FiniteSteps(self.args.output_dir)
+        self.finite_steps = FiniteSteps(str(self.args.output_dir))
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
         self.checkpointing = build.checkpointing_by_need(

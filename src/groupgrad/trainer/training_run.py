@@ -120,7 +120,7 @@ class TrainingRun(TRLNames, StoppableRun):
                 configured_kernels(self.args),
                 self._lock_of_run(),
                 self._stops_at_signals(),
-                Watchdog(self.args.output_dir, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
+                Watchdog(str(self.args.output_dir), lambda: self.state.global_step + 1, self.args.hang_timeout_s),
                 doing("the training loop"),
                 exits_are_errors(),
             ):
@@ -149,7 +149,7 @@ class TrainingRun(TRLNames, StoppableRun):
         with ExitStack() as stack:
             with dist.errors_on_all_ranks():
                 if dist.is_main():
-                    stack.enter_context(locked(self.args.output_dir))
+                    stack.enter_context(locked(str(self.args.output_dir)))
             yield
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -33,7 +33,7 @@ REACTION_S = 8.0
 EXIT_HUNG = 70
 """Exit code of a process that is ended since it hangs: "internal software error" of sysexits.h (EX_SOFTWARE)."""
 
-_SIGNAL = getattr(signal, "SIGUSR2", None)
+_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 
 
 class Watchdog:
@@ -97,7 +97,8 @@ class Watchdog:
         """Has the process ended if this thread cannot run for so long that it could not do it itself."""
         assert self._timeout_s is not None
         try:
-            faulthandler.dump_traceback_later(self._timeout_s + REACTION_S, exit=True, file=sys.__stderr__)
+            error: Any = sys.__stderr__
+            faulthandler.dump_traceback_later(self._timeout_s + REACTION_S, exit=True, file=error)
         except (AttributeError, OSError, ValueError):  # a standard error without a file
             return
 
