@@ -7,8 +7,10 @@ surrounds the former and carries the request to all ranks.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +24,10 @@ EXIT_STOPPED = 75
 
 EXIT_INTERRUPTED = 130
 """Exit code after SIGINT, as shells give it."""
+
+
+ECHO_S = 2.0
+"""Time in which a second SIGINT is the first one, passed on by torchrun."""
 
 
 class StopRequested(BaseException):
@@ -47,6 +53,7 @@ class _Request:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.came_at = 0.0
         self.num_interruptible = 0
         self.leaves_work = True
         """Work is left at once; otherwise the end of the step is waited for."""
@@ -107,7 +114,12 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
 def _receive(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     is_first, _request.name = _request.name is None, _request.name or name
-    if name == "SIGINT" and not is_first:
+    if is_first:
+        _request.came_at = time.monotonic()
+    elif name == "SIGINT":
+        # The launcher passes on the interrupt that the terminal has sent to its processes already.
+        if "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - _request.came_at < ECHO_S:
+            return
         raise KeyboardInterrupt
     if is_first and _request.num_interruptible and _request.leaves_work:
         raise StopRequested(name)

@@ -37,6 +37,21 @@ It is an argument of `trainer.train()`, and a field of the configuration for a c
 last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `trainer.train()` raises
 `CheckpointNotSaved`). Files are read once more for their digests, shared out among the processes of a machine.
 
+## The end of a run
+
+| exit code | meaning |
+|---|---|
+| 0 | all steps were made, and the weights are finite |
+| 2 | the run cannot begin |
+| 70 | a phase hung and did not react (`hang_timeout_s`); the stacks of its threads are in `output_dir` |
+| 73 | the disk refused the last checkpoint |
+| 75 | SIGTERM or SIGUSR1 stopped the run after a checkpoint; start it again with `resume_from_checkpoint="auto"` |
+| 130 | Ctrl-C did |
+
+[examples/slurm.sh](../examples/slurm.sh) queues a job again that a time limit or a preemption has stopped.
+`python tests/faults/random_signals.py --tries 100` sends signals at random moments to runs on two ranks and counts what
+is lost.
+
 ## Faults
 
 """

@@ -130,6 +130,15 @@ def test_a_second_interrupt_ends_at_once(make_trainer):
     assert checkpoints(trainer) == []
 
 
+def test_the_interrupt_that_torchrun_passes_on_is_the_same_one(make_trainer, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    twice = At("on_pre_optimizer_step", 1, lambda: (send("SIGINT"), send("SIGINT")))
+    trainer = make_trainer(trainer={"callbacks": [twice]})
+    with pytest.raises(Stopped):
+        trainer.train()
+    assert checkpoints(trainer) == ["checkpoint-2"]
+
+
 @pytest.mark.fault(
     "a signal comes before the first step has ended",
     "exit code 75, nothing is written",
