@@ -1,4 +1,4 @@
-"""What the training thread is doing, and since when it has shown no sign of life; read by the watchdog."""
+"""Records the present activity of the training thread and its last sign of life, for the watchdog."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Stopped(SystemExit):
 
 
 class _Request:
-    """What signals have asked of this process."""
+    """The request that signals have made of this process."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -117,7 +117,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def damage_of(folder: Path, expected: Mapping[str, FileDigest], names: Iterable[str]) -> dict[str, str]:
-    """What is wrong with these files of a checkpoint: a reason by name; empty if they are as they were written."""
+    """The reason by name for each of these files of a checkpoint that is not as it was written."""
     damage: dict[str, str] = {}
     for name in names:
         path, wanted = folder / name, expected[name]

@@ -18,7 +18,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 
 
 def implausible(folder: Path) -> dict[str, str]:
-    """What is certainly wrong with a checkpoint that has no manifest: a reason by file; empty if nothing is found.
+    """The reason by file for each part of a checkpoint without manifest that is certainly damaged.
 
     Archives are read in full, since they have checksums; of safetensors files only sizes are checked.
     """

@@ -33,7 +33,7 @@ _STORAGE_ERRNOS = {
     if hasattr(errno, name)
 }
 _STORAGE_TEXTS = ("PytorchStreamWriter failed", "inline_container", "os error 27", "os error 28", "os error 122")
-"""What torch and safetensors say in place of an OSError when a write fails."""
+"""Messages of torch and safetensors that stand for an OSError when a write fails."""
 
 
 class SaveFailed(RuntimeError):

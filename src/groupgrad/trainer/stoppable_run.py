@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class LastStep:
-    """What the work of a step changes before the optimizer steps, as it was at the end of the step before."""
+    """The state that a step changes before its optimizer step, as the step before left it."""
 
     step: int
     """Optimizer steps made."""
     run: dict[str, Any]
     """State of the run's parts, see `RunState.freeze`."""
     random_states: tuple[Any, ...]
-    """Of Python, NumPy, PyTorch and, where there is one, the present CUDA device."""
+    """Random states of Python, NumPy, PyTorch and the present CUDA device; None where no device is in use."""
     num_input_tokens_seen: int
     flos: float
 
     @classmethod
     def of(cls, trainer: Any) -> LastStep:
-        """Remembers the present state of the trainer."""
+        """The present state of a trainer."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         random_states = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
         seen = trainer.state.num_input_tokens_seen
@@ -118,7 +118,7 @@ class StoppableRun(CheckpointedRun):
                 raise self._stopped(name)
 
     def _remember_last_step(self) -> None:
-        """Remembers what a step changes before its optimizer step."""
+        """Keeps the state that a step changes before its optimizer step."""
         if self._receives_signals:
             self._last_step = LastStep.of(self)
 
