@@ -1,4 +1,4 @@
-"""Measures what `shuffle_rows` does to learning: whole groups a step, or any rows of the generation batch, on two small tasks.
+"""Measures learning with `shuffle_rows` "groups" and "rows" on two small tasks.
 
 `python bench/shuffle_rows.py --output bench/RESULTS-shuffle-rows.md` trains each task with both settings and several
 seeds and writes the table. A generation batch serves four optimizer steps. Runs offline, in minutes on one core.
