@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -296,11 +297,26 @@ def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeyp
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.parametrize("name", ["nccl", "gloo", "mpi"])
+def test_backends_of_torch_are_accepted(name):
+    """The rule is asked alone: the configuration would make the group."""
+    (rule,) = [rule for rule in rules.RULES if rule.fields == ("ddp_backend",)]
+    assert not rule.broken(SimpleNamespace(ddp_backend=name))  # pyright: ignore[reportArgumentType]
+    assert rule.broken(SimpleNamespace(ddp_backend="n"))  # pyright: ignore[reportArgumentType]
+
+
 def test_what_the_base_class_finds_too_is_one_problem():
     for settings in ({"load_best_model_at_end": True}, {"ddp_backend": "ncclx"}, {"output_dir": 5}):
         with pytest.raises(ConfigError) as caught:
             GRPOConfig(use_cpu=True, **{"save_strategy": "steps", **settings})
         assert len(caught.value.problems) == 1
+
+
+def test_deepspeed_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
+    if compat.is_available("deepspeed"):
+        pytest.skip("deepspeed is installed")
+    with pytest.raises(ImportError, match=r"deepspeed=.*groupgrad\[deepspeed\]"):
+        GRPOConfig(use_cpu=True, deepspeed=ZERO_3)
 
 
 def test_a_field_without_its_part_is_one_problem():

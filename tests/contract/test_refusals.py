@@ -369,7 +369,8 @@ def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer)
     assert trainer.state.best_metric == trainer.state.log_history[-2]["eval_share"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_reward", {"a": rows(2)})):
+        named = {"a": rows(2), "a_b": rows(2)}
+        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_reward", named), ("eval_a_b_reward", named)):
             make_trainer({**BEST, "metric_for_best_model": name}, eval_dataset=sets)
 
 

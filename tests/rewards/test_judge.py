@@ -15,6 +15,7 @@ import pytest
 
 from groupgrad.errors import RewardError
 from groupgrad.rewards import judge
+from groupgrad.rewards.judge import last_number
 from groupgrad.rewards.reward_runner import RewardRunner
 
 
@@ -101,6 +102,22 @@ def test_rewards_are_what_the_judge_replies_as_part_of_a_run(server, make_rollou
     assert all("Question:\n2+2?" in text for text in server.seen)
     assert server.bodies[0]["temperature"] == 0.0
     assert table.metrics["judge/unread"].value == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "rating"),
+    [
+        ("8", 0.8),
+        ("I give 8/10.", 0.8),
+        ("7.5 out of 10", 0.75),
+        ("10", 1.0),
+        ("0 / 10", 0.0),
+        ("2024", None),
+        ("-3", None),
+    ],
+)
+def test_ratings_are_read_as_shares_of_ten(reply, rating):
+    assert last_number(reply) == rating
 
 
 def test_columns_and_conversations_are_filled_in(server):

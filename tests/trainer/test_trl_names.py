@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.objectives import PolicyLoss
 from groupgrad.trainer.trl_names import NEVER_CALLED, REPLACED
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
@@ -142,6 +143,42 @@ def test_methods_that_are_called_may_be_defined(make_trainer, make_policy, token
     data = make_trainer().train_dataset
     Mine(make_policy(), len_reward, config, data, processing_class=tokenizer).train()
     assert sum(calls) == 4
+
+
+@pytest.mark.parametrize("hook", ["batch_loss", "compute_loss"])
+def test_a_defined_loss_gets_every_row_also_without_advantage(hook, make_policy, tokenizer, tmp_path):
+    """A subclass as the documents write it, and a term of its own that does not depend on rewards."""
+
+    class Mine(GRPOTrainer):
+        pass
+
+    def batch_loss(self, model, batch):
+        calls.append(batch.num_rows)
+        result = GRPOTrainer.batch_loss(self, model, batch)
+        return PolicyLoss(result.loss + model.lm_head.weight.float().square().sum(), result.metrics)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        calls.append(inputs.num_rows)
+        loss = GRPOTrainer.compute_loss(self, model, inputs)
+        return loss + model.lm_head.weight.float().square().sum()
+
+    setattr(Mine, hook, {"batch_loss": batch_loss, "compute_loss": compute_loss}[hook])
+    calls, model = [], make_policy()
+    before = model.lm_head.weight.detach().norm()
+    config = GRPOConfig(
+        str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=1,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+    )
+    equal = lambda completions, **kwargs: [1.0] * len(completions)  # noqa: E731
+    Mine(model, equal, config, prompts(4), processing_class=tokenizer).train()
+    assert calls == [4]
+    assert model.lm_head.weight.detach().norm() < before
 
 
 def test_the_page_lists_the_same_names():

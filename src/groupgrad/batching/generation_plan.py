@@ -70,6 +70,11 @@ class GenerationPlan:
             return self.steps_per_generation
         return 1
 
+    @property
+    def num_windows(self) -> int:
+        """Parts of a generation batch that different optimizer steps train on."""
+        return self.steps_per_generation // self._window
+
     def slice_rows(self, rank: int, slice_index: int, generation: int = 0) -> Sequence[int]:
         """Row numbers of micro-batch `slice_index` (0 to S-1) of a generation batch on `rank`, ascending."""
         window, place = divmod(slice_index, self._window)

@@ -108,6 +108,7 @@ def assign_micro_batches(
     aux_loss: bool,
     backward_everywhere: bool = False,
     one_pass: bool = False,
+    every_row: bool = False,
 ) -> list[MicroBatch]:
     """The step's micro-batches on this rank, as many as `planned`, of similar cost.
 
@@ -118,9 +119,11 @@ def assign_micro_batches(
     With `backward_everywhere` each micro-batch has at least one row with a gradient; otherwise at least one micro-batch
     has, so that the optimizer decays its moments and weights also in a step without any signal. With `one_pass` rows
     that need a forward pass get a backward pass too, so that ranks which hold parts of one model make equally many
-    passes.
+    passes. With `every_row` each row gets a backward pass, for a loss that is not known.
     """
     passes = required_passes(batch, options, on_policy, entropy_coef=entropy_coef, aux_loss=aux_loss)
+    if every_row:
+        passes = torch.full_like(passes, FORWARD_AND_BACKWARD)
     if one_pass:
         passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
     needed = passes.tolist()

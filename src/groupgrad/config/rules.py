@@ -86,8 +86,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("generation_kwargs",), conditions.overridden_sampling, "in generation_kwargs, {found}"),
     Rule(
         ("use_transformers_continuous_batching", "rollout_engine"),
-        lambda c: c.use_transformers_continuous_batching and c.rollout_engine == "native",
-        "use_transformers_continuous_batching=True and rollout_engine='native' name two engines. Set one of them",
+        lambda c: c.use_transformers_continuous_batching and c.rollout_engine != "auto",
+        "use_transformers_continuous_batching=True and rollout_engine={c.rollout_engine!r} name two engines. Set "
+        "one of them",
     ),
     Rule(
         ("use_transformers_continuous_batching", "generation_kwargs", "cache_implementation", *SAMPLING_FIELDS),
@@ -265,7 +266,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("ddp_backend",),
-        lambda c: c.ddp_backend not in (None, *"nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl", "xccl"),
+        lambda c: c.ddp_backend not in (None, "nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl", "xccl"),
         "ddp_backend={c.ddp_backend!r} is no backend of torch.distributed. Set it to nccl or gloo, or leave it unset",
     ),
     Rule(

@@ -104,7 +104,8 @@ class GRPOSettings(LegacyArguments):
     shuffle_rows: str = _option(
         "rows",
         "Rows that an optimizer step takes of a generation batch which serves several: 'rows' (any of the batch, dealt "
-        "by seed) or 'groups' (whole groups: each prompt is computed in one step alone).",
+        "by seed; with several ranks a reward function may see part of a group) or 'groups' (whole groups: each prompt "
+        "is computed in one step alone).",
     )
     pad_to_multiple_of: int | str | None = _option(
         None, "Accepted for older scripts; nothing is padded. 'auto', a number or unset."

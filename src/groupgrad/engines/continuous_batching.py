@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
+from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.generation_options import PAGED
 from groupgrad.engines.transformers import end_ids
@@ -106,6 +107,8 @@ def _run(model: Any, requests: Sequence[Request], config: Any, generation: Gener
         manager.start()
         while places:
             output = manager.get_result(timeout=1)
+            if output is not None:
+                sign_of_life()
             if output is None:
                 if not manager.is_running():
                     raise _failure(manager.background_thread_status.fatal_error)

@@ -25,6 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
@@ -193,6 +194,7 @@ class _RowSampler(LogitsProcessor):
             handle.remove()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        sign_of_life()
         draws = self._draws[self._steps]
         self._steps += 1
         cumulative = scores.to(self._device).double().softmax(dim=-1).cumsum(dim=-1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -256,8 +257,8 @@ def cast_head_to_float32(model: Any) -> None:
     """Computes the output head's product in float32, whatever the body computes in (arXiv:2510.13786).
 
     The head's weight becomes float32 too, unless it is tied to the input embedding. A tied weight keeps its type, which
-    the body needs, and stays tied: the head reads it as float32 in slices, so that no second weight exists. ValueError
-    if the model names no head, or if the head is no plain linear layer.
+    the body needs, and stays tied: the head reads it as float32 in slices, so that no second weight exists. A backward
+    pass reads the slices again. ValueError if the model names no head, or if the head is no plain linear layer.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
@@ -282,9 +283,17 @@ class Float32Linear(nn.Linear):
         with torch.autocast(device_type=input.device.type, enabled=False):
             if self.weight.dtype == torch.float32:
                 return super().forward(input.float())
-            products = [F.linear(input.float(), rows.float()) for rows in self.weight.split(self.slice_rows)]
+            input = input.float()
+            products = [
+                checkpoint(_float32_product, input, rows, use_reentrant=False)
+                for rows in self.weight.split(self.slice_rows)
+            ]
             output = torch.cat(products, dim=-1)
             return output if self.bias is None else output + self.bias.float()
+
+
+def _float32_product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(input, weight.float())
 
 
 def _dtype(value: Any) -> Any:

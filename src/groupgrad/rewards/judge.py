@@ -29,9 +29,13 @@ Answer:
 
 
 def last_number(reply: str) -> float | None:
-    """The last number of a reply, divided by 10; None for a reply without any."""
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
-    return float(numbers[-1]) / 10 if numbers else None
+    """The last number of a reply, as a share of 10; None for a reply without one from 0 to 10.
+
+    In "8/10" and "8 out of 10" it is 8.
+    """
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", re.sub(r"\s*(?:/|out of)\s*10\b", "", reply))
+    rating = float(numbers[-1]) if numbers else -1.0
+    return rating / 10 if 0 <= rating <= 10 else None
 
 
 @dataclass(eq=False)

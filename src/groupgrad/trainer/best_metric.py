@@ -30,15 +30,17 @@ def check_best_metric(config: GRPOConfig, evaluation: Any, rewards: RewardRunner
         return
     full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
     prefixes = [f"eval_{name}_" for name in evaluation] if isinstance(evaluation, Mapping) else ["eval_"]
-    name = next((full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)), None)
-    if name is None:
+    # The name of one set may begin with that of another.
+    names = sorted((full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)), key=len)
+    if not names:
         raise ValueError(
             f"metric_for_best_model={wanted!r} is looked for as {full!r}, but the metrics of a dict of evaluation sets "
             f"begin with {' or '.join(map(repr, prefixes))}; set it to '{prefixes[0]}{full.removeprefix('eval_')}'"
         )
     known = {*_ALWAYS, *(f"rewards/{reward}/{kind}" for reward in rewards.names for kind in ("mean", "std"))}
-    if name in known or _may_be_measured(name, config):
+    if any(name in known or _may_be_measured(name, config) for name in names):
         return
+    name = names[0]
     is_reserved = name in TRAINER_METRICS or name.startswith(TRAINER_METRIC_PREFIXES)
     similar = nearest(name, known)
     hint = f"did you mean {similar!r}? " if similar else ""

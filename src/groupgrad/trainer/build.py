@@ -156,7 +156,9 @@ def signal_watch(config: GRPOConfig, policy: PolicyBundle) -> SignalWatch | None
     if further_terms or config.use_adaptive_entropy or not dist.is_main():
         return None
     # The share of truncated completions is this rank's, so with several ranks it does not speak for all.
-    return SignalWatch(mask_truncated=config.mask_truncated_completions and not dist.is_active())
+    mask_truncated = config.mask_truncated_completions and not dist.is_active()
+    num_steps = config.steps_per_generation_resolved * config.num_iterations / config.gradient_accumulation_steps
+    return SignalWatch(mask_truncated=mask_truncated, steps_per_batch=num_steps)
 
 
 @dataclass(slots=True, frozen=True)

@@ -21,15 +21,17 @@ from groupgrad.rollout.collector import ScoringOptions
 
 def generation_plan(config: GRPOConfig) -> GenerationPlan:
     """Returns the sizes of generation batches, micro-batches and groups."""
-    return GenerationPlan(
+    plan = GenerationPlan(
         micro_batch_rows=config.per_device_train_batch_size,
         world_size=config.world_size,
         accumulation=config.gradient_accumulation_steps,
         steps_per_generation=config.steps_per_generation_resolved,
         num_iterations=config.num_iterations,
         num_generations=cast(int, config.num_generations),
-        shuffle_seed=config.seed if config.shuffle_rows == "rows" else None,
     )
+    # Rows of a generation batch that serves one step stay as they are.
+    shuffles = config.shuffle_rows == "rows" and plan.num_windows > 1
+    return dataclasses.replace(plan, shuffle_seed=config.seed) if shuffles else plan
 
 
 def loader_options(config: GRPOConfig) -> LoaderOptions:

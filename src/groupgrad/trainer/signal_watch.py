@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ from groupgrad.metrics import Metric
 logger = logging.getLogger(__name__)
 
 PATIENCE = 10
-"""Generation batches without a gradient, one after the other, after which the warning is due."""
+"""Optimizer steps without a gradient, one after the other, after which the warning is due."""
 
 _UNSCORED = "no completion was scored (reward functions returned None)"
 _TRUNCATED = "every completion was truncated, and mask_truncated_completions=True leaves them out"
@@ -29,8 +30,9 @@ class SignalWatch:
     It is of use only where the advantages alone give a gradient: no KL term, no entropy bonus.
     """
 
-    def __init__(self, *, mask_truncated: bool):
+    def __init__(self, *, mask_truncated: bool, steps_per_batch: float = 1.0):
         self._mask_truncated = mask_truncated
+        self._patience = math.ceil(PATIENCE / steps_per_batch)
         self._reasons: list[str] = []
         self._has_warned = False
 
@@ -38,7 +40,7 @@ class SignalWatch:
         """Count a generation batch."""
         reason = self._reason(metrics)
         self._reasons = [] if reason is None else [*self._reasons, reason]
-        if len(self._reasons) < PATIENCE or self._has_warned:
+        if len(self._reasons) < self._patience or self._has_warned:
             return
         self._has_warned = True
         counted = Counter(self._reasons).most_common()

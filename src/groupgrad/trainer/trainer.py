@@ -244,6 +244,7 @@ class GRPOTrainer(TrainingRun):
             aux_loss=self.components.forward_options.aux_loss,
             backward_everywhere=self.is_deepspeed_enabled,  # DeepSpeed counts backward passes
             one_pass=is_sharded(self.model),
+            every_row=not self._keeps_loss,
         )
 
     def _sample(self, key: MicroBatchKey, index: int) -> Batch:
@@ -367,7 +368,8 @@ class GRPOTrainer(TrainingRun):
         put_step_end_first(self.callback_handler.callbacks, self._end_step)
         self._loss_window = LossWindow(self)
         self.add_callback(self._loss_window)
-        self.completion_log = build.build_completion_log(config)
+        with dist.errors_on_all_ranks():
+            self.completion_log = build.build_completion_log(config)
         if config.use_vllm:
             self.vllm_policy = self._serve(policy)
         self.execution = build.plan_execution(config, self.model, policy, self.accelerator.autocast, self.vllm_policy)

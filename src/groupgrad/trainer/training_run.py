@@ -253,6 +253,12 @@ class TrainingRun(TRLNames, StoppableRun):
         """True if neither a subclass nor a script has replaced `compute_loss`."""
         return getattr(self.compute_loss, "__func__", None) is TrainingRun.compute_loss
 
+    @property
+    def _keeps_loss(self) -> bool:
+        """True if `batch_loss` and `compute_loss` are the trainer's own: rows without advantage then have no loss."""
+        own = getattr(self.batch_loss, "__func__", None)
+        return self._keeps_compute_loss and getattr(own, "__module__", "") == "groupgrad.trainer.trainer"
+
     def _hooked_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
         """The replaced `compute_loss`, with the metrics of each `batch_loss` that it calls."""
         losses: list[PolicyLoss] = []

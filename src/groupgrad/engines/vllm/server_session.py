@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Sample, TicketSession
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
 from groupgrad.engines.vllm.media import encode
@@ -122,6 +123,7 @@ class ServerSession(TicketSession):
         """Make the call, in a thread of its own, and queue its lines and its end."""
         try:
             for line in call:
+                sign_of_life()
                 self._events.put((call, line))
             self._events.put((call, None))
         except Exception as error:  # raised or handled by the thread that waits
