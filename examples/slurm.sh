@@ -21,7 +21,7 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 # One task a GPU: SLURM starts the ranks, so that its signals reach them. A launcher between them would not pass on
 # SIGUSR1.
-srun bash -c '
+srun --kill-on-bad-exit=0 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
     exec groupgrad train "$@" --resume_from_checkpoint auto
 ' groupgrad "$@"

@@ -11,6 +11,10 @@ WAITING = "waiting for the other ranks"
 """Activity of a rank whose silence is that of another."""
 
 
+class Hung(BaseException):
+    """Raised in a thread whose activity has shown no sign of life; no `except Exception` takes it for its own."""
+
+
 @dataclass(slots=True, frozen=True)
 class Activity:
     """One thing that the training thread does."""

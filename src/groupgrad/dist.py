@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from groupgrad.activity import WAITING, doing
+from groupgrad.activity import WAITING, Hung, doing
 from groupgrad.stopping import StopRequested, interruptible
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ def errors_on_all_ranks() -> Iterator[None]:
     try:
         with interruptible():
             yield
-    except (Exception, StopRequested) as caught:
+    except (Exception, StopRequested, Hung) as caught:
         error = caught
     raise_on_all_ranks(error)
 

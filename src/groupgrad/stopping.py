@@ -52,6 +52,9 @@ class _Request:
     """The request that signals have made of this process."""
 
     def __init__(self) -> None:
+        self.is_active = False
+        self.process = os.getpid()
+        self.num_interrupts = 0
         self.name: str | None = None
         self.came_at = 0.0
         self.num_interruptible = 0
@@ -65,6 +68,11 @@ _request = _Request()
 def requested() -> str | None:
     """Name of the signal that asked for the end of the run; None if there was none."""
     return _request.name
+
+
+def is_receiving() -> bool:
+    """True while `received_signals` is entered."""
+    return _request.is_active
 
 
 @contextmanager
@@ -101,6 +109,7 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
     numbers = [getattr(signal, name) for name in SIGNALS if name not in ignored and hasattr(signal, name)]
     before: dict[int, Any] = {}
     _request.name, _request.num_interruptible, _request.leaves_work = None, 0, leaves_work
+    _request.num_interrupts, _request.is_active, _request.process = 0, True, os.getpid()
     try:
         for number in numbers:
             before[number] = signal.signal(number, _receive)
@@ -108,18 +117,28 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        _request.name = None
+        _request.name, _request.is_active = None, False
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _request.process:  # a process that was forked while training
+        pass_on(number)
+        return
     name = signal.Signals(number).name
     is_first, _request.name = _request.name is None, _request.name or name
+    _request.num_interrupts += name == "SIGINT"
     if is_first:
         _request.came_at = time.monotonic()
-    elif name == "SIGINT":
+    elif name == "SIGINT" and _request.num_interrupts > 1:
         # The launcher passes on the interrupt that the terminal has sent to its processes already.
         if "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - _request.came_at < ECHO_S:
             return
         raise KeyboardInterrupt
     if is_first and _request.num_interruptible and _request.leaves_work:
         raise StopRequested(name)
+
+
+def pass_on(number: int) -> None:
+    """Has a signal do in this process what it does by default."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

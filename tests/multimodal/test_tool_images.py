@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(tmp_path):
         return [{"type": "image", "path": "../secret.png"}]
 
     makers, _ = agents(built, {0: [call("show"), "ok"]}, [show])
+    makers.sampling = replace(makers.sampling, max_new_tokens=4000)
     makers.prompt_maker.image_root = str(tmp_path / "images")
     (rollout,) = makers(ask({0: query()}))
     assert "out of image_root=" in rollout.completion[1]["content"]

@@ -279,7 +279,7 @@ def refuse_a_save(out: Path) -> dict[str, Any]:
     trainer.add_callback(FullDisk())
     trainer.train()
     return {
-        "found": sorted(path.name for path in (out / "run" / "full").iterdir()),
+        "found": sorted(path.name for path in (out / "run" / "full").iterdir() if path.name[0] != "."),
         "weights": HELP.weights(trainer.model),
     }
 

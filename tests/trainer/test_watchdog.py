@@ -13,6 +13,7 @@ import pytest
 from transformers import TrainerCallback
 
 from groupgrad import activity
+from groupgrad.activity import Hung
 from groupgrad.errors import HangError
 from groupgrad.trainer import watchdog
 from groupgrad.trainer.watchdog import Watchdog
@@ -104,7 +105,7 @@ def test_a_thread_that_is_not_the_main_one_is_watched_as_well(tmp_path):
             with Watchdog(tmp_path, lambda: 1, 0.5), activity.doing("sampling"):
                 for _ in range(200):
                     time.sleep(0.05)
-        except HangError as error:
+        except Hung as error:
             errors.append(error)
 
     thread = threading.Thread(target=work)

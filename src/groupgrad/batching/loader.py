@@ -234,7 +234,7 @@ def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: Lo
     Every rank reads the same stream, in its main process.
     """
     if isinstance(dataset, IterableDataset):
-        return DataLoader(StreamKeys(dataset, plan, rank, options), batch_size=None)
+        return DataLoader(StreamKeys(dataset, plan, rank, options), batch_size=None, generator=torch.Generator())
     sampler = GenerationSampler(
         len(dataset),
         plan,
@@ -252,6 +252,8 @@ def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: Lo
         prefetch_factor=options.prefetch_factor,
         persistent_workers=options.persistent_workers and options.num_workers > 0,
         multiprocessing_context=options.multiprocessing_context if options.num_workers else None,
+        # A loader without one draws from the global stream whenever it begins, also in a resumed run.
+        generator=torch.Generator(),
     )
 
 

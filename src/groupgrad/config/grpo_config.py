@@ -81,7 +81,7 @@ class GRPOConfig(GRPOSettings):
             self.pad_to_multiple_of = None if text in ("none", "null") else int(text) if text.isdigit() else text
         if self.report_to is None:
             self.report_to = "none"
-        if self.bf16 and not torch.accelerator.is_available():
+        if self.bf16 and not (torch.cuda.is_available() or torch.accelerator.is_available()):
             self.use_cpu = True  # where bfloat16 works too
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and compat.has_bf16_accelerator()

@@ -20,6 +20,9 @@ _DIGITS = "".join(map(chr, range(0xFDD1, 0xFDF0)))
 _MARKS = re.compile(f"{_START}([{_DIGITS}]{{3}})")
 """A mark: characters that Unicode keeps for use inside programs, the first of them and a number in the others."""
 
+_LONE = re.compile(rf"{_START}(?![{_DIGITS}]{{3}})")
+"""The start of a mark that is none."""
+
 
 class OutsideText:
     """Marks and encodes text from outside for one tokenizer.
@@ -38,8 +41,9 @@ class OutsideText:
         self._special, self._control = _any_of(special), _any_of(special | written)
         self._control_ids = set(tokenizer.convert_tokens_to_ids(sorted(special | written)))
         self._control_ids.discard(getattr(tokenizer, "unk_token_id", None))  # it stands for unknown text, too
-        self._numbers: dict[str, int] = {}
-        """The numbers of the marks so far, by the text that each stands for."""
+        # In an order that does not depend on the rows seen, so that a forged mark has the same ids in every run.
+        self._numbers = {text: number for number, text in enumerate([_START, *sorted(special | written)])}
+        """The numbers of the marks, by the text that each stands for."""
         self._ordinary_ids: dict[str, list[int]] = {}
 
     def mark(self, value: Any, *, with_added: bool) -> Any:
@@ -55,9 +59,16 @@ class OutsideText:
             return [self.mark(item, with_added=with_added) for item in value]
         return value
 
+    def is_split_between(self, first: str, second: str) -> bool:
+        """True if two texts behind each other have more control tokens than each alone."""
+        counts = [sum(1 for _ in self._control.finditer(text)) for text in (first + second, first, second)]
+        return counts[0] > counts[1] + counts[2]
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, with the ordinary tokens of what its marks stand for."""
-        if not has_marks(text):
+        if has_marks(text):
+            text = _LONE.sub(self._mark_of, text)
+        else:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
         ids = self.marking_tokenizer(self.with_one_mark(text), add_special_tokens=add_special_tokens, verbose=False)[
             "input_ids"
@@ -132,7 +143,7 @@ def has_marks(value: Any) -> bool:
 def _any_of(texts: set[str]) -> re.Pattern[str]:
     """A pattern of these texts, the longest first, and of the start of a mark that is none."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join([*map(re.escape, longest_first), rf"{_START}(?![{_DIGITS}]{{3}})"]))
+    return re.compile("|".join([*map(re.escape, longest_first), _LONE.pattern]))
 
 
 def _added_token(text: str) -> Any:

@@ -139,9 +139,23 @@ class PromptMaker:
         return [self._mark_message(as_text(message)) for message in drop_empty_fields(messages)]
 
     def _mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        if isinstance(content, list):
+            message = {**message, "content": self._joined_where_a_token_is_split(content)}
         if message.get("role") == "tool":
             return self.outside_text.mark(message, with_added=True)
         return message if self._special_tokens == "keep" else self._mark(message)
+
+    def _joined_where_a_token_is_split(self, blocks: list[Any]) -> list[Any]:
+        """Content blocks; neighbours are one block where their texts make a control token together."""
+        joined: list[Any] = []
+        for block in blocks:
+            text, last = _block_text(block), _block_text(joined[-1]) if joined else None
+            if text is not None and last is not None and self.outside_text.is_split_between(last, text):
+                joined[-1] = {**joined[-1], "text": last + text}
+            else:
+                joined.append(block)
+        return joined
 
     def _mark(self, value: Any) -> Any:
         return self.outside_text.mark(value, with_added=False)
@@ -173,6 +187,12 @@ class PromptMaker:
             f"completion together: {_excerpt(prompt)}; filter such rows out of the data set or use a model with a "
             "longer context"
         )
+
+
+def _block_text(block: Any) -> str | None:
+    """The text of a content block of text; None for another block."""
+    is_text = isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
+    return block["text"] if is_text else None
 
 
 def drop_empty_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -146,7 +146,8 @@ class judge:
             self._counts["requests"] += 1
             try:
                 answer = await client.chat.completions.create(**body)
-            except OpenAIError as error:
+                reply = answer.choices[0].message.content or ""
+            except (OpenAIError, LookupError, TypeError, AttributeError) as error:  # or an answer without a reply
                 self._counts["failed"] += 1
                 if self.on_failure == "error":
                     raise RewardError(
@@ -156,7 +157,6 @@ class judge:
                     ) from error
                 return None
         self._count_tokens(answer.usage)
-        reply = answer.choices[0].message.content or ""
         self._store(key, reply)
         return reply
 

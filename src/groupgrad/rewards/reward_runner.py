@@ -16,7 +16,6 @@ import torch
 from groupgrad.activity import doing
 from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.event_loop import LoopThread
-from groupgrad.errors import HangError
 from groupgrad.metrics import merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import CallInputs, CallLog, LogMisuse
@@ -160,7 +159,7 @@ class RewardRunner:
         try:
             with doing(f"the reward function {scorer.name!r}", inputs.describe_all):
                 returned = self._call(scorer, arguments) if pending is None else _result(pending)
-        except (LogMisuse, HangError):
+        except LogMisuse:
             raise
         except (Exception, SystemExit) as error:
             row = self._failing_row(scorer, inputs, error) if isinstance(error, Exception) else None

@@ -86,6 +86,10 @@ class FiniteSteps:
         """The counts so far."""
         return {"num_skipped": self.num_skipped, "num_in_row": self._num_in_row}
 
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The state of any rank, since all have the same."""
+        return states[0]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from `state_dict`."""
         self.num_skipped, self._num_in_row = state["num_skipped"], state["num_in_row"]
@@ -94,7 +98,7 @@ class FiniteSteps:
 def _write_rows(path: Path, micro_batches: Sequence[MicroBatch], tokenizer: Any) -> None:
     """Writes a line of JSON for each row: texts, advantage, and log-probs that are not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for number, micro_batch in enumerate(micro_batches):
             batch = micro_batch.step.batch.select(micro_batch.rows)
             ends, starts = batch.offsets.tolist(), batch.prompt_offsets.tolist()

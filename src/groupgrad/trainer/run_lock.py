@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ def locked(output_dir: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            (folder / OWNER).unlink(missing_ok=True)
+            with suppress(OSError):
+                (folder / OWNER).unlink(missing_ok=True)
             lock.release()
 
 

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from groupgrad import dist, stopping
 from groupgrad.activity import doing
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.config.launcher import zero_stage
 from groupgrad.stopping import Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.trainer.checkpointed_run import CheckpointedRun
@@ -73,9 +73,10 @@ class StopAtStepEnd(TrainerCallback):
     """The signal that training was stopped by."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask for a log event, a checkpoint and the end, without an evaluation before them."""
+        """Ask for a log event, a checkpoint and the end, without an evaluation before them; after the last step for
+        nothing."""
         self.name = next(filter(None, dist.all_gather_objects(stopping.requested())), None)
-        if self.name is not None:
+        if self.name is not None and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
@@ -85,6 +86,9 @@ class StoppableRun(CheckpointedRun):
 
     completion_log: CompletionLog
     _receives_signals = False
+    _stop_at_step_end: StopAtStepEnd | None = None
+    _saved_step: int | None = None
+    """The last step that this training has saved in its folder."""
     _last_step: LastStep | None = None
     """The state at the beginning of the step that was begun last."""
 
@@ -96,26 +100,32 @@ class StoppableRun(CheckpointedRun):
         """
         on_main_thread = threading.current_thread() is threading.main_thread()
         self._receives_signals = all(dist.all_gather_objects(on_main_thread))
-        if not self._receives_signals:
+        self._saved_step = None
+        if not self._receives_signals or stopping.is_receiving():  # an inner training leaves signals to the outer one
+            self._receives_signals = False
             yield
             return
-        callback = StopAtStepEnd()
+        callback = self._stop_at_step_end = StopAtStepEnd()
         self.add_callback(callback)
         ignored = ("SIGTERM",) if self.args.enable_jit_checkpoint else ()
         # Ranks that hold parts of one model are inside collectives whenever they compute with it.
-        with stopping.received_signals(ignored=ignored, leaves_work=not is_sharded(self.model)):
+        with stopping.received_signals(ignored=ignored, leaves_work=zero_stage(self.args) != 3):
             try:
                 yield
-                name = callback.name
             except StopRequested as stop:
-                name = str(stop)
                 self._save_last_step()
+                dist.raise_on_all_ranks(None)  # a launcher ends the other ranks when the first one exits
+                raise self._stopped(str(stop)) from None
             finally:
-                self._receives_signals = False
+                self._receives_signals, self._stop_at_step_end = False, None
                 self.remove_callback(callback)
-            dist.raise_on_all_ranks(None)  # a launcher ends the other ranks when the first one exits
-            if name is not None and self.state.global_step < self.state.max_steps:
-                raise self._stopped(name)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """`Trainer._run_epoch`. StopRequested if a signal has ended it, since no training is to be finished then."""
+        super()._run_epoch(*args, **kwargs)
+        stop = self._stop_at_step_end
+        if stop is not None and stop.name is not None and self.state.global_step < self.state.max_steps:
+            raise StopRequested(stop.name)
 
     def _remember_last_step(self) -> None:
         """Keeps the state that a step changes before its optimizer step."""
@@ -125,12 +135,14 @@ class StoppableRun(CheckpointedRun):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with stopping.finishing(), doing("saving"):
             super()._save_checkpoint(model, trial)
+        if self._not_saved is None:
+            self._saved_step = self.state.global_step
 
     def _save_last_step(self) -> None:
         """Collective. Writes the checkpoint of the last whole step, unless there is one or no step was made."""
-        step, last = self.state.global_step, self._last_step
+        step, last, resumed = self.state.global_step, self._last_step, self._resumed_from
         folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
-        if not step or any(dist.all_gather_objects(folder.exists())):
+        if not step or self._saved_step == step or (resumed is not None and resumed.folder == folder):
             return
         if last is not None and last.step == step:
             last.restore(self)

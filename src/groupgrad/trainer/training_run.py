@@ -22,7 +22,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
-from groupgrad.activity import doing
+from groupgrad.activity import Hung, doing
 from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.micro_batches import MicroBatch
@@ -30,7 +30,7 @@ from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.errors import NonFiniteError
+from groupgrad.errors import HangError, NonFiniteError
 from groupgrad.metrics import latest, merge_all
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
@@ -119,9 +119,9 @@ class TrainingRun(TRLNames, StoppableRun):
                 bars_on_terminals_only(),
                 configured_kernels(self.args),
                 self._lock_of_run(),
-                self._stops_at_signals(),
                 Watchdog(str(self.args.output_dir), lambda: self.state.global_step + 1, self.args.hang_timeout_s),
                 doing("the training loop"),
+                self._stops_at_signals(),
                 exits_are_errors(),
             ):
                 if resume_from_checkpoint is None and trial is None:
@@ -138,7 +138,10 @@ class TrainingRun(TRLNames, StoppableRun):
                     self.state.max_steps,
                 )
             return result
+        except Hung as hang:
+            raise HangError(str(hang)) from hang
         finally:
+            self.is_in_train = False
             self.components.collector.close()
             if self.completion_log.upload is not None:
                 self.completion_log.upload.finish()

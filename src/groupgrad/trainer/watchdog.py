@@ -1,8 +1,9 @@
 """Ends a run that hangs: says what runs for long, and after a deadline writes all stacks and raises an error.
 
 A thread looks at the activity of the training thread (`activity.py`). The error is raised in the training thread, so
-that it passes through `dist.errors_on_all_ranks` and ends the other ranks too. A thread that does not react, or that
-keeps Python's lock, is ended with its process.
+that it passes through `dist.errors_on_all_ranks` and ends the other ranks too. A thread that does not react is ended
+with its process. Where the training thread keeps Python's lock, as a regular expression does, a timer over the
+process's computing time has the system raise the error in its place.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from os import _exit
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from groupgrad import activity, dist
-from groupgrad.errors import HangError
+from groupgrad import activity, dist, stopping
+from groupgrad.activity import Hung
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +48,22 @@ class Watchdog:
     def __init__(self, folder: str | Path, step: Callable[[], int], timeout_s: float | None):
         self._folder, self._step, self._timeout_s = Path(folder), step, timeout_s
         self._closed = threading.Event()
-        self._error: HangError | None = None
+        self._error: Hung | None = None
         self._thread: threading.Thread | None = None
         self._watched = threading.current_thread()
-        self._old_handler: Any = None
+        self._old_handlers: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> Watchdog:
         if self._timeout_s is None:
             return self
         self._watched = threading.current_thread()
+        self._process = os.getpid()
         if self._uses_signal:
-            self._old_handler = signal.signal(_SIGNAL, self._raise)
+            self._old_handlers = {
+                _SIGNAL: signal.signal(_SIGNAL, self._raise),
+                signal.SIGVTALRM: signal.signal(signal.SIGVTALRM, self._raise_in_frozen),
+            }
         activity.sign_of_life()
         self._thread = threading.Thread(target=self._run, name="groupgrad-watchdog", daemon=True)
         self._thread.start()
@@ -66,9 +74,10 @@ class Watchdog:
             return
         self._closed.set()
         self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
-        if self._uses_signal:
-            signal.signal(_SIGNAL, signal.SIG_DFL if self._old_handler is None else self._old_handler)
+        if self._old_handlers:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @property
     def _uses_signal(self) -> bool:
@@ -78,8 +87,13 @@ class Watchdog:
         assert self._timeout_s is not None
         next_note_s = FIRST_NOTE_S
         tick_s = min(1.0, self._timeout_s / 4)
+        ticked_at = time.monotonic()
         while not self._closed.wait(tick_s):
-            self._end_if_frozen()
+            if self._old_handlers:
+                signal.setitimer(signal.ITIMER_VIRTUAL, self._timeout_s + REACTION_S)
+            late_s, ticked_at = time.monotonic() - ticked_at - tick_s, time.monotonic()
+            if late_s > self._timeout_s / 2:  # the process was suspended
+                activity.sign_of_life()
             present, silent_s = activity.present()
             if present is None or silent_s < FIRST_NOTE_S:
                 next_note_s = FIRST_NOTE_S
@@ -88,19 +102,10 @@ class Watchdog:
             # The rank that is waited for is the one to say what hangs.
             if silent_s >= self._timeout_s + (REACTION_S + 2 if present.what == activity.WAITING else 0):
                 self._end(present, silent_s)
-                return
+                continue
             if silent_s >= next_note_s:
                 logger.warning("%s", self._text(present, silent_s))
                 next_note_s *= 2
-
-    def _end_if_frozen(self) -> None:
-        """Has the process ended if this thread cannot run for so long that it could not do it itself."""
-        assert self._timeout_s is not None
-        try:
-            error: Any = sys.__stderr__
-            faulthandler.dump_traceback_later(self._timeout_s + REACTION_S, exit=True, file=error)
-        except (AttributeError, OSError, ValueError):  # a standard error without a file
-            return
 
     def _text(self, present: activity.Activity, silent_s: float) -> str:
         details = present.details()
@@ -123,11 +128,11 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             logger.warning("%s cannot be written: %s", path, error)
-        self._error = HangError(message)
+        self._error = Hung(message)
         if self._uses_signal and self._watched.ident is not None:
             signal.pthread_kill(self._watched.ident, _SIGNAL)
         else:
-            raised = type("HangError", (HangError,), {"__init__": lambda self: HangError.__init__(self, message)})
+            raised = type("Hung", (Hung,), {"__init__": lambda self: Hung.__init__(self, message)})
             thread = ctypes.c_ulong(self._watched.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(raised))
         if not self._closed.wait(REACTION_S) and activity.present()[0] is present:
@@ -135,5 +140,22 @@ class Watchdog:
             _exit(EXIT_HUNG)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._pass_on(number, frame)
+
+    def _raise_in_frozen(self, number: int, frame: FrameType | None) -> None:
+        present, silent_s = activity.present()
+        if self._timeout_s is None or present is None or silent_s < self._timeout_s or os.getpid() != self._process:
+            self._pass_on(number, frame)
+            return
+        raise Hung(f"{self._text(present, silent_s)} without a pause in which another thread of Python could run")
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Does what the signal would have done without the watchdog."""
+        handler = self._old_handlers.get(number)
+        if callable(handler):
+            handler(number, frame)
+        elif handler == signal.SIG_DFL and number == _SIGNAL:
+            stopping.pass_on(number)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from groupgrad import dist
+from groupgrad import dist, stopping
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
 from groupgrad.engines.vllm.http import GIVEN_UP
 from groupgrad.engines.vllm.vllm_engine import VLLMEngine
@@ -46,7 +46,8 @@ class VLLMPolicy:
         if self.policy_step == policy_step:
             return
         self.policy_step = None
-        with dist.errors_on_all_ranks():
+        # A push that a signal cuts in half would leave the server waiting.
+        with stopping.finishing(), dist.errors_on_all_ranks():
             push = self.engine.push_adapter if self._sends_adapter else self.engine.push
             push(self._model, policy_step)
         self.engine.share_weight_version()
