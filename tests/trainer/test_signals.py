@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,99 @@ def test_training_on_another_thread_leaves_the_signals_alone(make_trainer):
     thread.join()
     assert seen == [handler]
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.fault(
+    "a signal comes while `save_total_limit` and `load_best_model_at_end` would leave the best checkpoint alone",
+    "the checkpoint of the stop stays, beside the best one",
+    "the step in progress",
+)
+def test_the_checkpoint_of_a_stop_stays(make_trainer, tools):
+    trainer = make_trainer(
+        reward_funcs=rewards(tools, 2, lambda: send("SIGTERM")),
+        trainer={"eval_dataset": tools.prompts(2)},
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="completions/mean_length",
+    )
+    with pytest.raises(Stopped):
+        trainer.train()
+    assert "checkpoint-2" in checkpoints(trainer)
+
+
+@pytest.mark.fault(
+    "`output_dir` has a checkpoint of an earlier run by the name that a stop needs",
+    "the stopped run's own takes its place",
+    "the earlier run's checkpoint of that step",
+)
+def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make_trainer, tools):
+    trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: send("SIGTERM")), max_steps=2)
+    earlier = Path(trainer.args.output_dir) / "checkpoint-1"
+    earlier.mkdir(parents=True)
+    (earlier / "model.safetensors").write_bytes(b"another model")
+    with pytest.raises(Stopped):
+        trainer.train()
+    resumed = make_trainer(max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+
+
+def test_a_stop_in_the_first_step_of_an_epoch_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path):
+    """What begins an epoch draws nothing from the global random stream, which a resume restores before."""
+
+    def make(action: Callable[[], None], folder: str) -> Any:
+        return make_trainer(
+            model=make_policy(attention_dropout=0.3),
+            reward_funcs=rewards(tools, 2, action),
+            train_dataset=tools.prompts(4),
+            output_dir=str(tmp_path / folder),
+        )
+
+    straight = make(lambda: None, "straight")
+    straight.train()
+    stopped = make(lambda: send("SIGTERM"), "stopped")
+    with pytest.raises(Stopped):
+        stopped.train()
+    resumed = make(lambda: None, "stopped")
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+
+
+def test_a_signal_in_the_evaluation_after_the_last_step_stops_the_run(make_trainer, tools):
+    trainer = make_trainer(
+        max_steps=1,
+        reward_funcs=rewards(tools, 1, lambda: send("SIGTERM")),
+        trainer={"eval_dataset": tools.prompts(2)},
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    with pytest.raises(Stopped, match="after step 1 of 1"):
+        trainer.train()
+    assert checkpoints(trainer) == ["checkpoint-1"]
+
+
+def test_a_forked_process_ends_as_it_would(make_trainer):
+    codes: list[int] = []
+
+    def fork() -> None:
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(tell, b"x")  # Python forgets a signal that comes while it forks
+            time.sleep(60)
+            os._exit(1)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    make_trainer(trainer={"callbacks": [At("on_step_end", 1, fork)]}).train()
+    assert codes == [-signal.SIGTERM]
 
 
 # --------------------------------------------------------------------------------------- exits of what training calls

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -74,6 +76,32 @@ def test_a_callback_that_hangs_is_the_training_loops(make_trainer):
 
     trainer = make_trainer(hang_timeout_s=1.0, trainer={"callbacks": [Stuck()]})
     with pytest.raises(HangError, match=r"the training loop has run for \d+ s"):
+        trainer.train()
+
+
+@pytest.mark.fault(
+    "a reward function that hangs swallows exceptions",
+    "the error passes through `except Exception` and ends the run",
+    "the steps since the last checkpoint",
+)
+def test_a_hang_is_not_swallowed_by_a_function_that_catches_exceptions(make_trainer):
+    def hang() -> None:
+        with contextlib.suppress(Exception):
+            time.sleep(60)
+
+    with pytest.raises(HangError, match="the reward function 'judge'"):
+        make_trainer(reward_funcs=hanging(1, hang), hang_timeout_s=3.0).train()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a reward function hangs inside a regular expression, which keeps Python's lock",
+    "the system raises the error in its place after the same computing time",
+    "the steps since the last checkpoint",
+)
+def test_a_regular_expression_that_hangs_ends_the_run(make_trainer):
+    trainer = make_trainer(reward_funcs=hanging(1, lambda: re.match(r"(a+)+$", "a" * 60 + "b")), hang_timeout_s=3.0)
+    with pytest.raises(HangError, match="the reward function 'judge' has run for"):
         trainer.train()
 
 

@@ -65,6 +65,7 @@ class Watchdog:
                 signal.SIGVTALRM: signal.signal(signal.SIGVTALRM, self._raise_in_frozen),
             }
         activity.sign_of_life()
+        self._restart_timer()
         self._thread = threading.Thread(target=self._run, name="groupgrad-watchdog", daemon=True)
         self._thread.start()
         return self
@@ -87,13 +88,14 @@ class Watchdog:
         assert self._timeout_s is not None
         next_note_s = FIRST_NOTE_S
         tick_s = min(1.0, self._timeout_s / 4)
-        ticked_at = time.monotonic()
+        ticked_at, computed_s = time.monotonic(), time.process_time()
         while not self._closed.wait(tick_s):
-            if self._old_handlers:
-                signal.setitimer(signal.ITIMER_VIRTUAL, self._timeout_s + REACTION_S)
-            late_s, ticked_at = time.monotonic() - ticked_at - tick_s, time.monotonic()
-            if late_s > self._timeout_s / 2:  # the process was suspended
+            self._restart_timer()
+            now, computed = time.monotonic(), time.process_time()
+            late_s = now - ticked_at - tick_s
+            if late_s > self._timeout_s / 2 and computed - computed_s < late_s / 2:  # the process was suspended
                 activity.sign_of_life()
+            ticked_at, computed_s = now, computed
             present, silent_s = activity.present()
             if present is None or silent_s < FIRST_NOTE_S:
                 next_note_s = FIRST_NOTE_S
@@ -106,6 +108,11 @@ class Watchdog:
             if silent_s >= next_note_s:
                 logger.warning("%s", self._text(present, silent_s))
                 next_note_s *= 2
+
+    def _restart_timer(self) -> None:
+        """Has the timer expire if this is not called again within the timeout's computing time."""
+        if self._old_handlers and self._timeout_s is not None:
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._timeout_s + REACTION_S)
 
     def _text(self, present: activity.Activity, silent_s: float) -> str:
         details = present.details()
