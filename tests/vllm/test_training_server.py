@@ -182,7 +182,7 @@ def test_an_interrupt_ends_a_run_whose_rounds_ahead_hang(
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30.0)
         assert time.monotonic() - began < 15.0
-        assert b"KeyboardInterrupt" in said and process.returncode != 0
+        assert process.returncode == 130, said[-2000:]
     finally:
         process.kill()
         for worker in served.workers():

@@ -103,10 +103,9 @@ class RolloutPrefetcher:
 
     def _wait(self) -> None:
         """Collective. Waits until no rank samples; finished rollouts are kept for their generation batch."""
-        with self._timings.phase("sampling"):
+        with self._timings.phase("sampling"), dist.errors_on_all_ranks():
             for job in self._jobs.values():
                 job.exception()
-        dist.all_gather_objects(None)
 
     def _begin(self, requests: Sequence[GenerationRequest]) -> None:
         if self._threads is None:
