@@ -11,8 +11,16 @@ WAITING = "waiting for the other ranks"
 """Activity of a rank whose silence is that of another."""
 
 
+EXIT_HUNG = 70
+"""Exit code of a process that is ended since it hangs: "internal software error" of sysexits.h (EX_SOFTWARE)."""
+
+
 class Hung(BaseException):
     """Raised in a thread whose activity has shown no sign of life; no `except Exception` takes it for its own."""
+
+
+class OtherRankFailed(BaseException):
+    """Raised in a thread whose work is in vain since another rank has ended; no `except Exception` takes it."""
 
 
 @dataclass(slots=True, frozen=True)

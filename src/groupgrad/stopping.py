@@ -25,7 +25,6 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 """Exit code after SIGINT, as shells give it."""
 
-
 ECHO_S = 2.0
 """Time in which a second SIGINT is the first one, passed on by torchrun."""
 
@@ -46,6 +45,18 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+PAUSE = "a pause"
+"""Stands for the name of a signal where a run pauses at a step that its owner has set."""
+
+
+class Paused(Stopped):
+    """Training has paused at a step that was asked for, after a checkpoint, and can be resumed from there."""
+
+    def __init__(self, step: int, max_steps: int):
+        super().__init__(PAUSE, f"the run paused after step {step} of {max_steps}")
+        self.step, self.max_steps = step, max_steps
 
 
 class _Request:

@@ -1,0 +1,56 @@
+"""Measures time without that in which this process was suspended, as a scheduler such as SLURM suspends jobs.
+
+The clocks of the system go on meanwhile, so that every deadline would have passed when the process wakes up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+SLICE_S = 0.5
+"""Longest single wait. One that takes more than twice as long counts as twice as long."""
+
+
+def slices(seconds: float | None) -> Iterator[float]:
+    """Yields the lengths of waits that together take `seconds`, without end for None.
+
+    The caller waits for each length before it takes the next one.
+    """
+    left_s = float("inf") if seconds is None else seconds
+    while left_s > 0:
+        began = time.monotonic()
+        yield min(left_s, SLICE_S)
+        left_s -= min(time.monotonic() - began, 2 * SLICE_S)
+
+
+class RunningTime:
+    """Seconds since it was made on this thread, read on any.
+
+    A pause of more than `2 * SLICE_S` without a `tick` counts as this thread's computing time in it: the process was
+    suspended, or the thread has computed and kept Python's lock, so that no other thread could call `tick`.
+    """
+
+    def __init__(self) -> None:
+        clock = getattr(time, "pthread_getcpuclockid", None)
+        self._clock = None if clock is None else clock(threading.get_ident())
+        self._seen = 0.0, time.monotonic(), self._computed()
+
+    def seconds(self) -> float:
+        """The time so far."""
+        counted, woke, computed = self._seen
+        return counted + min(time.monotonic() - woke, max(self._computed() - computed, 2 * SLICE_S))
+
+    def tick(self) -> float:
+        """The time so far. For one thread, which calls it every `SLICE_S` seconds or more often."""
+        self._seen = self.seconds(), time.monotonic(), self._computed()
+        return self._seen[0]
+
+    def _computed(self) -> float:
+        if self._clock is None:
+            return time.process_time()
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return 0.0

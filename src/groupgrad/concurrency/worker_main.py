@@ -1,0 +1,131 @@
+"""The side of the child in `worker_process`: loads functions once and calls them on request.
+
+Imported in every child process, so it imports little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's `prctl`: the signal that a process gets when the thread that started it ends."""
+
+
+class RemoteTraceback(Exception):
+    """Cause of an exception that was raised in a worker process; its text is the traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RemoteError(RuntimeError):
+    """Stands for an exception of a function that cannot be sent to another process."""
+
+    def __init__(self, text: str, names: tuple[str, ...]):
+        super().__init__(text, names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the exception's classes, see `class_names`."""
+        return self.args[1]
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+def class_names(error: BaseException) -> tuple[str, ...]:
+    """Names of an exception's class and of those above it, with and without their modules."""
+    if isinstance(error, RemoteError):
+        return error.names
+    kinds = type(error).__mro__
+    return tuple(name for kind in kinds for name in (kind.__name__, f"{kind.__module__}.{kind.__name__}"))
+
+
+def serve(
+    connection: Connection,
+    functions: Sequence[bytes],
+    initializer: bytes | None,
+    memory_bytes: int | None,
+    parent: int,
+) -> None:
+    """Answers requests until the parent closes the connection or ends.
+
+    The first reply is (None, None), or (None, error) if a function cannot be loaded. `memory_bytes` limits the private
+    memory of this process.
+    """
+    _end_with(parent)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # the trainer decides what a signal ends
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, frame: None)
+    faulthandler.enable()
+    loaded: list[Callable[..., Any]] = []
+
+    def load() -> None:
+        _limit_memory(memory_bytes)
+        if initializer is not None:
+            pickle.loads(initializer)()
+        loaded.extend(map(pickle.loads, functions))
+
+    def answer(request: bytes) -> Any:
+        index, arguments = pickle.loads(request)
+        return loaded[index](*arguments)
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        connection.send_bytes(_reply(load))
+        while True:
+            request = connection.recv_bytes()
+            connection.send_bytes(_reply(lambda: answer(request)))  # noqa: B023 - called at once
+    os._exit(0)  # without waiting for threads that a function has left behind
+
+
+def _reply(call: Callable[[], Any]) -> bytes:
+    try:
+        return cloudpickle.dumps((call(), None))
+    except BaseException as error:  # SystemExit in a function ends the call, not the process
+        text = traceback.format_exc()
+        with contextlib.suppress(Exception):
+            reply = cloudpickle.dumps((None, (error, text)))
+            pickle.loads(reply)  # some exceptions can be pickled but not loaded
+            return reply
+        return cloudpickle.dumps((None, (RemoteError(f"{type(error).__name__}: {error}", class_names(error)), text)))
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    if num_bytes is None:
+        return
+    try:
+        import resource
+
+        # Not the address space, of which libraries for accelerators reserve many times what they use.
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+    except (ImportError, ValueError, OSError):
+        pass  # this system has no such limit; deadlines still apply
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent ends, even inside a call that never returns to Python."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (AttributeError, OSError, TypeError):  # not Linux
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(0)

@@ -1,0 +1,215 @@
+"""A call of this thread is interrupted at its deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from groupgrad.concurrency import deadline
+from groupgrad.concurrency.deadline import DeadlinePassed, call_within
+
+
+def spin():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("call", [lambda: time.sleep(30), spin], ids=["waits", "computes"])
+@pytest.mark.parametrize("on_main_thread", [True, False])
+def test_a_late_call_is_interrupted(call, on_main_thread):
+    if call is not spin and not on_main_thread:
+        pytest.skip("another thread that waits is interrupted when it returns to Python")
+    raised, started = [], time.monotonic()
+
+    def work():
+        try:
+            call_within(0.2, call, "late")
+        except DeadlinePassed:
+            raised.append(time.monotonic() - started)
+
+    if on_main_thread:
+        work()
+    else:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(20)
+    assert 0.1 < raised[0] < 5
+
+
+@pytest.mark.slow
+def test_a_regular_expression_that_hangs_is_interrupted():
+    with pytest.raises(DeadlinePassed):
+        call_within(0.2, lambda: re.match(r"(a+)+$", "a" * 60 + "b"), "late")
+
+
+@pytest.mark.parametrize("on_main_thread", [True, False])
+def test_handlers_and_threads_are_as_before(on_main_thread):
+    """Calls that end at their deadline, so that interrupts come at every instruction of the end."""
+    before = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGPROF)]
+    num_threads, late, answers = threading.active_count(), [], []
+
+    def work():
+        for _ in range(300):
+            try:
+                until = time.monotonic() + 0.003
+                answers.append(call_within(0.003, lambda until=until: wait(until), "late"))
+            except DeadlinePassed:
+                late.append(True)
+
+    def wait(until):
+        while time.monotonic() < until:
+            pass
+        return "answer"
+
+    if on_main_thread:
+        work()
+    else:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(answers) + len(late) == 300
+    assert [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGPROF)] == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    ends_at = time.monotonic() + 10.0
+    while threading.active_count() > num_threads and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    assert threading.active_count() <= num_threads
+
+
+@pytest.mark.parametrize("method", ["start", "end"])
+def test_an_interrupt_of_the_start_or_the_end_keeps_neither_from_its_work(method, monkeypatch):
+    original = getattr(deadline._Deadline, method)
+
+    def slow(self):
+        time.sleep(0.1)  # the deadline passes here
+        original(self)
+
+    monkeypatch.setattr(deadline._Deadline, method, slow)
+    before = signal.getsignal(signal.SIGUSR2)
+    with contextlib.suppress(DeadlinePassed):
+        call_within(0.05, lambda: None, "late")
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+STUBBORN = """
+import time
+from groupgrad.concurrency import deadline
+deadline.REACTION_S = 0.5
+
+
+def stubborn():
+    while True:
+        try:
+            time.sleep(30)
+        except BaseException:
+            pass
+
+
+deadline.call_within(0.2, stubborn, "the reward function 'f' took too long")
+"""
+
+
+KEEPS_THE_LOCK = """
+import ctypes, threading, time
+from groupgrad.concurrency import deadline
+deadline.REACTION_S, deadline.LOCK_S = 0.5, 1.0
+
+
+def keep():
+    time.sleep(0.6)
+    ctypes.PyDLL(None).sleep(60)
+
+
+def answer():
+    time.sleep(0.3)
+
+
+first = threading.Thread(target=deadline.call_within, args=(1.0, keep, "the reward function 'f' took too long"))
+first.start()
+deadline.call_within(1.0, answer, "another")
+first.join()
+"""
+
+
+@pytest.mark.fault(
+    "a reward function with a deadline (`reward_timeout_s`) keeps Python's lock in an extension, outside of workers",
+    "the process is killed about 15 s after the deadline, with the function's name and the stacks of all threads",
+    "the steps since the last checkpoint",
+)
+def test_a_call_that_keeps_the_lock_has_the_process_killed():
+    """Also after another call has ended meanwhile."""
+    out = subprocess.run(
+        [sys.executable, "-c", KEEPS_THE_LOCK], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert out.returncode == -signal.SIGKILL
+    assert "groupgrad: error: the reward function 'f' took too long; the call keeps Python's lock\n" in out.stderr
+    assert "in keep" in out.stderr and "in join" in out.stderr
+
+
+SUSPENDED = """
+import sys, threading, time
+from groupgrad.concurrency import deadline
+deadline.REACTION_S, deadline.LOCK_S = 0.5, 1.0
+
+
+def slow():
+    print("begun", flush=True)
+    for _ in range(10):
+        time.sleep(0.05)
+    print("answered", flush=True)
+
+
+def call():
+    deadline.call_within(1.5, slow, "late")
+
+
+if sys.argv[1] == "main":
+    call()
+else:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("thread", [pytest.param("main", marks=pytest.mark.slow), "other"])
+def test_time_in_which_the_process_is_suspended_does_not_count(thread):
+    with subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, thread], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == "begun\n"
+        time.sleep(0.2)
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)  # longer than the deadline and all further times together
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.readline() == "answered\n"
+        assert child.wait(20) == 0
+        assert child.stderr.read() == ""
+
+
+def test_no_second_process_is_left_behind():
+    script = (
+        "import os, signal; from groupgrad.concurrency import deadline; deadline.call_within(60, lambda: None, '');"
+    )
+    script += "print(deadline._guard._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    ends_at = time.monotonic() + 10.0
+    while psutil.pid_exists(int(out.stdout)) and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(int(out.stdout))
+
+
+def test_a_call_that_does_not_react_ends_the_process_with_a_message():
+    out = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=30, check=False)
+    assert out.returncode == 70
+    assert out.stderr == "groupgrad: error: the reward function 'f' took too long\n"
