@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,10 +55,10 @@ def test_vllm_is_known_by_the_name_of_its_build_for_cpus(monkeypatch):
     assert compat.installed_version("torch") is None
 
 
-def test_require_names_the_extra(monkeypatch):
+def test_require_names_what_to_install(monkeypatch):
     compat.require("torch", "training")
     monkeypatch.setattr(compat, "is_available", lambda name: False)
-    with pytest.raises(ImportError, match=r"use_peft needs 'peft'.*pip install 'groupgrad\[peft\]'"):
+    with pytest.raises(ImportError, match=r"use_peft needs 'peft'.*pip install 'peft>=0\.15'"):
         compat.require("peft", "use_peft")
 
 
@@ -74,6 +75,20 @@ def test_the_ranges_equal_those_of_the_package():
             # Without a known minimum, the package requires the first tested release.
             first = supported.minimum or (supported.tested or (None,))[0]
             assert (first, supported.below) == match.groups(), name
+
+
+def test_the_placeholder_of_an_image():
+    gemma = SimpleNamespace(full_image_sequence="...", boi_token="<start_of_image>", image_token="<image_soft_token>")
+    assert compat.image_placeholder(gemma) == "<start_of_image>"
+    assert compat.image_placeholder(SimpleNamespace(image_token="<image>")) == "<image>"
+    assert compat.image_placeholder(SimpleNamespace()) is None
+
+
+def test_parsers_of_responses_with_and_without_tools():
+    older = SimpleNamespace(parse_response=lambda text, schema=None, *, prefix=None: (text, prefix))
+    newer = SimpleNamespace(parse_response=lambda text, *, prefix=None, tools=None: (text, prefix, tools))
+    assert compat.parse_response(older, "a", prefix="b", tools=[{}]) == ("a", "b")
+    assert compat.parse_response(newer, "a", prefix="b", tools=[{}]) == ("a", "b", [{}])
 
 
 def test_cpu_only_by_the_launcher(monkeypatch):

@@ -72,7 +72,7 @@ def test_sums_are_in_float64(ranks):
 
 def test_an_error_of_one_rank_is_raised_on_all(ranks):
     assert ranks[1]["failure"] == ["ValueError", "bad reward"]
-    assert ranks[0]["failure"] == ["RuntimeError", "stopped because rank 1 failed with ValueError: bad reward"]
+    assert ranks[0]["failure"] == ["RankError", "stopped because rank 1 failed with ValueError: bad reward"]
     assert [rank["both"][0] for rank in ranks] == ["KeyError", "KeyError"]
     assert both(ranks, "no_failure") is None
     assert both(ranks, "still_in_step") == [2.0]

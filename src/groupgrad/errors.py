@@ -38,6 +38,10 @@ class HangError(RuntimeError):
     """A phase of training has shown no sign of life for longer than `hang_timeout_s`; the message names it."""
 
 
+class RankError(RuntimeError):
+    """Another rank failed, hangs or went away, which ended this one too; the message names it and the cause."""
+
+
 class OutputDirInUse(RuntimeError):
     """Another run trains in the same folder; the message names its process."""
 

@@ -148,3 +148,5 @@ class RewardTable:
     """Extra columns for the completions table, one value a row (None where a function logged none)."""
     metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
     """Scalars logged by the reward functions."""
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Wall-clock seconds of each function's call, by its name."""
