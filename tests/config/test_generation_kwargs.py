@@ -11,7 +11,7 @@ from groupgrad import GRPOConfig
 from groupgrad.config.conditions import OWNED_KEYS
 from groupgrad.config.sampling import sampling_options
 from groupgrad.engines.generation_options import COST_ONLY, GENERATE, INTERNAL, MOVED, NATIVE
-from groupgrad.engines.native.sampling_params import unsupported
+from groupgrad.engines.native.sampling_params import _NEUTRAL, unsupported
 from groupgrad.errors import ConfigError
 
 
@@ -24,6 +24,7 @@ def test_every_option_of_generate_has_one_place():
     assert not any(one & other for one, other in combinations(tables, 2))
     fields = set(vars(GenerationConfig())) | {"stop_strings"}
     assert fields <= set().union(*tables)
+    assert set(_NEUTRAL) <= GENERATE
 
 
 @pytest.mark.parametrize("name", sorted(MOVED))

@@ -37,6 +37,15 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"vllm_importance_sampling_mode": "mask"}, ["vllm_importance_sampling_mode='mask'", "sequence_mask"]),
     ({"shuffle_rows": "group"}, ["shuffle_rows='group'", "did you mean 'groups'"]),
     ({"rollout_engine": "vllm"}, ["rollout_engine='vllm'", "auto, native, transformers"]),
+    ({"reward_timeout_s": 0}, ["reward_timeout_s=0", "above 0"]),
+    ({"reward_workers": 1.5}, ["reward_workers=1.5", "a whole number"]),
+    ({"reward_worker_memory_gb": 0}, ["reward_worker_memory_gb=0", "above 0"]),
+    ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
+    ({"on_reward_failure": "ignore"}, ["on_reward_failure='ignore' is not known", "'error', 'none' or a reward"]),
+    ({"on_reward_failure": {"f": "nan"}}, ["on_reward_failure='nan' of 'f' is not known", "'none' or a reward"]),
+    ({"on_reward_failure": True}, ["on_reward_failure=True is not known"]),
+    ({"reward_timeout_s": 3600}, ["reward_timeout_s=3600 let", "hang_timeout_s=3600", "Raise hang_timeout_s"]),
+    ({"reward_timeout_s": 1000, "reward_retries": 3}, ["reward_timeout_s=1000 and reward_retries=3"]),
     ({"epsilon": -0.2}, ["epsilon=-0.2", "0 or more"]),
     ({"epsilon": 1.0}, ["epsilon=1.0", "below 1"]),
     ({"epsilon_high": 0}, ["epsilon_high=0", "above 0"]),
@@ -141,6 +150,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "Set it to False"]),
     ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2", "Set those sizes to 1"]),
     ({"log_completions_hub_repo": "me/x"}, ["log_completions_hub_repo='me/x'", "Set log_completions=True"]),
+    ({"rollouts_keep": "much"}, ["rollouts_keep='much'", "'1GB'"]),
     ({"num_completions_to_print": -1}, ["num_completions_to_print=-1", "0 or more"]),
     ({"generation_kwargs": "{bad"}, ["generation_kwargs='{bad'", "JSON text"]),
     ({"chat_template_kwargs": "[1]"}, ["chat_template_kwargs='[1]'", "JSON text"]),
@@ -149,7 +159,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"generation_kwargs": {"num_return_sequences": 2}}, ["num_return_sequences=2", "set num_generations"]),
     ({"generation_kwargs": {"return_dict_in_generate": True}}, ["return_dict_in_generate=True", "Take it out"]),
     ({"generation_kwargs": {"temperature": 0}}, ["in generation_kwargs, temperature=0", "above 0"]),
-    ({"generation_kwargs": {"max_new_tokens": 0}}, ["in generation_kwargs, max_completion_length=0"]),
+    ({"generation_kwargs": {"max_new_tokens": 0}}, ["in generation_kwargs, max_new_tokens=0"]),
     ({"use_vllm": True, "generation_kwargs": {"n": 2}}, ["generation_kwargs has 'n'", "sets for each row"]),
     ({"stochastic_rounding": True, "optim": "sgd"}, ["stochastic_rounding=True", "optim='sgd'", "adamw_torch"]),
     ({"stochastic_rounding": True, "optim_args": "a=1"}, ["stochastic_rounding=True", "optim_args='a=1'"]),
@@ -169,6 +179,7 @@ BAD: list[tuple[dict, list[str]]] = [
         {"deepspeed": ZERO_3, "ds3_gather_for_generation": False},
         ["ds3_gather_for_generation=False", "use_vllm to True"],
     ),
+    ({"deepspeed": ZERO_3, "save_in_background": True}, ["save_in_background=True", "Set it to False"]),
     ({"deepspeed": ZERO_3, "cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True", "Set it to False"]),
     ({"deepspeed": ZERO_3, "beta": 0.1, "sync_ref_model": True}, ["sync_ref_model=True", "ZeRO stage 1 or 2"]),
     (
@@ -192,7 +203,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"vllm_server_port": 0}, ["vllm_server_port=0", "1 to 65535"]),
     ({"vllm_gpu_memory_utilization": 30}, ["vllm_gpu_memory_utilization=30", "at most 1"]),
     ({"learning_rate": -1e-6}, ["learning_rate=-1e-06", "0 or more"]),
-    ({"eval_strategy": "sometimes"}, ["sometimes", "'steps'"]),
+    ({"eval_strategy": "sometimes"}, ["eval_strategy='sometimes'", "no, steps, epoch"]),
     ({"fp16": True, "bf16": True}, ["fp16 and bf16"]),
     ({"learning_rate": float("inf")}, ["learning_rate=inf", "no finite number", "0 or more"]),
     ({"max_grad_norm": None}, ["max_grad_norm=None", "0 clips nothing"]),
@@ -315,7 +326,7 @@ def test_what_the_base_class_finds_too_is_one_problem():
 def test_deepspeed_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
     if compat.is_available("deepspeed"):
         pytest.skip("deepspeed is installed")
-    with pytest.raises(ImportError, match=r"deepspeed=.*groupgrad\[deepspeed\]"):
+    with pytest.raises(ImportError, match=r"deepspeed=.*pip install .deepspeed>="):
         GRPOConfig(use_cpu=True, deepspeed=ZERO_3)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 from accelerate.utils import DynamoBackend
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
-from groupgrad.config.field_rules import DTYPES, field_problem, nearest
+from groupgrad.config.field_rules import DTYPES, failure_action, field_problem, nearest
 from groupgrad.config.launcher import zero_stage
+from groupgrad.config.nested_values import cuda_in_map
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
@@ -163,23 +166,45 @@ def strategy(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
+_NEEDING_ARGUMENTS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
+
+
 def unknown_scheduler_kwargs(c: GRPOSettings) -> str | None:
     """Describes what the scheduler cannot take of `lr_scheduler_kwargs`, with the most similar that it can."""
     kwargs, name = c.lr_scheduler_kwargs, strategy(c.lr_scheduler_type)
     if not isinstance(kwargs, (dict, type(None))):
         return f"the value {kwargs!r}, which is no dict. Set it to a dict, or leave it unset"
     function = {strategy(kind): made for kind, made in TYPE_TO_SCHEDULER_FUNCTION.items()}.get(name)
-    if not kwargs or function is None:
+    kwargs = dict(kwargs or {})
+    if function is None or (not kwargs and name not in _NEEDING_ARGUMENTS):
         return None
     own = {"optimizer", "num_warmup_steps", "num_training_steps", "kwargs"}
     known = [parameter for parameter in inspect.signature(function).parameters if parameter not in own]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     unknown = next((key for key in kwargs if key not in known), None)
-    if unknown is None or takes_all:
-        return None
-    similar = nearest(unknown, known)
-    hint = f"did you mean {similar!r}? " if similar else ""
-    return f"{unknown!r}, which the scheduler {name!r} does not know: {hint}It takes {', '.join(known) or 'none'}"
+    if unknown is not None and not takes_all:
+        similar = nearest(unknown, known)
+        hint = f"did you mean {similar!r}? " if similar else ""
+        return f"{unknown!r}, which the scheduler {name!r} does not know: {hint}It takes {', '.join(known) or 'none'}"
+    return _scheduler_failure(name, kwargs)
+
+
+def _scheduler_failure(name: str, kwargs: dict[str, Any]) -> str | None:
+    """Describes why a scheduler cannot be made with these arguments; it is tried on a parameter of its own."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = get_scheduler(
+                name, optimizer, num_warmup_steps=1, num_training_steps=3, scheduler_specific_kwargs=kwargs
+            )
+            for _ in range(0 if name in ("reduce_lr_on_plateau", "greedy") else 2):
+                optimizer.step()
+                made.step()
+    except (TypeError, ValueError, ArithmeticError) as error:
+        given = f"the value {kwargs!r}" if kwargs else "no value"
+        return f"{given}, with which lr_scheduler_type={name!r} cannot be made: {error}. Set it to what that needs"
+    return None
 
 
 def missing_device(c: GRPOSettings) -> str | None:
@@ -188,7 +213,7 @@ def missing_device(c: GRPOSettings) -> str | None:
         return None
     for name in ("model_init_kwargs", "reward_model_init_kwargs"):
         device = mapping(getattr(c, name)).get("device_map")
-        if str(device).startswith("cuda"):
+        if cuda_in_map(device):
             return f"{name} has device_map={device!r}"
     device = c.reward_model_device
     return f"reward_model_device={device!r}" if str(device).startswith("cuda") else None
@@ -231,7 +256,22 @@ def overridden_sampling(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` whose values the overridden fields may not have."""
     names = {"max_new_tokens": "max_completion_length", **{name: name for name in SAMPLING_FIELDS}}
     kwargs = mapping(c.generation_kwargs)
-    return "; ".join(filter(None, (field_problem(names[key], kwargs[key]) for key in kwargs if key in names)))
+    problems = {key: field_problem(names[key], kwargs[key]) for key in kwargs if key in names}
+    return "; ".join(key + text.removeprefix(names[key]) for key, text in problems.items() if text)
+
+
+def unknown_trackers(c: GRPOSettings) -> str:
+    """Lists the entries of `report_to` that are no trackers of transformers, with the most similar."""
+    given = [c.report_to] if isinstance(c.report_to, str) else c.report_to or []
+    known = ["all", "none", *INTEGRATION_TO_CALLBACK]
+    similar = {name: nearest(name, known) for name in given if name not in known}
+    return ", ".join(repr(name) + (f" (did you mean {near!r}?)" if near else "") for name, near in similar.items())
+
+
+def malformed_optim_args(c: GRPOSettings) -> str | None:
+    """Finds a part of `optim_args` that is no pair."""
+    parts = c.optim_args.replace(" ", "").split(",") if c.optim_args else []
+    return next((repr(part) for part in parts if part.count("=") != 1), None)
 
 
 def cut_group(c: GRPOSettings) -> str | None:
@@ -346,4 +386,28 @@ def uncorrected(c: GRPOSettings) -> str | None:
     return (
         f"{settings} with use_vllm=True: vLLM returns a token's log-prob among the tokens that were left, and training "
         f"does not know which were, so that the difference between the two is not corrected for{remedy}"
+    )
+
+
+def unknown_failure_action(config: GRPOSettings) -> str | None:
+    """Something that `on_reward_failure` cannot mean."""
+    value = config.on_reward_failure
+    for name, item in value.items() if isinstance(value, dict) else [(None, value)]:
+        try:
+            failure_action(item)
+        except (TypeError, ValueError):
+            of = "" if name is None else f" of {name!r}"
+            return f"on_reward_failure={item!r}{of} is not known. Set it to 'error', 'none' or a reward"
+    return None
+
+
+def rewards_beyond_watchdog(config: GRPOSettings) -> str | None:
+    """Calls of reward functions that are in time and yet end the run as hanging."""
+    timeout_s, longest_s = config.reward_timeout_s, config.hang_timeout_s
+    if timeout_s is None or longest_s is None or timeout_s * (1 + config.reward_retries) < longest_s:
+        return None
+    retries = f" and reward_retries={config.reward_retries}" if config.reward_retries else ""
+    return (
+        f"reward_timeout_s={timeout_s:g}{retries} let a call take as long as hang_timeout_s={longest_s:g} lets the run "
+        "be silent. Raise hang_timeout_s above that, or lower reward_timeout_s"
     )

@@ -9,16 +9,23 @@ import dataclasses
 import difflib
 import math
 import numbers
+import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from os import PathLike
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import GradientAccumulationPlugin
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
 
 from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
+
+FailureAction = Literal["error"] | float | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,6 +80,7 @@ RANGES: dict[str, tuple[Range, str]] = {
     "per_device_eval_batch_size": (COUNT, "it counts completions"),
     "gradient_accumulation_steps": (COUNT, "it counts micro-batches"),
     "generation_batch_size": (or_none(COUNT), "it counts completions"),
+    "max_tokens_per_pass": (or_none(COUNT), "it counts tokens"),
     "steps_per_generation": (or_none(COUNT), "it counts micro-batches"),
     "num_iterations": (COUNT, "it counts passes over a generation batch"),
     # objective
@@ -111,12 +119,19 @@ RANGES: dict[str, tuple[Range, str]] = {
     "warmup_steps": (NOT_NEGATIVE, "it counts steps, or is a share of them"),
     "eval_delay": (NOT_NEGATIVE, "it counts steps or epochs"),
     "ddp_bucket_cap_mb": (or_none(COUNT), "it is a size in MiB"),
-    "max_steps": (Range(lambda x: True, "a whole number, -1 for num_train_epochs", whole=True), "it counts steps"),
+    "max_steps": (
+        Range(lambda x: x >= -1, "a whole number, or -1 for num_train_epochs", whole=True),
+        "it counts steps",
+    ),
     "ddp_timeout": (POSITIVE, "it is a time in seconds"),
     "dataloader_num_workers": (COUNT_OR_ZERO, "it counts processes"),
     "dataloader_prefetch_factor": (or_none(COUNT), "it counts generation batches"),
     "neftune_noise_alpha": (or_none(NOT_NEGATIVE), "it is the size of the noise"),
     # rewards
+    "reward_timeout_s": (or_none(POSITIVE), "it bounds a call's time"),
+    "reward_workers": (COUNT_OR_ZERO, "it counts processes"),
+    "reward_worker_memory_gb": (or_none(POSITIVE), "it is an amount of memory"),
+    "reward_retries": (COUNT_OR_ZERO, "it counts attempts"),
     "reward_model_batch_tokens": (COUNT, "it counts the tokens of a forward pass"),
     # reference model
     "ref_model_mixup_alpha": (SHARE, "it is the policy's share in the reference"),
@@ -178,6 +193,16 @@ DICTS = (
 )
 """Fields that hold a dict and also accept it as JSON text."""
 
+ENUMERATIONS: dict[str, type[Enum]] = {
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+    "eval_strategy": IntervalStrategy,
+    "logging_strategy": IntervalStrategy,
+    "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy,
+}
+"""Enumerations of which the base class takes a member for a setting."""
+
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "deepspeed": ((str, dict), "a dict or the path of a JSON file"),
     "accelerator_config": ((str, dict, AcceleratorConfig), "a dict or the path of a JSON file"),
@@ -194,23 +219,35 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 def field_problem(name: str, value: Any) -> str | None:
     """Explains why the setting `name` cannot have this value; None if it can."""
     if name in RANGES:
-        allowed, why = RANGES[name]
-        in_range = (
-            is_number(value) and (isinstance(value, numbers.Integral) or not allowed.whole) and allowed.contains(value)
-        )
-        if not in_range and not (value is None and allowed.optional):
-            if isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)):
-                why = "it is no finite number"
-            return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
-    elif name in CHOICES and value not in CHOICES[name]:
-        similar = nearest(value, CHOICES[name])
-        hint = f"did you mean {similar!r}? " if similar else ""
-        return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(CHOICES[name])}"
-    elif name in FIXED and value and value != FIXED[name][0]:
+        return range_problem(name, value, *RANGES[name])
+    if name in CHOICES and value not in CHOICES[name]:
+        return _not_among(name, value, CHOICES[name])
+    if name in ENUMERATIONS:
+        known = [str(member.value) for member in ENUMERATIONS[name]]
+        return None if str(getattr(value, "value", value)) in known else _not_among(name, value, known)
+    if name in FIXED and value and value != FIXED[name][0]:
         return f"{name}={value!r} {FIXED[name][1].format(name=name)}"
-    elif name in DICTS and not isinstance(value, (dict, type(None))):
+    if name in DICTS and not isinstance(value, (dict, type(None))):
         return f"{name}={value!r} is not a dict. Give a dict, or one as JSON text such as '{{\"key\": 1}}'"
     return None
+
+
+def _not_among(name: str, value: Any, known: Sequence[str]) -> str:
+    similar = nearest(value, known)
+    hint = f"did you mean {similar!r}? " if similar else ""
+    return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(known)}"
+
+
+def range_problem(name: str, value: Any, allowed: Range, why: str) -> str | None:
+    """Explains why the setting `name` cannot have this number; None if it can."""
+    in_range = (
+        is_number(value) and (isinstance(value, numbers.Integral) or not allowed.whole) and allowed.contains(value)
+    )
+    if in_range or (value is None and allowed.optional):
+        return None
+    if not is_number(value):
+        why = "it is no finite number"
+    return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
 
 
 def wrong_kinds(config: Any) -> list[str]:
@@ -220,15 +257,26 @@ def wrong_kinds(config: Any) -> list[str]:
         value = getattr(config, name, None)
         if value is not None and not isinstance(value, kinds):
             texts.append(f"{name}={value!r} is a {type(value).__name__}. Set it to {remedy}, or leave it unset")
+    return texts + _unknown_keys(config)
+
+
+def _unknown_keys(config: Any) -> list[str]:
+    """Returns a sentence for each key of `accelerator_config` that accelerate does not know, or for a missing file."""
     options = getattr(config, "accelerator_config", None)
-    known = [field.name for field in dataclasses.fields(AcceleratorConfig)]
-    for key in options if isinstance(options, dict) else ():
-        if key not in known:
-            texts.append(
-                f"accelerator_config has {key!r}, which accelerate does not know. Take it out, or choose of "
-                f"{', '.join(known)}"
-            )
-    return texts
+    if isinstance(options, str):
+        if os.path.isfile(options):
+            return []
+        return [f"accelerator_config={options!r} is no file here. Set it to a dict or the path of a JSON file"]
+    if not isinstance(options, dict):
+        return []
+    nested = options.get("gradient_accumulation_kwargs")
+    return [
+        f"accelerator_config has {key!r}, which accelerate does not know. Take it out, or choose of {', '.join(known)}"
+        for given, record in ((options, AcceleratorConfig), (nested, GradientAccumulationPlugin))
+        for known in [[field.name for field in dataclasses.fields(record)]]
+        for key in (given if isinstance(given, dict) else ())
+        if key not in known
+    ]
 
 
 def nearest(value: object, choices: Iterable[str]) -> str | None:
@@ -250,6 +298,20 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def is_number(value: object) -> bool:
     """True for a finite number that is not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def failure_action(value: object) -> FailureAction:
+    """Reads what a reward function's failure means: 'error', None for 'none', or a reward. ValueError for another."""
+    if value == "error":
+        return "error"
+    if value is None or value == "none":
+        return None
+    if isinstance(value, (bool, dict)):
+        raise ValueError(value)
+    number = float(value)  # pyright: ignore[reportArgumentType]
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
 
 
 def parse_bytes(value: object) -> int | None:

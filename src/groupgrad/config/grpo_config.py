@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from groupgrad import compat
 from groupgrad.config import legacy, rules
-from groupgrad.config.field_rules import DICTS, RANGES, wrong_kinds
+from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, nearest, wrong_kinds
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
@@ -29,6 +32,18 @@ class GRPOConfig(GRPOSettings):
     that lists every setting that cannot work. One UserWarning names the settings that have no effect beside the
     others.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
+        """TypeError for a setting that does not exist, with the most similar one or the place where it belongs."""
+        known = inspect.signature(cls.__init__).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        for name in () if takes_all else kwargs.keys() - known:
+            similar = nearest(name, known)
+            hint = f"did you mean {similar!r}?" if similar else "take it out"
+            if hasattr(GenerationConfig(), name):
+                hint = f"it is an option of sampling, set generation_kwargs={{{name!r}: {kwargs[name]!r}}}"
+            raise TypeError(f"{cls.__name__} has no setting {name!r} ({name}={kwargs[name]!r}): {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._parse_dicts()
@@ -47,10 +62,12 @@ class GRPOConfig(GRPOSettings):
         if failure is None and checkpointing_by_need:
             self._set_checkpointing(None if self.device.type == "cpu" else True)
         problems = rules.problems(self)
+        if self.deepspeed is not None and (problems or failure is not None):
+            unset_hf_deepspeed_config()  # transformers would load the models of the next trainer for it
         if problems or isinstance(failure, ValueError):
             # A rule says better what the base class found too.
             is_new = isinstance(failure, ValueError) and not any(_is_about(str(failure), text) for text in problems)
-            raise ConfigError([*problems, *([str(failure)] if is_new else [])]) from failure
+            raise ConfigError([*problems, *([self._reworded(str(failure))] if is_new else [])]) from failure
         if isinstance(failure, ImportError) and self.deepspeed is not None:
             compat.require("deepspeed", f"deepspeed={self.deepspeed!r}")
         if failure is not None:
@@ -60,7 +77,7 @@ class GRPOConfig(GRPOSettings):
 
     def _parse_dicts(self) -> None:
         """Turns JSON text into dicts. Text that is no JSON object stays, and the rules report it."""
-        for name in DICTS:
+        for name in (*DICTS, "on_reward_failure"):
             value = getattr(self, name)
             if isinstance(value, str):
                 try:
@@ -121,6 +138,15 @@ class GRPOConfig(GRPOSettings):
         if hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = value
 
+    def _reworded(self, failure: str) -> str:
+        """Returns an error of the base class, in words of the setting that it comes from."""
+        if self.ddp_backend is None or "process group has not been initialized" not in failure:
+            return failure
+        return (
+            f"ddp_backend={self.ddp_backend!r} joins several processes, and no launcher started this one. Leave it "
+            "unset, or start the script with torchrun or accelerate launch"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to pickle, without the token: every saved model has its settings beside it."""
         return {**self.__dict__, "hub_token": None}
@@ -147,4 +173,6 @@ class GRPOConfig(GRPOSettings):
 def _is_about(failure: str, problem: str) -> bool:
     """True if an error of the base class names the setting that a rule's sentence begins with."""
     name = problem.split("=", 1)[0]
+    if name in ENUMERATIONS and f"is not a valid {ENUMERATIONS[name].__name__}" in failure:
+        return True
     return name.isidentifier() and {"ddp_backend": "process group"}.get(name, name) in failure

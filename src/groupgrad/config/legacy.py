@@ -43,6 +43,8 @@ class Legacy:
 
 def _warmup_ratio(config: Any, ratio: float) -> None:
     # A count of steps always had precedence over the ratio. A fraction is the same quantity, and the ratio wins.
+    if not 0 <= ratio <= 1:
+        raise ConfigError([f"warmup_ratio={ratio} is a share of the steps. Set warmup_steps to a number from 0 to 1"])
     if config.warmup_steps >= 1:
         _warn(f"warmup_ratio={ratio} is not used, because warmup_steps={config.warmup_steps} is set too")
     else:
@@ -153,9 +155,11 @@ def take_over(config: Any) -> None:
             row.act(config, value)
         else:
             inert.append(f"{name}={value!r} ({row.why})")
-    # Only now, since the two fields of a hub repository's name read each other.
+    # Only now, since the two fields of a hub repository's name read each other. An older transformers still reads some
+    # of these fields, with a default of its own for "unset".
+    unset = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     for name, row in LEGACY.items():
-        setattr(config, name, row.default)
+        setattr(config, name, unset.get(name, row.default))
     if inert:
         _warn(f"these settings have no effect and can go: {'; '.join(inert)}")
 

@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.config.field_rules import CHOICES, parse_bytes
+from groupgrad.config.field_rules import CHOICES, FailureAction, failure_action, parse_bytes
 from groupgrad.config.legacy import LegacyArguments
 
 CISPO_CEILING = 5.0
@@ -80,7 +80,12 @@ class GRPOSettings(LegacyArguments):
         "float32 copy of the weights.",
     )
 
-    # --- Resuming ---
+    # --- Saving and resuming ---
+    save_in_background: bool = _option(
+        False,
+        "Write checkpoints while training goes on, from a copy of weights and optimizer state in host memory. If the "
+        "copy would take more than half of the free memory, training waits for the checkpoint, and a line says so.",
+    )
     allow_partial_resume: bool = _option(
         False,
         "Resume from a checkpoint with damaged or missing parts (optimizer, scheduler, random streams, rollouts); they "
@@ -106,6 +111,17 @@ class GRPOSettings(LegacyArguments):
         "Rows that an optimizer step takes of a generation batch which serves several: 'rows' (any of the batch, dealt "
         "by seed; with several ranks a reward function may see part of a group) or 'groups' (whole groups: each prompt "
         "is computed in one step alone).",
+    )
+    balance_ranks: bool = _option(
+        True,
+        "Several ranks give each other rows of a step, after sampling, so that all have about equal work. No result "
+        "depends on it. A loss that is defined by its micro-batch, or that a script replaces, keeps its rows.",
+    )
+    max_tokens_per_pass: int | None = _option(
+        None,
+        "Tokens of prompts and completions in a training pass with gradients. Larger micro-batches are cut between "
+        "groups, and inside a group where computing its prompt again costs under 5 percent. Results do not change. "
+        "Unset: 2,048 on a CPU, where larger passes are no faster; no limit on accelerators.",
     )
     pad_to_multiple_of: int | str | None = _option(
         None, "Accepted for older scripts; nothing is padded. 'auto', a number or unset."
@@ -232,6 +248,29 @@ class GRPOSettings(LegacyArguments):
     multi_objective_aggregation: str = _option(
         "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (each by itself first)."
     )
+    reward_timeout_s: float | None = _option(
+        None, "Seconds that one call of a reward function may take; later it counts as failed. Unset: no limit."
+    )
+    reward_workers: int = _option(
+        0,
+        "Processes that run the reward functions that are not async, each function in one; a call past its deadline or "
+        "one that crashes then costs its process. 0: the training process runs them.",
+    )
+    reward_worker_memory_gb: float | None = _option(
+        None, "Memory of a reward worker in GiB, beyond which allocations fail; unset: no limit."
+    )
+    reward_retries: int = _option(0, "Further attempts of a reward function after a transient error, after a pause.")
+    reward_transient_errors: list[str] | None = _option(
+        None,
+        "Names of the exceptions of reward functions that count as transient, with their subclasses; unset: "
+        "ConnectionError and TimeoutError.",
+    )
+    on_reward_failure: dict | str | None = _option(
+        "error",
+        "Result of a reward function's call that raises, passes its deadline or crashes: 'error' (the run ends), "
+        "'none' (its rows get no reward from it) or a number, their reward; one for all functions or a dict by name, "
+        "also as JSON text.",
+    )
     reward_model_init_kwargs: dict | str | None = _option(
         None,
         "Keyword arguments for loading reward models given by name (dtype, revision, device_map, ...); dict or JSON "
@@ -260,6 +299,20 @@ class GRPOSettings(LegacyArguments):
     log_unique_prompts: bool = _option(False, "Keep one completion for each prompt in the trackers' table.")
     log_completions_hub_repo: str | None = _option(
         None, "Data set on the hub that receives the stored completions, while the run goes on."
+    )
+    rollouts_keep: str | None = _option(
+        "1GB",
+        "Space for the rollouts in output_dir, such as '1GB'; where all would not fit, a random part of the groups is "
+        "kept. '0' or unset: none are stored.",
+    )
+    record_gradient_share: bool = _option(
+        False,
+        "Store with each rollout and token its share of the step's gradient, measured at the input of the output head, "
+        "and log gradient/signal_to_noise.",
+    )
+    record_spans: bool = _option(
+        False,
+        "Send each step, its rollouts and the run's events as OpenTelemetry spans to the process's tracer provider.",
     )
 
     @property
@@ -313,12 +366,25 @@ class GRPOSettings(LegacyArguments):
         return None if self.engine_kv_memory is None else parse_bytes(self.engine_kv_memory)
 
     @property
+    def on_reward_failure_resolved(self) -> FailureAction | dict[str, FailureAction]:
+        """`on_reward_failure` with numbers as floats and None for 'none'."""
+        value = self.on_reward_failure
+        if isinstance(value, dict):
+            return {str(name): failure_action(item) for name, item in value.items()}
+        return failure_action(value)
+
+    @property
     def sampling_resolved(self) -> dict[str, Any]:
         """`temperature`, `top_p`, `top_k` (None: off), `min_p` and `repetition_penalty`, overridden by
         `generation_kwargs`."""
         overrides = mapping(self.generation_kwargs)
         sampling = {name: overrides.get(name, getattr(self, name)) for name in SAMPLING_FIELDS}
         return {**sampling, "top_k": sampling["top_k"] or None}
+
+    @property
+    def rollouts_keep_resolved(self) -> int:
+        """`rollouts_keep` in bytes; 0 if none are stored."""
+        return parse_bytes(self.rollouts_keep) or 0
 
     @property
     def temperature_resolved(self) -> float:

@@ -74,6 +74,10 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: c.use_transformers_continuous_batching and c.rollout_engine == "auto" and not c.use_vllm,
     ),
     UnusedSettings(
+        ("reward_worker_memory_gb",), "reward_workers is 0, so there are none", lambda c: c.reward_workers == 0
+    ),
+    UnusedSettings(("reward_transient_errors",), "reward_retries is 0", lambda c: c.reward_retries == 0),
+    UnusedSettings(
         ("reward_model_offload",),
         "reward models run on the CPU, in host memory",
         lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
@@ -118,6 +122,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: c.use_vllm,
     ),
     # --- fields of TrainingArguments ---
+    UnusedSettings(("fp16",), "a CPU computes in float32 or bfloat16", lambda c: c.fp16 and c.device.type == "cpu"),
     UnusedSettings(
         (
             *("prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches"),
