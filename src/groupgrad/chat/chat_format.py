@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from groupgrad import compat
 from groupgrad.chat.channels import ChannelSyntax
 from groupgrad.chat.chat_template import ChatTemplate
 from groupgrad.chat.derive_syntax import derive_syntax
@@ -164,7 +165,7 @@ class ChatFormat:
     def _parse_by_response_template(self, text: str, schemas: list[dict[str, Any]]) -> Turn:
         try:
             prefix = self._probes.generation_prompt
-            return checked_turn(self._tokenizer.parse_response(text, prefix=prefix, tools=schemas))
+            return checked_turn(compat.parse_response(self._tokenizer, text, prefix=prefix, tools=schemas))
         except Exception as error:  # the library passes on whatever its content parsers raise
             return make_turn("", problem=f"the tokenizer's response template failed: {error}")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from groupgrad.data.outside_text import OutsideText
 from groupgrad.data.prompts import drop_empty_fields
 from groupgrad.types import Messages
 
@@ -35,6 +37,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._prepare_messages = prepare_messages or drop_empty_fields
         self._kwargs = dict(chat_template_kwargs or {})
+        self._outside_text = OutsideText(tokenizer, self._kwargs)
         self.error: Exception | None = None
         """The exception of the last `try_render` that returned None."""
         self._ids = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
@@ -46,13 +49,17 @@ class ChatTemplate:
         self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None = None, *, prompt: bool = False
     ) -> str:
         """Text of a conversation; `prompt` adds the generation prompt. Raises whatever the template raises."""
-        return self.tokenizer.apply_chat_template(
-            self._prepare_messages(messages),
+        render = partial(
+            self.tokenizer.apply_chat_template,
             tools=schemas or None,
             tokenize=False,
             add_generation_prompt=prompt,
             **self._kwargs,
         )
+        prepared = self._prepare_messages(messages)
+        if self._prepare_messages is drop_empty_fields:  # nothing is marked
+            return render(prepared)
+        return self._outside_text.render(render, prepared)
 
     def try_render(self, *args: Any, **kwargs: Any) -> str | None:
         """`render`, or None if the template rejects the conversation (the exception is kept in `error`)."""
