@@ -24,7 +24,7 @@ def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
         return next(iter(undecoded), None)
     if not len(dataset):
         return None
-    if _is_transformed(dataset):
+    if is_transformed(dataset):
         return dataset[0]
     table: Any = dataset.with_format("arrow")[0:1]
     return {name: _undecoded(table.column(name)[0]) for name in table.column_names}
@@ -33,7 +33,8 @@ def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
 def prompt_rows(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
     """Yields `prompt` and image columns of every row, images undecoded.
 
-    A stream yields its first row alone. Rows made by a user's transform have images in the first row alone.
+    A stream yields its first row alone, and so does a data set whose prompts a user's transform makes. Other rows made
+    by a transform have images in the first row alone.
     """
     first = first_row(dataset)
     if first is None:
@@ -42,9 +43,12 @@ def prompt_rows(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
     if isinstance(dataset, IterableDataset):
         yield {name: first[name] for name in ("prompt", *columns) if name in first}
         return
-    raw = _decodes(dataset.features.get("prompt")) and not _is_transformed(dataset)
-    prompts = _raw_column(dataset, "prompt") if raw else iter(dataset["prompt"])
-    if _is_transformed(dataset):
+    raw = _decodes(dataset.features.get("prompt")) and not is_transformed(dataset)
+    if is_transformed(dataset) and "prompt" not in dataset.column_names:
+        prompts = iter([first["prompt"]])
+    else:
+        prompts = _raw_column(dataset, "prompt") if raw else iter(dataset["prompt"])
+    if is_transformed(dataset):
         images: Iterator[dict[str, Any]] = iter([{name: first[name] for name in columns}])
     else:
         images = (dict(zip(columns, values)) for values in zip(*(_raw_column(dataset, name) for name in columns)))
@@ -58,7 +62,7 @@ def read_row(dataset: Dataset, index: int) -> dict[str, Any]:
         return dataset[index]
     except _BROKEN as error:
         for name, feature in (dataset.features or {}).items():
-            if _decodes(feature) and not _is_transformed(dataset):
+            if _decodes(feature) and not is_transformed(dataset):
                 try:
                     dataset.select_columns(name)[index]
                 except _BROKEN:
@@ -69,7 +73,7 @@ def read_row(dataset: Dataset, index: int) -> dict[str, Any]:
         raise
 
 
-def _is_transformed(dataset: Dataset) -> bool:
+def is_transformed(dataset: Dataset) -> bool:
     """True if a user's function makes the rows when they are read."""
     return dataset.format["type"] == "custom"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -29,12 +29,12 @@ class OutsideText:
 
     Special tokens are control tokens wherever they stand. Tokens that were only added, such as `<tool_response>`, are
     control tokens if the chat template writes them; `mark` covers those only `with_added`, since prompts mention tags
-    such as `<think>` for the model to use.
+    such as `<think>` for the model to use. `template_arguments` are what the template is rendered with.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None):
         self.tokenizer = tokenizer
-        template = str(getattr(tokenizer, "chat_template", None) or "")
+        template = "\n".join(_texts_of([getattr(tokenizer, "chat_template", None), template_arguments]))
         added = {str(token): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         special = {str(text) for text in tokenizer.all_special_tokens} | {text for text in added if added[text]}
         written = {text for text in added if text.strip() and text in template}
@@ -42,14 +42,19 @@ class OutsideText:
         self._control_ids = set(tokenizer.convert_tokens_to_ids(sorted(special | written)))
         self._control_ids.discard(getattr(tokenizer, "unk_token_id", None))  # it stands for unknown text, too
         # In an order that does not depend on the rows seen, so that a forged mark has the same ids in every run.
-        self._numbers = {text: number for number, text in enumerate([_START, *sorted(special | written)])}
+        heads = sorted({text[0] for text in special | written if text})
+        self._heads = re.compile("|".join(map(re.escape, [*heads])) or r"(?!)")
+        """The first characters of control tokens."""
+        texts = dict.fromkeys([_START, *sorted(special | written), *heads])
+        self._numbers = {text: number for number, text in enumerate(texts)}
         """The numbers of the marks, by the text that each stands for."""
         self._ordinary_ids: dict[str, list[int]] = {}
 
     def mark(self, value: Any, *, with_added: bool) -> Any:
         """The text, or the copied message or list, with a mark for each control token in its texts."""
         if isinstance(value, str):
-            return (self._control if with_added else self._special).sub(self._mark_of, value)
+            marked = (self._control if with_added else self._special).sub(self._mark_of, value)
+            return self._mark_normalized(marked, with_added=with_added) if self._normalizes else marked
         if isinstance(value, Mapping):
             return {
                 self.mark(key, with_added=with_added): self.mark(item, with_added=with_added)
@@ -58,6 +63,55 @@ class OutsideText:
         if isinstance(value, (list, tuple)):
             return [self.mark(item, with_added=with_added) for item in value]
         return value
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        """True if a text may stand for a control token in another spelling, as in lower case."""
+        tokens = getattr(self.tokenizer, "added_tokens_decoder", {})
+        is_fast = getattr(self.tokenizer, "is_fast", False)
+        return is_fast and any(tokens[number].normalized for number in self._control_ids if number in tokens)
+
+    def _mark_normalized(self, text: str, *, with_added: bool) -> str:
+        """The text with a mark for each spelling that the tokenizer reads as a control token."""
+        tokens = self.tokenizer.added_tokens_decoder
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for number, (start, end) in reversed(list(zip(found["input_ids"], found["offset_mapping"]))):
+            token = tokens.get(number)
+            if number in self._control_ids and token is not None and token.normalized and (token.special or with_added):
+                text = text[:start] + self._mark(text[start:end]) + text[end:]
+        return text
+
+    def render(self, render: Callable[[Any], str], messages: Any) -> str:
+        """The text that `render` makes of marked messages, with marks where it would rebuild a control token.
+
+        A template that removes a part of a message, such as a block of reasoning, could join what stands around it.
+        Where the first characters of control tokens are marked too, nothing can be joined; if the rendered text then
+        has other control tokens, the template has rebuilt one, and that text is the result. The template may then leave
+        in what it would have removed.
+        """
+        text = render(messages)
+        guarded = self.guarded(messages)
+        if guarded == messages:
+            return text
+        try:
+            safe = render(guarded)
+        except Exception:  # a template may look for a character that is marked, and raise
+            return text
+        return text if self._control.findall(text) == self._control.findall(safe) else safe
+
+    def guarded(self, value: Any) -> Any:
+        """The marked text, message or list, with a mark for each first character of a control token outside of one."""
+        if isinstance(value, str):
+            return self._outside_control.sub(lambda m: m[0] if m.lastgroup == "whole" else self._mark(m[0]), value)
+        if isinstance(value, Mapping):
+            return {key: self.guarded(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.guarded(item) for item in value]
+        return value
+
+    @cached_property
+    def _outside_control(self) -> re.Pattern[str]:
+        return re.compile(f"(?P<whole>{_MARKS.pattern}|{self._control.pattern})|{self._heads.pattern}")
 
     def is_split_between(self, first: str, second: str) -> bool:
         """True if two texts behind each other have more control tokens than each alone."""
@@ -96,7 +150,10 @@ class OutsideText:
         return self.marking_tokenizer.convert_tokens_to_ids(_START)
 
     def _mark_of(self, match: re.Match[str]) -> str:
-        number, base = self._numbers.setdefault(match[0], len(self._numbers)), len(_DIGITS)
+        return self._mark(match[0])
+
+    def _mark(self, text: str) -> str:
+        number, base = self._numbers.setdefault(text, len(self._numbers)), len(_DIGITS)
         return _START + _DIGITS[number // base**2] + _DIGITS[number // base % base] + _DIGITS[number % base]
 
     def _ids_of(self, digits: str) -> list[int]:
@@ -138,6 +195,15 @@ def has_marks(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(has_marks(key) or has_marks(item) for key, item in value.items())
     return isinstance(value, (list, tuple)) and any(map(has_marks, value))
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts in nested values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_of(item)
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from groupgrad.data.columns import first_row, prompt_rows
 from groupgrad.data.images import ImageSource, column_images, image_blocks, is_plain_text
@@ -56,7 +57,7 @@ class PromptMaker:
         no_images: str = "the model reads text alone",
     ):
         self.tokenizer = tokenizer
-        self.outside_text = OutsideText(tokenizer)
+        self.outside_text = OutsideText(tokenizer, chat_template_kwargs)
         self._special_tokens = special_tokens
         self.image_root = image_root or ""
         """Folder of the images that are given by paths, which may not lead out of it; empty: any path."""
@@ -100,7 +101,7 @@ class PromptMaker:
             text = self._mark(prompt) if self._special_tokens == "split" else prompt
             return self.outside_text.encode(text, add_special_tokens=True)
         messages = self.template_messages(prompt)
-        if has_marks(messages):
+        if has_marks(messages) or self.outside_text.guarded(messages) != messages:
             return self.encode(self.render(prompt)).ids
         rendered = self.tokenizer.apply_chat_template(
             messages,
@@ -162,9 +163,10 @@ class PromptMaker:
 
     def render(self, messages: Messages) -> str:
         """Renders a conversation with generation prompt, and one placeholder for each image."""
-        return self.tokenizer.apply_chat_template(
-            self.template_messages(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+        render = partial(
+            self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
         )
+        return self.outside_text.render(render, self.template_messages(messages))
 
     def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
         """Token ids of a rendered text; `is_start` marks the start of a conversation. ValueError for images."""
@@ -218,6 +220,12 @@ def check_dataset(
     first `DECODED_FIRST` images are decoded, of the others only the header is read. Of a stream only the first row is
     checked. With `renders` the first conversations are rendered, as they will be.
     """
+    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
+        splits = ", ".join(map(repr, dataset))
+        raise TypeError(
+            f"{argument} is a {type(dataset).__name__} of the splits {splits}; give one of them, such as "
+            f"dataset[{next(iter(dataset), 'train')!r}]"
+        )
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
             f"{argument} is a {type(dataset).__name__}; it must be a datasets.Dataset or datasets.IterableDataset "
