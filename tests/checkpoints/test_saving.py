@@ -19,7 +19,7 @@ def write(folder: Path) -> None:
 
 
 def save(folder: Path, step: int, content=write) -> Path:
-    return saving.save(folder, step, content, lambda: {"options": {"beta": 0.1}})
+    return saving.save(folder, step, [content], lambda: {"options": {"beta": 0.1}})
 
 
 def names(folder: Path) -> list[str]:

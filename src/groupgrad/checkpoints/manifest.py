@@ -38,7 +38,7 @@ class Manifest:
     world_size: int
     """Number of processes that wrote the checkpoint."""
     files: Mapping[str, FileDigest]
-    """By path below the checkpoint's folder, with `/` between folders; without the manifest itself."""
+    """Keys are paths relative to the checkpoint's folder, written with `/`. The manifest does not list itself."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Releases of the libraries that took part, by name."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -9,14 +9,17 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from groupgrad import dist
+from groupgrad.checkpoints.host_copies import held_back, replaced_writers
 from groupgrad.checkpoints.manifest import FileDigest, Manifest, digest, file_names, sync, sync_folders
 
 logger = logging.getLogger(__name__)
@@ -81,41 +84,153 @@ def sweep(run_folder: Path) -> None:
     logger.warning("removed %s, which an earlier process had not finished", aside)
 
 
-def save(run_folder: Path, step: int, write: Callable[[Path], None], describe: Callable[[], Mapping[str, Any]]) -> Path:
+def save(
+    run_folder: Path,
+    step: int,
+    parts: Sequence[Callable[[Path], None]],
+    describe: Callable[[], Mapping[str, Any]],
+    *,
+    expected_bytes: int = 0,
+) -> Path:
     """Writes `checkpoint-<step>` into `run_folder` and returns its path. Collective.
 
-    `write` puts this rank's files into the folder that it is given. `describe` returns the manifest's fields beside
-    step, ranks and files. On return every file is on the disk and the checkpoint has its name. SaveFailed, on all
-    ranks, if one of them could not write; other exceptions of `write` are raised on all ranks too.
+    Each of `parts` puts files of this rank into the folder that it is given; the ranks meet between them. `describe`
+    returns the manifest's fields beside step, ranks and files. On return every file is on the disk and the checkpoint
+    has its name. SaveFailed, on all ranks, if `expected_bytes` do not fit or one of them could not write; other
+    exceptions of `parts` are raised on all ranks too.
     """
-    name = f"checkpoint-{step}"
-    folder, view = run_folder / UNFINISHED / name, None
-    try:
-        view = _prepare(folder)
-        with _agreed(folder):
-            write(folder)
+    place = run_folder / f"checkpoint-{step}"
+    with _begun(place, expected_bytes) as (folder, view):
+        _write(parts, folder)
         digests = _digests(folder, view)
         with _agreed(folder):
             if view.leads:
-                Manifest(step, dist.world_size(), digests, **describe()).write(folder)
-                sync_folders(folder)
-                _put_in_place(folder, run_folder / name)
+                _finish(folder, place, Manifest(step, dist.world_size(), digests, **describe()))
+    return place
+
+
+def save_behind(
+    run_folder: Path,
+    step: int,
+    parts: Sequence[Callable[[Path], None]],
+    describe: Callable[[], Mapping[str, Any]],
+    *,
+    expected_bytes: int = 0,
+) -> SaveBehind:
+    """Begins to write `checkpoint-<step>` and returns while large files are still to be written. Collective.
+
+    The arguments, and the files, are those of `save`. What `parts` give to be saved is copied into host memory, so it
+    may change after the return. Only one save may be under way.
+    """
+    place = run_folder / f"checkpoint-{step}"
+    with _begun(place, expected_bytes) as (folder, view):
+        waiting: list[Callable[[], None]] = []
+        with held_back(folder) if view.leads else nullcontext(waiting) as waiting:
+            _write(parts, folder)
+        with _agreed(folder):
+            unlisted = Manifest(step, dist.world_size(), {}, **describe())
+    return SaveBehind(place, folder, waiting, unlisted if view.leads else None)
+
+
+class SaveBehind:
+    """A checkpoint whose files a thread of this process writes, on the rank that leads its folder. No collectives."""
+
+    def __init__(self, place: Path, folder: Path, waiting: list[Callable[[], None]], manifest: Manifest | None):
+        self.place = place
+        """The checkpoint's folder, once it is written."""
+        self._folder, self._waiting, self._manifest = folder, waiting, manifest
+        self.error: Exception | None = None
+        """The error that kept the checkpoint from being written; known once `is_done()`."""
+        # A second interrupt ends the process at once, whatever is being written.
+        self._thread = threading.Thread(target=self._run, name="groupgrad-save", daemon=True)
+        if manifest is not None:
+            self._thread.start()
+
+    def is_done(self) -> bool:
+        """True once this rank has written its part, or failed to."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until `is_done()`, which it returns."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return self.is_done()
+
+    def finish(self) -> Path:
+        """Waits for all ranks and returns the checkpoint. Collective. Raises what `save` would have raised."""
+        self.wait()
+        with _agreed(self._folder):
+            if self.error is not None:
+                raise self.error
+        return self.place
+
+    def _run(self) -> None:
+        assert self._manifest is not None
+        try:
+            while self._waiting:
+                self._waiting.pop(0)()
+            digests = _synced_digests(self._folder, file_names(self._folder))
+            _finish(self._folder, self.place, replace(self._manifest, files=digests))
+        except Exception as error:
+            self.error = _as_failure(error, self._folder)
+            shutil.rmtree(self._folder.parent, ignore_errors=True)
+        finally:
+            self._waiting.clear()
+
+
+@contextmanager
+def _begun(place: Path, expected_bytes: int) -> Iterator[tuple[Path, _FolderView]]:
+    """An empty folder aside for the checkpoint at `place`, removed if the body raises. Collective at its start."""
+    folder, view = place.parent / UNFINISHED / place.name, None
+    try:
+        view = _prepare(folder, expected_bytes)
+        yield folder, view
     except BaseException as error:
         # What killed this process or another is not undone here: the next start sweeps it.
         if isinstance(error, Exception) and (view is None or view.leads):
-            shutil.rmtree(run_folder / UNFINISHED, ignore_errors=True)
+            shutil.rmtree(folder.parent, ignore_errors=True)
         raise
-    return run_folder / name
 
 
-def _prepare(folder: Path) -> _FolderView:
+def _write(parts: Sequence[Callable[[Path], None]], folder: Path) -> None:
+    """Collective. Writes all parts, or raises what one of them raises on one rank."""
+    for part in parts:
+        with _agreed(folder):
+            part(folder)
+
+
+@contextmanager
+def refusals_at_the_end(folder: Path) -> Iterator[None]:
+    """Context in which tensors that the disk refuses to take below `folder` are an error at its end only.
+
+    For code that meets other ranks between the files that it writes: they would wait for a rank that left it.
+    """
+    refusals: list[Exception] = []
+
+    def attempt(write: Callable[..., None], tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if refusals:
+            return
+        try:
+            write(tensors, path, *args, **kwargs)
+        except Exception as error:
+            if not is_storage_error(error):
+                raise
+            refusals.append(error)
+            Path(path).unlink(missing_ok=True)  # leaves space for the small files that follow
+
+    with replaced_writers(folder, attempt):
+        yield
+    if refusals:
+        raise refusals[0]
+
+
+def _prepare(folder: Path, expected_bytes: int) -> _FolderView:
     """Makes an empty folder aside and finds out which ranks see the same one. Collective."""
     aside = folder.parent
     mark, here = dist.all_gather_objects((f".{uuid.uuid4().hex}", socket.gethostname()))[0]
     with _agreed(folder):
         if dist.is_main():
-            sweep(aside.parent)
-            folder.mkdir(parents=True)
+            _make(folder, expected_bytes)
             (aside / mark).touch()
     shared = _sees(aside / mark, wait=here != socket.gethostname())
     machines = dist.all_gather_objects("" if shared else socket.gethostname())
@@ -123,9 +238,15 @@ def _prepare(folder: Path) -> _FolderView:
     view = _FolderView(members)
     with _agreed(folder):
         if view.leads and not shared:
-            sweep(aside.parent)
-            folder.mkdir(parents=True)
+            _make(folder, expected_bytes)
     return view
+
+
+def _make(folder: Path, expected_bytes: int) -> None:
+    run_folder = folder.parent.parent
+    sweep(run_folder)
+    _check_space(run_folder, folder.name, expected_bytes)
+    folder.mkdir(parents=True)
 
 
 def _sees(mark: Path, *, wait: bool) -> bool:
@@ -143,15 +264,24 @@ def _digests(folder: Path, view: _FolderView) -> dict[str, FileDigest]:
     """Syncs and reads all files of a folder, shared out among the ranks that see it. Collective."""
     mine: dict[str, FileDigest] = {}
     with _agreed(folder):
-        for name in view.share(file_names(folder)):
-            sync(folder / name)
-            mine[name] = digest(folder / name)
+        mine = _synced_digests(folder, view.share(file_names(folder)))
     by_rank = dist.all_gather_objects(mine)
     return dict(sorted(item for rank in view.members for item in by_rank[rank].items()))
 
 
-def _put_in_place(folder: Path, place: Path) -> None:
-    """Gives a finished folder its name. A checkpoint that has it is moved aside first, and removed last."""
+def _synced_digests(folder: Path, names: list[str]) -> dict[str, FileDigest]:
+    """Syncs and reads these files of a folder."""
+    found: dict[str, FileDigest] = {}
+    for name in names:
+        sync(folder / name)
+        found[name] = digest(folder / name)
+    return found
+
+
+def _finish(folder: Path, place: Path, manifest: Manifest) -> None:
+    """Gives a written folder its manifest and its name. A checkpoint that has it is moved aside first, removed last."""
+    manifest.write(folder)
+    sync_folders(folder)
     if place.exists():
         place.rename(folder.parent / f"{_REPLACED}{place.name}")
     folder.rename(place)
@@ -159,22 +289,28 @@ def _put_in_place(folder: Path, place: Path) -> None:
     shutil.rmtree(folder.parent, ignore_errors=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _agreed(folder: Path) -> Any:
     """Raises an exception of the body on all ranks, as SaveFailed if a disk refused. Collective at its end."""
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
-        error = caught
-        if is_storage_error(caught):
-            error = SaveFailed(_text_of(caught, folder))
-            error.__cause__ = caught
+        error = _as_failure(caught, folder)
     texts = dist.all_gather_objects(str(error) if isinstance(error, SaveFailed) else None)
     dist.raise_on_all_ranks(None if isinstance(error, SaveFailed) else error)
     refused = next((text for text in texts if text), None)
     if refused is not None:
         raise SaveFailed(refused) from error
+
+
+def _as_failure(error: Exception, folder: Path) -> Exception:
+    """SaveFailed for an exception that says that a disk refused; others as they are."""
+    if isinstance(error, SaveFailed) or not is_storage_error(error):
+        return error
+    failure = SaveFailed(_text_of(error, folder))
+    failure.__cause__ = error
+    return failure
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -188,8 +324,6 @@ def is_storage_error(error: BaseException) -> bool:
 
 
 def _text_of(error: BaseException, folder: Path) -> str:
-    if isinstance(error, SaveFailed):
-        return str(error)
     free = free_bytes(folder)
     space = "" if free is None else f"; {folder.parent.parent} has {free:,} bytes free"
     first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -206,12 +340,12 @@ def free_bytes(folder: Path) -> int | None:
         return None
 
 
-def check_space(run_folder: Path, step: int, num_bytes: int) -> None:
-    """SaveFailed if a checkpoint of `num_bytes` does not fit where `run_folder` is. No collective."""
+def _check_space(run_folder: Path, name: str, num_bytes: int) -> None:
+    """SaveFailed if a checkpoint of `num_bytes` does not fit where `run_folder` is."""
     free = free_bytes(run_folder)
     if free is not None and free < num_bytes:
         raise SaveFailed(
-            f"checkpoint-{step} takes about {num_bytes:,} bytes and {run_folder} has {free:,} free; free space there, "
+            f"{name} takes about {num_bytes:,} bytes and {run_folder} has {free:,} free; free space there, "
             "lower save_total_limit, or set save_only_model=True, which leaves the optimizer out"
         )
 
