@@ -20,12 +20,13 @@ class GenerationBuffer:
     """This rank's rows of the current generation batches; more than one only while a step spans several.
 
     `plan`: a checkpoint's generation batches are used only if they were made under the same plan; None: always.
+    `needs_reference`: only those with log-probs of the reference model are.
     """
 
-    def __init__(self, plan: GenerationPlan | None = None) -> None:
-        self.plan = plan
+    def __init__(self, plan: GenerationPlan | None = None, *, needs_reference: bool = False) -> None:
+        self.plan, self._needs_reference = plan, needs_reference
         self.misfit: str | None = None
-        """Why the generation batches of a checkpoint were dropped; None if they were not."""
+        """The reason for which the generation batches of a checkpoint were dropped; None if they fit."""
         self._batches: dict[int, Batch] = {}
 
     def get(self, number: int) -> Batch | None:
@@ -46,14 +47,14 @@ class GenerationBuffer:
         return {"plan": None if self.plan is None else dataclasses.asdict(self.plan), "rounds": rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what a checkpoint held; nothing, and `misfit` says why, if it was made under another plan."""
+        """Hold what a checkpoint held; nothing, and `misfit` says why, if it does not fit this run."""
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         # Checkpoints of earlier releases have no shuffle_seed, and whole groups.
         saved = None if state["plan"] is None else {"shuffle_seed": None, **state["plan"]}
         if plan is not None and saved is not None and saved != plan:
             pairs = [(name, saved.get(name), plan[name]) for name in plan]
-            self.misfit = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
-            self._batches = {}
+            differences = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in pairs if then != now)
+            self._drop(f"for other sizes ({differences})")
             return
         # Earlier releases saved one batch for each micro-batch.
         self._batches = {
@@ -62,6 +63,12 @@ class GenerationBuffer:
             else _batch_from(parts[0])
             for number, parts in state["rounds"].items()
         }
+
+        if self._needs_reference and any(batch.ref_logprobs is None for batch in self._batches.values()):
+            self._drop("without the reference model's log-probs, which beta above 0 needs")
+
+    def _drop(self, misfit: str) -> None:
+        self.misfit, self._batches = misfit, {}
 
     def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of any rank: its plan says that the rows were for another number of ranks."""

@@ -146,13 +146,13 @@ def reread_rows(
     """Data-set rows of these groups of a generation batch, by group, for a key that does not bring them.
 
     A run needs them when it resumes inside a generation batch from a checkpoint that holds none of its rollouts, or
-    holds them for other sizes (`misfit` names those). A stream cannot be read again (ValueError).
+    none that fit (`misfit` says how). A stream cannot be read again (ValueError).
     """
-    found = "holds none of its rollouts" if misfit is None else f"holds its rollouts for other sizes ({misfit})"
+    found = "holds none of its rollouts" if misfit is None else f"holds its rollouts {misfit}"
     if key.indices is None:
         raise ValueError(
             f"the checkpoint lies within a generation batch but {found}, and a stream cannot be read again; resume "
-            "with the sizes of the checkpoint, or from a checkpoint that was saved with save_only_model=False"
+            "with the options of the checkpoint, or from a checkpoint that was saved with save_only_model=False"
         )
     if dist.is_main():
         logger.warning(
@@ -197,7 +197,7 @@ class StreamKeys(torch.utils.data.IterableDataset):
             turn += 1
 
     def __iter__(self) -> Iterator[MicroBatchKey]:
-        # A negative offset lies in what a resumed run skips.
+        # A resumed run never takes the rows before a negative offset, so empty ones stand for them.
         rows, number = chain(repeat({}, max(0, -self.offset)), islice(self._rows(), max(0, self.offset), None)), 0
         ahead: deque[dict[int, dict[str, Any]]] = deque()
         while True:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
+from groupgrad import dist
 from groupgrad.batch import Batch
-from groupgrad.batching.packing import RowCost, pack, row_costs, split, split_between_groups, total_cost
+from groupgrad.batching.packing import RowCost, pack, row_costs, split, split_to_size, total_cost
+from groupgrad.batching.rank_balance import balance_over_ranks
 from groupgrad.objectives import (
     FORWARD,
     FORWARD_AND_BACKWARD,
@@ -80,9 +83,9 @@ class MicroBatch:
         """`num_parts` parts of similar cost, from 1 to the number of rows."""
         return self._parts(self._rows_of(split(self._costs(), num_parts)))
 
-    def split_between_groups(self, limit: int) -> list[MicroBatch]:
-        """Parts that cost at most `limit` or are one group each."""
-        return self._parts(self._rows_of(split_between_groups(self._costs(), limit)))
+    def split_to_size(self, limit: int) -> list[MicroBatch]:
+        """Parts that cost at most `limit`; a group is cut only where computing its prompt again costs little."""
+        return self._parts(self._rows_of(split_to_size(self._costs(), limit)))
 
     def _costs(self) -> list[RowCost]:
         return [self.step.costs[row] for row in self.rows]
@@ -109,8 +112,9 @@ def assign_micro_batches(
     backward_everywhere: bool = False,
     one_pass: bool = False,
     every_row: bool = False,
+    balance_ranks: bool = False,
 ) -> list[MicroBatch]:
-    """The step's micro-batches on this rank, as many as `planned`, of similar cost.
+    """The step's micro-batches on this rank, as many as `planned`, of similar cost. Collective with `balance_ranks`.
 
     `planned` are the rows of each micro-batch as the generation plan cuts them. Loss, gradient and metrics of the step
     do not depend on the assignment, except for a loss that is defined by the micro-batches of its rows (`bnpo`, load
@@ -119,16 +123,28 @@ def assign_micro_batches(
     With `backward_everywhere` each micro-batch has at least one row with a gradient; otherwise at least one micro-batch
     has, so that the optimizer decays its moments and weights also in a step without any signal. With `one_pass` rows
     that need a forward pass get a backward pass too, so that ranks which hold parts of one model make equally many
-    passes. With `every_row` each row gets a backward pass, for a loss that is not known.
+    passes. With `every_row` each row gets a backward pass, for a loss that is not known. With `balance_ranks` the
+    ranks first give rows to each other (`balance_over_ranks`), unless the loss is not known.
     """
-    passes = required_passes(batch, options, on_policy, entropy_coef=entropy_coef, aux_loss=aux_loss)
-    if every_row:
-        passes = torch.full_like(passes, FORWARD_AND_BACKWARD)
-    if one_pass:
-        passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
-    needed = passes.tolist()
+
+    def passes_of(batch: Batch) -> list[int]:
+        passes = required_passes(batch, options, on_policy, entropy_coef=entropy_coef, aux_loss=aux_loss)
+        if every_row:
+            passes = torch.full_like(passes, FORWARD_AND_BACKWARD)
+        if one_pass:
+            passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
+        return passes.tolist()
+
+    needed = passes_of(batch)
     is_local = aux_loss or LOSSES[options.loss_type].reduction == "local_token_mean"
     assigned = [list(rows) for rows in planned]
+    if balance_ranks and not is_local and dist.is_active():
+        # A script may have replaced the loss on one rank alone, and all must take part in what they send each other.
+        balanced = balance_over_ranks(batch, needed, least_rows=len(planned), may_move=not every_row)
+        if balanced is not batch:
+            batch, needed = balanced, passes_of(balanced)
+            bounds = [batch.num_rows * part // len(planned) for part in range(len(planned) + 1)]
+            assigned = [list(range(start, end)) for start, end in pairwise(bounds)]
     if len(assigned) > 1 and not is_local:
         assigned = pack(row_costs(batch, needed), assigned)
     with_rows = [rows for rows in assigned if rows]

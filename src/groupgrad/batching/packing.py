@@ -15,6 +15,8 @@ from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD
 _WEIGHTS = {FORWARD_AND_BACKWARD: 3, FORWARD: 1}
 # A group above a fair share stays whole, or is cut into pieces of a fair share, half of it, and so on. The best wins.
 _FINENESS = (0, 1, 2, 4, 1 << 30)
+_MOST_REPEATED = 0.05
+"""Share of a group's cost that computing its prompt again may add where the group is cut for its size."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,10 +73,35 @@ def split(costs: Sequence[RowCost], parts: int) -> list[list[int]]:
     return min(candidates, key=lambda bins: (max(_loads(costs, bins)), sum(_loads(costs, bins))))
 
 
-def split_between_groups(costs: Sequence[RowCost], limit: int) -> list[list[int]]:
-    """All rows in parts of similar cost, each at most `limit` or one whole group; no prompt is computed twice."""
-    groups = list(_rows_by_group(costs).values())
-    fair = total_cost(costs) / max(1, -(-total_cost(costs) // limit))
+def split_to_size(costs: Sequence[RowCost], limit: int) -> list[list[int]]:
+    """All rows in parts of similar cost, each at most `limit`, where that costs little.
+
+    A group above the limit is cut into as many parts as it needs, or as many as repeat its prompt for less than
+    `_MOST_REPEATED` of its cost.
+    """
+    groups: list[list[int]] = []
+    cut: list[list[int]] = []
+    for rows in _rows_by_group(costs).values():
+        pieces = _pieces_to_size(costs, rows, limit)
+        (groups if len(pieces) == 1 else cut).extend(pieces)
+    return [*_split_between_groups(costs, groups, limit), *cut]
+
+
+def _pieces_to_size(costs: Sequence[RowCost], rows: list[int], limit: int) -> list[list[int]]:
+    """The rows of one group, cut for its size."""
+    size, prompt = total_cost(costs[row] for row in rows), max(costs[row].prompt for row in rows)
+    count = min(len(rows), -(-size // limit))
+    if prompt:
+        count = min(count, 1 + int(_MOST_REPEATED * size / prompt))
+    return _longest_first(costs, [[row] for row in rows], count) if count > 1 else [rows]
+
+
+def _split_between_groups(costs: Sequence[RowCost], groups: list[list[int]], limit: int) -> list[list[int]]:
+    """The rows of whole groups in parts of similar cost, each at most `limit` or one group."""
+    if not groups:
+        return []
+    costs_of_all = [costs[row] for rows in groups for row in rows]
+    fair = total_cost(costs_of_all) / max(1, -(-total_cost(costs_of_all) // limit))
     parts: list[list[int]] = [[]]
     for rows in groups:
         without, joined = (total_cost(costs[row] for row in part) for part in (parts[-1], parts[-1] + rows))

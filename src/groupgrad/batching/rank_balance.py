@@ -1,0 +1,153 @@
+"""Moves rows of a step between ranks so that all ranks have about the same cost.
+
+How long a rank trains depends on the completions that it has sampled, and the gradient exchange waits for the slowest.
+The denominators are those of the whole step, so it changes no result which rank trains a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from groupgrad import dist
+from groupgrad.batch import Batch
+from groupgrad.batching.packing import RowCost, row_costs, split, total_cost
+
+LEAST_GAIN = 0.03
+"""Part of the slowest rank's cost that must be won, or no row is moved."""
+
+
+def balance_over_ranks(batch: Batch, passes: Sequence[int], least_rows: int = 1, *, may_move: bool = True) -> Batch:
+    """The rows of a step that this rank trains, at least `least_rows`, out of those of all ranks. Collective.
+
+    `batch` has this rank's rows, on the CPU, and `passes` (B,) the passes that each of them needs. Rows that stay keep
+    their order and come first. No row moves if `may_move` is False on any rank.
+    """
+    described = dist.all_gather_objects(_described(batch, passes) if may_move else None)
+    if any(rows is None for rows in described):
+        return batch
+    costs = _with_common_groups([rows for rows in described if rows is not None])
+    holders = [rank for rank, rows in enumerate(costs) for _ in rows]
+    chosen = assign_to_ranks([cost for rows in costs for cost in rows], holders, len(costs), least_rows)
+    rank = dist.rank()
+    first = sum(len(rows) for rows in costs[:rank])
+    with dist.errors_on_all_ranks():  # another rank could not leave the exchange
+        outgoing = {
+            other: batch.select([place for place in range(batch.num_rows) if chosen[first + place] == other])
+            for other in sorted(set(chosen[first : first + batch.num_rows]))
+        }
+    kept = outgoing.pop(rank, batch.select([]))
+    senders = sorted({holder for holder, new in zip(holders, chosen) if new == rank != holder})
+    routes = sorted({(holder, new) for holder, new in zip(holders, chosen) if holder != new})
+    received = dist.exchange_objects(outgoing, routes)
+    parts = [kept, *(received[sender] for sender in senders)]
+    if not routes:
+        return batch
+    return Batch.concat(parts) if senders else kept
+
+
+def assign_to_ranks(costs: Sequence[RowCost], holders: Sequence[int], num_ranks: int, least_rows: int = 1) -> list[int]:
+    """The rank that trains each row; `holders` are the ranks that have the rows now.
+
+    Lowers the largest cost of a rank, first by moving single rows, then by dealing all of them anew with groups kept
+    together; either only if it wins `LEAST_GAIN`. The result is a function of the arguments alone.
+    """
+    best = [[row for row, holder in enumerate(holders) if holder == rank] for rank in range(num_ranks)]
+    least = _largest(costs, best)
+    if (1.0 - LEAST_GAIN) * least * num_ranks <= total_cost(costs):  # equal loads, each prompt on one rank
+        return list(holders)
+    for bins in (best, split(costs, num_ranks)):
+        candidate = _refined(costs, _filled(costs, bins, least_rows), least_rows)
+        if min(map(len, candidate)) >= least_rows and _largest(costs, candidate) < (1.0 - LEAST_GAIN) * least:
+            best, least = candidate, _largest(costs, candidate)
+    chosen = list(holders)
+    for rank, rows in enumerate(_renamed(costs, best, holders)):
+        for row in rows:
+            chosen[row] = rank
+    return chosen
+
+
+def _described(batch: Batch, passes: Sequence[int]) -> list[tuple[RowCost, str]]:
+    """The cost of each row, and a name of its prompt that is the same on all ranks."""
+    images = batch.media or (None,) * batch.num_prompts
+    names = [
+        blake2b(repr((ids, item and item.key)).encode(), digest_size=12).hexdigest()
+        for ids, item in zip(batch.prompts(), images)
+    ]
+    return [(cost, names[cost.group]) for cost in row_costs(batch, passes)]
+
+
+def _with_common_groups(described: Sequence[Sequence[tuple[RowCost, str]]]) -> list[list[RowCost]]:
+    """The costs of each rank's rows, with groups numbered over all ranks."""
+    numbers: dict[str, int] = {}
+    return [
+        [RowCost(cost.own, cost.prompt, numbers.setdefault(name, len(numbers))) for cost, name in rows]
+        for rows in described
+    ]
+
+
+def _largest(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> int:
+    return max(total_cost(costs[row] for row in rows) for rows in bins)
+
+
+def _refined(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows: int) -> list[list[int]]:
+    """Moves rows one by one from the fullest bin to the lightest, as long as that lowers the larger of the two."""
+    found = [list(rows) for rows in bins]
+    loads = [total_cost(costs[row] for row in rows) for rows in found]
+    for _ in costs:
+        source, target = loads.index(max(loads)), loads.index(min(loads))
+        there, here = _prompts(costs, found[source]), _prompts(costs, found[target])
+        best: tuple[int, int, int] | None = None
+        for row in found[source] if len(found[source]) > least_rows else ():
+            cost = costs[row]
+            others = sorted(there[cost.group])
+            others.remove(cost.prompt)
+            left = loads[source] - cost.own - max(0, cost.prompt - max(others, default=0))
+            joined = loads[target] + cost.own + max(0, cost.prompt - max(here.get(cost.group, ()), default=0))
+            best = min(best or (max(left, joined), left + joined, row), (max(left, joined), left + joined, row))
+        if best is None or best[0] >= loads[source]:
+            return found
+        found[source].remove(best[2])
+        found[target].append(best[2])
+        for place in (source, target):
+            loads[place] = total_cost(costs[row] for row in found[place])
+    return found
+
+
+def _filled(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows: int) -> list[list[int]]:
+    """Gives bins of fewer than `least_rows` the cheapest rows of those that have the most."""
+    found = [list(rows) for rows in bins]
+    for rows in found:
+        while len(rows) < least_rows < len(longest := max(found, key=len)):
+            row = min(longest, key=lambda row: (costs[row].own + costs[row].prompt, row))
+            longest.remove(row)
+            rows.append(row)
+    return found
+
+
+def _prompts(costs: Sequence[RowCost], rows: Sequence[int]) -> dict[int, list[int]]:
+    """The prompt costs of the rows of each group."""
+    prompts: dict[int, list[int]] = {}
+    for row in rows:
+        prompts.setdefault(costs[row].group, []).append(costs[row].prompt)
+    return prompts
+
+
+def _renamed(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], holders: Sequence[int]) -> list[list[int]]:
+    """The same bins in an order by which ranks keep as much of their own rows as a greedy choice finds."""
+    kept: dict[tuple[int, int], int] = {}
+    for place, rows in enumerate(bins):
+        for row in rows:
+            kept[place, holders[row]] = kept.get((place, holders[row]), 0) + 1 + costs[row].own
+    free_ranks, free_bins = set(range(len(bins))), set(range(len(bins)))
+    rank_of: dict[int, int] = {}
+    for place, rank in sorted(kept, key=lambda pair: (-kept[pair], pair)):
+        if place in free_bins and rank in free_ranks:
+            rank_of[place] = rank
+            free_bins.remove(place)
+            free_ranks.remove(rank)
+    rank_of.update(zip(sorted(free_bins), sorted(free_ranks)))
+    ordered: list[list[int]] = [[] for _ in bins]
+    for place, rows in enumerate(bins):
+        ordered[rank_of[place]] = sorted(rows)
+    return ordered

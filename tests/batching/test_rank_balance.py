@@ -1,0 +1,76 @@
+"""Rows of a step are moved between ranks until all have about the same cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupgrad.batching.packing import RowCost, total_cost
+from groupgrad.batching.rank_balance import assign_to_ranks
+
+
+def loads(costs, ranks, num_ranks):
+    return [total_cost(cost for cost, rank in zip(costs, ranks) if rank == place) for place in range(num_ranks)]
+
+
+def test_the_row_that_evens_the_loads_is_moved():
+    """Rank 0 has 60 + 30 + 10 and rank 1 has 20: with the row of 30, or of 30 and 10, they are 70 and 50 or 60 each."""
+    costs = [RowCost(60, 0, 0), RowCost(30, 0, 1), RowCost(10, 0, 2), RowCost(20, 0, 3)]
+    assert assign_to_ranks(costs, [0, 0, 0, 1], 2) == [0, 1, 1, 1]
+
+
+def test_a_group_that_was_cut_is_joined_where_the_prompt_costs_more():
+    """A prompt of 100 on both ranks, each with a row of 10 of both groups: 220 each. With whole groups 120 each."""
+    costs = [RowCost(10, 100, group) for group in (0, 1, 0, 1)]
+    chosen = assign_to_ranks(costs, [0, 0, 1, 1], 2)
+    assert chosen[0] == chosen[2] != chosen[1] == chosen[3]
+
+
+def test_nothing_moves_for_a_small_gain():
+    costs = [RowCost(100, 0, 0), RowCost(1, 0, 1), RowCost(99, 0, 2)]
+    assert assign_to_ranks(costs, [0, 0, 1], 2) == [0, 0, 1]
+
+
+def test_each_rank_keeps_as_many_rows_as_it_has_micro_batches():
+    costs = [RowCost(100, 0, 0), RowCost(90, 0, 1), RowCost(1, 0, 2), RowCost(1, 0, 3)]
+    chosen = assign_to_ranks(costs, [0, 0, 1, 1], 2, least_rows=2)
+    assert sorted(chosen) == [0, 0, 1, 1] and chosen[0] != chosen[1]
+
+
+def test_rows_that_need_no_pass_stay():
+    costs = [RowCost(0, 0, 0), RowCost(0, 0, 0), RowCost(0, 0, 1), RowCost(0, 0, 1)]
+    assert assign_to_ranks(costs, [0, 0, 1, 1], 2) == [0, 0, 1, 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_largest_load_never_grows_and_no_rank_is_left_without_rows(data):
+    num_ranks = data.draw(st.integers(1, 5))
+    rows = st.tuples(st.integers(0, 50), st.integers(0, 3), st.integers(0, num_ranks - 1))
+    drawn = data.draw(st.lists(rows, max_size=24))
+    prompts = data.draw(st.lists(st.integers(0, 80), min_size=4, max_size=4))
+    drawn += [(1, 0, rank) for rank in range(num_ranks)]
+    costs = [RowCost(own, prompts[group], group) for own, group, _ in drawn]
+    holders = [rank for _, _, rank in drawn]
+    chosen = assign_to_ranks(costs, holders, num_ranks)
+    assert set(chosen) == set(range(num_ranks))
+    assert max(loads(costs, chosen, num_ranks)) <= max(loads(costs, holders, num_ranks))
+
+
+def test_no_rows_at_all():
+    assert assign_to_ranks([], [], 3) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_unlike_lengths_are_within_5_percent_of_the_mean(num_ranks):
+    """Lengths as a reasoning task has them: geometric with a mean of 400, cut at 2,048, groups of 8."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = np.minimum(rng.geometric(1 / 400, size=32 * num_ranks), 2048)
+        costs = [RowCost(3 * int(length), 3 * 128, row // 8) for row, length in enumerate(lengths)]
+        holders = [row // 32 for row in range(len(costs))]
+        found = loads(costs, assign_to_ranks(costs, holders, num_ranks), num_ranks)
+        assert max(found) <= 1.05 * sum(found) / num_ranks
