@@ -34,7 +34,7 @@ def span_table(spans: torch.Tensor) -> torch.Tensor:
 def slot_spans(
     table: torch.Tensor, prompts: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """(n, 10) addresses, one row a span of `table`, for keys and values that are in slots of other tensors.
+    """Returns (n, 10) addresses of keys and values in slots, one row for each span of `table`.
 
     `prompts` and `own` are keys and values (slots, Hkv, places, D) of prompts and of the tokens behind them. Flat keys
     (T, Hkv, D) are slots too: one for each token, which the tokens behind it overlap.

@@ -1,0 +1,91 @@
+"""One token of each row in recurrent layers by the compiled kernels, which update states where they are stored."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+class _StateStep(ctypes.Structure):
+    """Mirrors `StateStep` of `recurrent.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "key_heads", "key_width", "value_width", "decay_width")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("states", "queries", "keys", "values", "decays", "strengths", "outputs")
+        ),
+    )
+
+
+def can_step(*tensors: torch.Tensor | None) -> bool:
+    """True if all tensors are float32 on the CPU, as the kernels read them."""
+    return all(x is None or (x.dtype == torch.float32 and x.device.type == "cpu") for x in tensors)
+
+
+def state_step(
+    kernels: ctypes.CDLL,
+    states: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    strength: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(n, H, Dv) outputs q' S of n rows, whose `states` S (n, H, Dk, Dv), contiguous, take in a token before.
+
+    A state becomes diag(decay) S + k u', where u is v, or strength (v - k' diag(decay) S). Query and key are
+    (n, Hk, Dk), where Hk divides H, value is (n, H, Dv), decay (n, H, 1 or Dk), strength (n, H).
+    """
+    query, key, value, decay = (x.contiguous() for x in (query, key, value, decay))
+    strength = None if strength is None else strength.contiguous()
+    rows, heads, key_width, value_width = states.shape
+    output = torch.empty_like(value)
+    call = _StateStep(
+        rows,
+        heads,
+        key.shape[1],
+        key_width,
+        value_width,
+        decay.shape[-1],
+        states.data_ptr(),
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        decay.data_ptr(),
+        None if strength is None else strength.data_ptr(),
+        output.data_ptr(),
+    )
+    kernels.groupgrad_state_step(ctypes.addressof(call), torch.get_num_threads())
+    return output
+
+
+def convolution_step(
+    kernels: ctypes.CDLL,
+    last: torch.Tensor,
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """(n, D) convolutions of `inputs` (n, D) with the last K - 1 ones (n, D, K - 1), contiguous, which move on by one.
+
+    `weight` is (D, K), `bias` (D,).
+    """
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    (rows, channels), width = inputs.shape, weight.shape[1]
+    output = inputs.new_empty(rows, channels)
+    kernels.groupgrad_convolution_step(
+        last.data_ptr(),
+        inputs.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        output.data_ptr(),
+        rows,
+        channels,
+        width,
+        inputs.stride(1),
+        inputs.stride(0),
+        torch.get_num_threads(),
+    )
+    return output

@@ -1,0 +1,49 @@
+"""Steps of recurrent layers by the compiled kernels against float64 computations of the same formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupgrad.kernels import library
+from groupgrad.kernels.recurrent import convolution_step, state_step
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+
+
+@pytest.mark.parametrize("value_width", [3, 64, 100, 128])
+@pytest.mark.parametrize("decay_width", [1, 24])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_state_takes_in_a_token(value_width: int, decay_width: int, reads: bool) -> None:
+    rows, heads, key_heads, key_width = 5, 6, 3, 24
+    torch.manual_seed(value_width)
+    states = torch.randn(rows + 2, heads, key_width, value_width)
+    query, key = torch.randn(2, rows, key_heads, key_width) / key_width**0.5
+    value, decay = torch.randn(rows, heads, value_width), torch.rand(rows, heads, decay_width)
+    strength = torch.rand(rows, heads) if reads else None
+    q, k = (x.double().repeat_interleave(heads // key_heads, 1)[..., None] for x in (query, key))
+    expected = states[:rows].double() * decay[..., None]
+    added = value.double()[:, :, None]
+    if strength is not None:
+        added = strength[..., None, None] * (added - k.mT @ expected)
+    expected = expected + k * added
+    beyond = states[rows:].clone()
+    output = state_step(library(), states[:rows], query, key, value, decay, strength)  # pyright: ignore
+    torch.testing.assert_close(states[:rows].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.double(), (q.mT @ expected).squeeze(2), rtol=1e-5, atol=1e-5)
+    assert torch.equal(states[rows:], beyond)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_convolution_takes_in_a_token(width: int, has_bias: bool) -> None:
+    rows, channels, steps = 3, 37, 5
+    weight, bias = torch.randn(channels, width), torch.randn(channels) if has_bias else None
+    inputs = torch.randn(steps, channels, rows).transpose(1, 2)
+    last = torch.zeros(rows, channels, width - 1)
+    padded = torch.cat([torch.zeros(width - 1, rows, channels), inputs])
+    for step in range(steps):
+        output = convolution_step(library(), last, inputs[step], weight, bias)  # pyright: ignore
+        expected = torch.einsum("wnd,dw->nd", padded[step : step + width], weight)
+        torch.testing.assert_close(output, expected if bias is None else expected + bias, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last, padded[steps : steps + width - 1].permute(1, 2, 0))
