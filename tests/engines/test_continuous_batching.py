@@ -116,7 +116,11 @@ def test_an_adapter_takes_part(build):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("mamba (recurrent)", "sampling random tokens failed"), ("virtual tokens", "log-probs differ by")],
+    [
+        ("mamba (recurrent)", "sampling random tokens failed"),
+        ("virtual tokens", "log-probs differ by"),
+        ("images", "it takes no images"),
+    ],
 )
 def test_a_model_that_it_samples_wrongly_is_refused(build, name, reason):
     if name == "images":

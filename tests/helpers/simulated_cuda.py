@@ -333,6 +333,7 @@ def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
         "memory_reserved": 0,
         "memory_allocated": 0,
         "get_device_capability": (9, 0),
+        "get_device_name": "simulated",
         "current_device": 0,
         "is_available": True,
         "is_bf16_supported": True,

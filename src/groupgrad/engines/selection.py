@@ -119,6 +119,8 @@ def _continuous_batching(trial: _Trial, settings: dict[str, Any], sampling: Samp
         reason = "it takes no images; set it to False, or sample with use_vllm=True"
     elif not isinstance(pretrained(unwrap(trial.model)), GenerationMixin):
         reason = "the model has no such method; set it to False"
+    elif brings_own_generate(trial.model):
+        reason = "the model brings its own generate, which continuous batching never calls; set it to False"
     else:
         reason = trial.difference(engine, SamplingOptions(max_new_tokens=5))
     if reason is not None:

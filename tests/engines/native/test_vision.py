@@ -197,10 +197,10 @@ def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(
     assert "Gemma3ForConditionalGeneration is sampled by generate: its log-probs differ by" in caplog.text
 
 
-def test_a_model_that_carries_a_state_is_sampled_by_generate():
+def test_a_model_that_carries_a_state_is_sampled_natively():
     vlm = make_hybrid()
     chosen = choose_engine(vlm.model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
-    assert (chosen.name, chosen.reason) == ("transformers", "it carries a recurrent state")
+    assert chosen.name == "native"
     actual = chosen.engine.sample(requests(vlm), GREEDY)
     expected = [generated(vlm.model, vlm, number) for number in range(3)]
     assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]

@@ -21,7 +21,7 @@ from groupgrad.engines.vllm.client import VLLMServerEngine, incompatibilities
 from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
 from groupgrad.engines.vllm.media import decode
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.engines.vllm.wire import model_sizes, specs_from_json, unpack
+from groupgrad.engines.vllm.wire import PROTOCOL, model_sizes, specs_from_json, unpack
 from groupgrad.errors import WeightsLost
 from groupgrad.types import Media
 
@@ -36,6 +36,8 @@ class Scripted:
         sizes = {**model_sizes(model.config), "architecture": type(model).__name__}
         self.info: dict[str, Any] = {
             "start_id": "first",
+            "protocol": PROTOCOL,
+            "release": "1.0",
             "model": "m",
             "sizes": sizes,
             "vocab_size": 92,
@@ -61,10 +63,12 @@ class Scripted:
                 self._answer(*getattr(scripted, name)(data, dict(urllib.parse.parse_qsl(url.query))))
 
             def _answer(self, status: int, answer: Any) -> None:
-                lines = answer if isinstance(answer, list) else [answer]
+                lines = answer if isinstance(answer, (list, Iterator)) else [answer]
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+                for line in lines:
+                    self.wfile.write(json.dumps(line).encode() + b"\n")
+                    self.wfile.flush()
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -277,7 +281,7 @@ def test_a_server_that_fails_again_and_again_is_given_up(scripted: Scripted, mod
 
 def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, model: Any) -> None:
     """It ends one row, and from then on accepts calls and answers none, not even `info`."""
-    engine = scripted.engine(timeout_s=3.0)
+    engine = scripted.engine(timeout_s=1.0)
     engine.push(model, 0)
     ended = threading.Event()
 
@@ -296,10 +300,43 @@ def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, mod
 
     scripted.generate = generate  # type: ignore[method-assign]
     try:
-        with pytest.raises(TimeoutError, match=r"no vLLM server .*/generate within 3 s; rows .*: 1 \(prompt of 2 "):
+        with pytest.raises(TimeoutError, match=r"no vLLM server .*/generate within 1 s; rows .*: 1 \(prompt of 2 "):
             engine.sample(ROWS, OPTIONS)
     finally:
         ended.set()
+
+
+def test_rows_that_hang_while_the_server_answers_are_named(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine(timeout_s=1.0)
+    engine.push(model, 0)
+    ended = threading.Event()
+
+    def heartbeats() -> Iterator[dict[str, Any]]:
+        while not ended.wait(0.05):
+            yield {"num_tokens": 0}
+
+    scripted.generate = lambda *call: (200, heartbeats())  # type: ignore[method-assign]
+    try:
+        with pytest.raises(TimeoutError, match=r"sampled no token for 1 s; rows .*: 0 .*workers hang"):
+            engine.sample(ROWS, OPTIONS)
+    finally:
+        ended.set()
+
+
+@pytest.mark.parametrize(
+    ("info", "theirs"),
+    [
+        ({"protocol": PROTOCOL + 1, "release": "9.0"}, f"speaks protocol {PROTOCOL + 1} .groupgrad 9.0."),
+        ({"protocol": None, "release": None}, "speaks protocol none .groupgrad of an older release."),
+    ],
+)
+def test_a_server_of_another_release_is_refused(
+    scripted: Scripted, model: Any, info: dict[str, Any], theirs: str
+) -> None:
+    scripted.info |= info
+    scripted.info = {name: value for name, value in scripted.info.items() if value is not None}
+    with pytest.raises(ValueError, match=f"{theirs}, and this trainer speaks protocol {PROTOCOL} .*start the server"):
+        scripted.engine().connect(model)
 
 
 def test_rows_of_other_weights_are_refused(scripted: Scripted, model: Any) -> None:

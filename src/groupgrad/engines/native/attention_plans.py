@@ -14,10 +14,12 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from groupgrad.engines.native.kv_cache import KVCache, KVSlab, LayerShape
+from groupgrad.engines.native.kv_cache import KVCache, KVSlab, LayerShape, StateShape
+from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
+from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.vlm import PromptImages
 
 QUERY_TILE = 256
@@ -37,6 +39,17 @@ class ProbePlan:
         """True, by the class of the direct form, if its logits were those of the model's modules."""
         self.can_record = True
         """False once a step of the model could not be recorded."""
+        self._recurrence = ProbeRecurrence()
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Records the states of recurrent layers."""
+        return self._recurrence
+
+    @property
+    def states(self) -> list[StateShape]:
+        """Shapes of the states of recurrent layers, in the order in which a pass computes them."""
+        return self._recurrence.states
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(1, Hq, D) outputs: a single token attends to its own value alone."""
@@ -74,6 +87,7 @@ class PrefillPlan:
 
     def __init__(self, runs: Sequence[TokenRun], slab: KVSlab, prompts: KVSlab):
         self._runs, self._slab, self._prompts = runs, slab, prompts
+        self._recurrence: SlotRecurrence | None = None
         ends = accumulate(len(run.ids) for run in runs)
         self.spans = [slice(end - len(run.ids), end) for run, end in zip(runs, ends)]
         """The flat tokens of each run."""
@@ -82,6 +96,24 @@ class PrefillPlan:
             for span, run in zip(self.spans, runs)
         ]
         self._table = span_table(torch.tensor(table))
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Runs go on from what their slot holds, or else from the states behind their prompt."""
+        if self._recurrence is None:
+            self._recurrence = self._make_recurrence()
+        return self._recurrence
+
+    def _make_recurrence(self) -> SlotRecurrence:
+        own = [(i, run.slot) for i, run in enumerate(self._runs) if run.offset]
+        behind = [(i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset]
+        sources = [
+            StateSource([i for i, _ in pairs], slab, [slot for _, slot in pairs])
+            for pairs, slab in ((own, self._slab), (behind, self._prompts))
+            if pairs
+        ]
+        lengths, slots = [len(run.ids) for run in self._runs], [run.slot for run in self._runs]
+        return SlotRecurrence(lengths, self._slab, slots, sources)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
@@ -205,12 +237,21 @@ class DecodePlan:
         self._masks: dict[tuple[int | None, int, torch.device], list[torch.Tensor | None]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
         self._spans: torch.Tensor | None = None
+        self._recurrence: SlotRecurrence | None = None
         self._num_steps = 0
         self._is_even = shape is None and min(batch.lengths) == max(batch.lengths)
         self._prompts_are_even = shape is None and min(batch.prompt_lengths) == max(batch.prompt_lengths)
         sizes = batch.shape if shape is None else shape
         self._num_rows, self._num_groups, self._rows_per_group = sizes.num_rows, sizes.num_groups, sizes.rows_per_group
         self._num_prompt, self._num_suffix = sizes.prompt_size, sizes.suffix_size
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """One token of each row, whose states are in the first suffix slots."""
+        if self._recurrence is None:
+            slab, slots = self._cache.suffixes, list(range(self._num_rows))
+            self._recurrence = SlotRecurrence([1] * len(slots), slab, slots, [StateSource(slots, slab, slots)])
+        return self._recurrence
 
     def advance(self, num_tokens: int = 1) -> None:
         """Moves on to the step after `num_tokens` more tokens of each row."""

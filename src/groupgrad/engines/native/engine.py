@@ -15,7 +15,7 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cuda_graphs import cuda_recorder
 from groupgrad.engines.native.direct_step import direct_model
-from groupgrad.engines.native.kv_cache import KVCache, LayerShape
+from groupgrad.engines.native.kv_cache import KVCache, LayerShape, StateShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.packed_linear import fast_linears
 from groupgrad.engines.native.runner import DecodeRunner
@@ -105,7 +105,8 @@ class NativeEngine:
     def _make_session(self, model: nn.Module, params: SamplingParams, statistics: Statistics) -> NativeSession:
         device, probe = input_device(model), self._probe_of(model)
         devices = {layer.device for layer in probe.layers.values()}
-        record = self._recorder(devices) if probe.can_record else None
+        # A recorded step would be replayed to warm up, which moves states on.
+        record = self._recorder(devices) if probe.can_record and not probe.states else None
         cache, direct = self._make_cache(probe, record is not None), direct_model(model, probe.calls)
         return NativeSession(
             model,
@@ -130,9 +131,8 @@ class NativeEngine:
     def _make_cache(self, probe: ProbePlan, is_recorded: bool) -> KVCache:
         bound = self._kv_memory
         if bound is None:
-            layers = list(probe.layers.values())
-            bound = _tokens_that_fit(layers, self._model) * sum(layer.bytes_per_token for layer in layers)
-        return KVCache(probe.layers, bound, is_recorded=is_recorded)
+            bound = _bytes_that_fit(list(probe.layers.values()), probe.states, self._model)
+        return KVCache(probe.layers, bound, states=probe.states, is_recorded=is_recorded)
 
 
 def _fingerprint(model: nn.Module) -> tuple[Any, ...]:
@@ -153,11 +153,16 @@ def input_device(model: nn.Module) -> torch.device:
     return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))
 
 
-def _tokens_that_fit(layers: list[LayerShape], model: nn.Module) -> int:
-    """Tokens whose keys and values take `MEMORY_SHARE` of the free memory on the fullest device."""
-    devices = {layer.device for layer in layers}
-    free = {device: max(0, free_bytes(device) - cast_bytes(model, device)) for device in devices}
-    return min(
-        int(MEMORY_SHARE * free[device]) // sum(x.bytes_per_token for x in layers if x.device == device)
-        for device in devices
-    )
+def _bytes_that_fit(layers: list[LayerShape], states: list[StateShape], model: nn.Module) -> int:
+    """Bytes of keys, values and states on all devices of which each takes at most `MEMORY_SHARE` of what is free.
+
+    A device takes part by its share of the layers' keys and values, or of the states if there are none.
+    """
+    shares: dict[torch.device, int] = {}
+    for device, num_bytes in [(x.device, x.bytes_per_token) for x in layers] or [
+        (x.device, x.num_bytes) for x in states
+    ]:
+        shares[device] = shares.get(device, 0) + num_bytes
+    free = {device: max(0, free_bytes(device) - cast_bytes(model, device)) for device in shares}
+    units = min(int(MEMORY_SHARE * free[device]) // share for device, share in shares.items())
+    return units * sum(shares.values())

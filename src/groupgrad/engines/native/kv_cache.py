@@ -8,6 +8,8 @@ slabs into tensors of their own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,16 +31,32 @@ class LayerShape:
         return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-class KVSlab:
-    """Keys and values of up to `num_slots` token sequences of up to `slot_size` tokens, for every layer."""
+@dataclass(slots=True, frozen=True)
+class StateShape:
+    """Shape of a sequence's state in a recurrent layer."""
 
-    def __init__(self, layers: dict[int, LayerShape]):
-        self._layers = layers
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class KVSlab:
+    """Keys and values of up to `num_slots` token sequences of up to `slot_size` tokens, for every layer, and states."""
+
+    def __init__(self, layers: dict[int, LayerShape], states: Sequence[StateShape] = ()):
+        self._layers, self._states = layers, states
         self.num_slots, self.slot_size = 0, 0
         self.version = 0
         """Changes when the tensors are replaced."""
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values of each layer, each (num_slots, Hkv, slot_size, D)."""
+        self.states: list[torch.Tensor] = [torch.empty(0, *s.shape, dtype=s.dtype, device=s.device) for s in states]
+        """States of each recurrent layer, (num_slots, ...), behind the tokens that each slot has."""
         self.resize(0, 0)
 
     @property
@@ -61,6 +79,9 @@ class KVSlab:
                 tensor[keep_slots:].zero_()
                 new.append(tensor)
             self.tensors[number] = (new[0], new[1])
+        for number, old in enumerate(self.states):
+            self.states[number] = old.new_zeros(num_slots, *old.shape[1:])
+            self.states[number][:keep_slots] = old[:keep_slots]
         self.num_slots, self.slot_size = num_slots, slot_size
         self.version += 1
 
@@ -69,6 +90,8 @@ class KVSlab:
         for pair in self.tensors.values():
             for tensor in pair:
                 tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
+        for state in self.states:
+            state[target] = state[source]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +101,8 @@ class OffloadedKV:
     num_tokens: int
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of each layer, each (Hkv, num_tokens, D)."""
+    states: list[torch.Tensor]
+    """States of each recurrent layer behind these tokens."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,11 +136,21 @@ class KVCache:
     With `is_recorded` slabs have few distinct sizes, because each size costs a recorded decode step (`cuda_graphs`).
     """
 
-    def __init__(self, layers: dict[int, LayerShape], max_bytes: int, *, is_recorded: bool = False):
+    def __init__(
+        self,
+        layers: dict[int, LayerShape],
+        max_bytes: int,
+        *,
+        states: Sequence[StateShape] = (),
+        is_recorded: bool = False,
+    ):
         self.bytes_per_token = max(1, sum(layer.bytes_per_token for layer in layers.values()))
         self.max_bytes, self.max_tokens = max_bytes, max_bytes // self.bytes_per_token
+        self.state_tokens = -(-sum(state.num_bytes for state in states) // self.bytes_per_token)
+        """Tokens whose keys and values take the memory of one sequence's states, rounded up."""
         self.offloaded_tokens = 0
-        self.prompts, self.suffixes = KVSlab(layers), KVSlab(layers)
+        """Tokens of offloaded suffixes, with `state_tokens` for each."""
+        self.prompts, self.suffixes = KVSlab(layers, states), KVSlab(layers, states)
         # Adjacent suffixes are read faster, so slots have little spare room, unless steps are recorded.
         self._is_recorded = is_recorded
         self._spare_share = 1.0 if is_recorded else 0.125
@@ -128,25 +163,36 @@ class KVCache:
 
     def fits(self, need: Need, num_offloaded: int = 0) -> bool:
         """True if the bound allows `need` and `num_offloaded` tokens beside what is offloaded already."""
-        return need.num_tokens + num_offloaded <= self.max_tokens - self.offloaded_tokens
+        num_states = need.num_suffixes + need.num_prompts + bool(num_offloaded)
+        num_tokens = need.num_tokens + num_offloaded + num_states * self.state_tokens
+        return num_tokens <= self.max_tokens - self.offloaded_tokens
 
     def offload(self, slot: int, num_tokens: int) -> OffloadedKV:
         """Copies the first tokens of a suffix out of its slot."""
-        self.offloaded_tokens += num_tokens
+        self.offloaded_tokens += num_tokens + self.state_tokens
         at = (slot, slice(None), slice(0, num_tokens))
         stored = self.suffixes.tensors.items()
-        return OffloadedKV(num_tokens, {number: (k[at].clone(), v[at].clone()) for number, (k, v) in stored})
+        tensors = {number: (k[at].clone(), v[at].clone()) for number, (k, v) in stored}
+        return OffloadedKV(num_tokens, tensors, [state[slot].clone() for state in self.suffixes.states])
 
     def restore(self, offloaded: OffloadedKV, slot: int) -> None:
         """Copies an offloaded suffix into a slot that has room for it."""
         for number, pair in offloaded.tensors.items():
             for target, tensor in zip(self.suffixes.tensors[number], pair):
                 target[slot, :, : offloaded.num_tokens] = tensor
+        for state, saved in zip(self.suffixes.states, offloaded.states):
+            state[slot] = saved
+
+    def begin_suffixes(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Gives each suffix slot of (suffix slot, prompt slot) the states behind the prompt."""
+        slots, prompts = [slot for slot, _ in pairs], [prompt for _, prompt in pairs]
+        for suffix, prompt in zip(self.suffixes.states, self.prompts.states):
+            suffix[slots] = prompt[prompts]
 
     def drop(self, offloaded: OffloadedKV) -> None:
         """Frees an offloaded suffix."""
-        self.offloaded_tokens -= offloaded.num_tokens
-        offloaded.tensors = {}
+        self.offloaded_tokens -= offloaded.num_tokens + self.state_tokens
+        offloaded.tensors, offloaded.states = {}, []
 
     def reserve(self, need: Need, used: Need) -> bool:
         """Makes room for `need`, keeping the tokens of `used`; False, with nothing done, if the bound forbids it.
@@ -165,7 +211,9 @@ class KVCache:
         for slab, num_slots, slot_size, keep_slots, keep_tokens in slabs:
             if (num_slots, slot_size) != (slab.num_slots, slab.slot_size):
                 slab.resize(num_slots, slot_size, keep_slots, min(keep_tokens, slot_size))
-        num_tokens = self.suffixes.capacity + self.prompts.capacity + self.offloaded_tokens
+        num_states = self.suffixes.num_slots + self.prompts.num_slots
+        num_tokens = self.suffixes.capacity + self.prompts.capacity + num_states * self.state_tokens
+        num_tokens += self.offloaded_tokens
         self.peak_tokens = max(self.peak_tokens, num_tokens)
         return True
 
@@ -184,12 +232,13 @@ class KVCache:
         prompt_slots, prompt_size = prompts.num_slots, prompts.slot_size
         if need.num_prompts > prompt_slots or need.prompt_length > prompt_size:
             prompt_slots, prompt_size = num_prompts, need.prompt_length
-        room = self.max_tokens - self.offloaded_tokens
-        if num_slots * slot_size + prompt_slots * prompt_size > room:
+        room, of_state = self.max_tokens - self.offloaded_tokens, self.state_tokens
+        if num_slots * (slot_size + of_state) + prompt_slots * (prompt_size + of_state) > room:
             num_slots, prompt_slots, prompt_size = need.num_suffixes, need.num_prompts, need.prompt_length
-            room -= prompt_slots * prompt_size
-            slot_size = min(max(slot_size, need.suffix_length), room // max(num_slots, 1))
-            if slot_size < need.suffix_length:
+            room -= prompt_slots * (prompt_size + of_state)
+            size_that_fits = room // num_slots - of_state if num_slots else 0
+            slot_size = min(max(slot_size, need.suffix_length), size_that_fits)
+            if room < 0 or slot_size < need.suffix_length:
                 return None
         return num_slots, slot_size, prompt_slots, prompt_size
 

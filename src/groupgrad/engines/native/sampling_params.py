@@ -12,12 +12,11 @@ from groupgrad.errors import ConfigError
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-_KNOWN = NATIVE | COST_ONLY | {"pad_token_id", "bos_token_id", "return_dict_in_generate"}  # nothing is padded
+_KNOWN = NATIVE | COST_ONLY
 
 # Values with which an option of `generate` has no effect.
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
-    "num_return_sequences": 1,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
@@ -25,9 +24,6 @@ _NEUTRAL: dict[str, Any] = {
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "length_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "guidance_scale": 1.0,
-    "min_length": 0,
 }
 
 

@@ -138,7 +138,8 @@ class NativeSession:
                     "leaves no room for a completion; take the prompt out or allow a longer context"
                 )
         longest = max(requests, key=lambda request: len(request.prompt_ids) + request.max_new_tokens)
-        num_tokens, cache = len(longest.prompt_ids) + longest.max_new_tokens, self._cache
+        cache = self._cache
+        num_tokens = len(longest.prompt_ids) + longest.max_new_tokens + 2 * cache.state_tokens
         if num_tokens > cache.max_tokens and self._may_exceed_bound:
             cache.max_tokens = num_tokens
         if num_tokens > cache.max_tokens:
@@ -175,10 +176,15 @@ class NativeSession:
         fresh = [sequence for sequence in sequences if sequence.is_fresh]
         without_logits = {id(s.group): s.group for s in fresh if s.group.first_logits is None}.values()
         stored = [group for group in without_logits if group not in new_groups]
-        self._prefill_prompts([*((g, 0) for g in new_groups), *((g, _start_of_last_pass(g)) for g in stored)])
-        self._sample_first_tokens(fresh)
+        has_states = bool(self._cache.state_tokens)
+        self._prefill_prompts(
+            [*((g, 0) for g in new_groups), *((g, _start_of_last_pass(g, has_states)) for g in stored)]
+        )
         first_slot = len(self._scheduler.running) - len(sequences)
-        self._prefill_suffixes([(slot, s) for slot, s in enumerate(sequences, first_slot) if s.num_stored])
+        slots = list(enumerate(sequences, first_slot))
+        self._cache.begin_suffixes([(slot, s.group.slot) for slot, s in slots if not s.num_stored])
+        self._sample_first_tokens(fresh)
+        self._prefill_suffixes([(slot, s) for slot, s in slots if s.num_stored])
         self._finish(sequences)
 
     def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
@@ -330,13 +336,15 @@ class _RunningBatch:
     step: EagerStep | RecordedStep
 
 
-def _start_of_last_pass(group: Group) -> int:
+def _start_of_last_pass(group: Group, has_states: bool = False) -> int:
     """Index of the first token of a stored prompt to compute again for the logits after it.
 
-    The last token is enough, unless it belongs to an image, whose features need the whole prompt.
+    The last token is enough, unless it belongs to an image, whose features need the whole prompt, or the model has
+    states, which are stored behind the last token only.
     """
     last = len(group.prompt_ids) - 1
-    return 0 if group.prompt_images is not None and bool(group.prompt_images.mask[last]) else last
+    is_image = group.prompt_images is not None and bool(group.prompt_images.mask[last])
+    return 0 if is_image or has_states else last
 
 
 def _packs(items: list[tuple[Any, TokenRun]]) -> Iterator[list[tuple[Any, TokenRun]]]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from groupgrad import dist
+from groupgrad._version import __version__
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.http import (
     GIVEN_UP,
@@ -29,7 +30,7 @@ from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_params import PROCESSED, refusal, sampling_fields
 from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT, GroupTransport, HttpTransport, choose_transport
-from groupgrad.engines.vllm.wire import BUCKET_BYTES, model_sizes, pack, specs_of, specs_to_json, torch_dtype
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, PROTOCOL, model_sizes, pack, specs_of, specs_to_json, torch_dtype
 from groupgrad.errors import WeightsLost
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.forward import unwrap
@@ -192,6 +193,12 @@ class VLLMServerEngine(VLLMEngine):
             self.info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=lambda: self.is_stopped)
         except TimeoutError as error:
             raise TimeoutError(f"{error}" + (f"; it is looked for because {reason}" if reason else "")) from None
+        if self.info.get("protocol") != PROTOCOL:
+            raise ValueError(
+                f"the vLLM server {self.address} speaks protocol {self.info.get('protocol', 'none')} (groupgrad "
+                f"{self.info.get('release', 'of an older release')}), and this trainer speaks protocol {PROTOCOL} "
+                f"(groupgrad {__version__}); start the server with the trainer's release"
+            )
         self.max_model_len = int(self.info["max_model_len"])
         self.logprobs_mode = str(self.info.get("logprobs_mode", PROCESSED))
         problems = incompatibilities(*self._served, self.info) if self._served is not None else []

@@ -31,11 +31,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad import compat
+from groupgrad._version import __version__
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
 from groupgrad.engines.vllm.lora import lora_request
 from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
 from groupgrad.engines.vllm.vllm_params import sampling_params, verify
-from groupgrad.engines.vllm.wire import model_sizes
+from groupgrad.engines.vllm.wire import PROTOCOL, model_sizes
 from groupgrad.engines.vllm.worker import EXTENSION, OTHER_GROUP, REFUSED
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,8 @@ class Routes:
         weights = self._weights
         return {
             "start_id": self._start_id,
+            "protocol": PROTOCOL,
+            "release": __version__,
             "process": os.getpid(),
             "vllm": _vllm_version(),
             "model": config.model,

@@ -56,6 +56,8 @@ class ServerSession(TicketSession):
         """Tokens that the server has sampled for all its clients, by its last heartbeat."""
         self._last_progress = time.monotonic()
         """When a token was last sampled."""
+        self._heard_at = 0.0
+        """When a line last came."""
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Send new requests and wait a moment; returns the rows that ended, in ticket order.
@@ -84,7 +86,8 @@ class ServerSession(TicketSession):
             self._failures = 0
         if failure is not None:
             self._restore(failure)
-        elif time.monotonic() - self._last_progress > self._timeout_s:
+        elif time.monotonic() - self._last_progress > self._timeout_s and self._heard_at > self._last_progress:
+            # A server that has been silent since then is left to the time limit of the call itself.
             raise TimeoutError(
                 f"the vLLM server {self._address} sampled no token for {self._timeout_s:g} s; {self._open_rows()}. It "
                 "answers, so its workers hang: look into its output, or raise vllm_server_timeout"
@@ -140,6 +143,7 @@ class ServerSession(TicketSession):
             return [event for event in events if event[0] in self._calls]
 
     def _read_line(self, open_tickets: set[int], line: dict[str, Any], ended: dict[int, Sample]) -> None:
+        self._heard_at = time.monotonic()
         if "row" not in line:
             if line["num_tokens"] != self._num_tokens:
                 self._num_tokens, self._last_progress = line["num_tokens"], time.monotonic()

@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 
+PROTOCOL = 1
+"""Version of the routes under `/groupgrad` and of what they carry; a change that one side alone would not understand
+makes it the next number."""
+
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes, so that it can be read in place."""
 

@@ -1,0 +1,129 @@
+"""The recurrent layers of sampling passes: states are read from slots of the cache, and written there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from groupgrad.engines.native.kv_cache import KVSlab, StateShape
+from groupgrad.kernels.recurrent import can_step
+from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.recurrence import Advance, Chunks, Recurrence
+
+
+class ProbeRecurrence(Recurrence):
+    """Records the states of a model's recurrent layers, for one token."""
+
+    def __init__(self) -> None:
+        super().__init__([Segment(0, 1)])
+        self.states: list[StateShape] = []
+        """In the order in which a pass computes them."""
+
+    def begin_pass(self) -> None:
+        """Forgets the states of an earlier pass."""
+        self.states = []
+
+    def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
+        """The outputs of a layer, whose state is recorded."""
+        self._record(zeros(1)[0])
+        return super().scan(chunks, zeros, advance)
+
+    def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """The inputs of a convolution, whose state is recorded: the last `width` - 1 inputs of a row."""
+        self._record(values.new_zeros(len(values), width - 1))
+        return super().with_inputs_before(values, width)
+
+    def _record(self, state: torch.Tensor) -> None:
+        self.states.append(StateShape(tuple(state.shape), state.dtype, state.device))
+
+
+@dataclass(slots=True, frozen=True)
+class StateSource:
+    """Slots whose states some runs of tokens begin with."""
+
+    runs: list[int]
+    slab: KVSlab
+    slots: list[int]
+
+
+class SlotRecurrence(Recurrence):
+    """Runs of tokens, which are the flat tokens in this order; each writes its final states into a slot of `slab`.
+
+    A run that is in no source begins with zeros.
+    """
+
+    def __init__(self, lengths: Sequence[int], slab: KVSlab, slots: list[int], sources: Sequence[StateSource]):
+        ends = accumulate(lengths)
+        super().__init__([Segment(end - length, length) for end, length in zip(ends, lengths)])
+        self._slab, self._slots, self._sources = slab, slots, sources
+        # The rows of a decode step have the first slots, one after the other, and keep their own states.
+        in_place = slots == list(range(len(slots)))
+        is_decoded = in_place and [(s.slab, s.slots) for s in sources] == [(slab, slots)]
+        self._is_in_place = is_decoded and set(lengths) == {1}
+        self._has_plain_states = can_step(*slab.states)
+        self._num_computed = 0
+        self._ends: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    @property
+    def is_step(self) -> bool:
+        """True in a decode step whose states are float32 on the CPU."""
+        return self._is_in_place and self._has_plain_states
+
+    def states_in_place(self) -> torch.Tensor:
+        """(n, ...) states of the next layer."""
+        self._num_computed += 1
+        return self._slab.states[self._num_computed - 1][: len(self._slots)]
+
+    def begin_pass(self) -> None:
+        """The next layer is the first one."""
+        self._num_computed = 0
+
+    def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
+        """The outputs of a layer; its states are read and written."""
+        initial, write = self._next_states()
+        output, final = chunks.scan(lambda order: initial[order], advance)
+        write(chunks.levels[-1].order, final)
+        return output
+
+    def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """(D, T + n * (width - 1)) inputs of a convolution: the flat ones, then those stored for each run."""
+        initial, write = self._next_states()
+        extended = torch.cat([values, initial.to(values.dtype).transpose(0, 1).flatten(1)], dim=1)
+        last = self._last_places(width - 1, values.device)
+        write(torch.arange(len(last), device=values.device), extended[:, last].transpose(0, 1))
+        return extended
+
+    def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
+        first = self._num_tokens + number * count
+        return list(range(first, first + count))
+
+    def _last_places(self, count: int, device: torch.device) -> torch.Tensor:
+        """(n, count) places in the extended inputs of the last ones of each run."""
+        if (count, device) not in self._ends:
+            rows = []
+            for number, segment in enumerate(self._segments):
+                own = range(segment.start, segment.start + segment.length)
+                rows.append([*self._places_before(number, segment, count), *own][-count:])
+            self._ends[count, device] = torch.tensor(rows, dtype=torch.int64, device=device)
+        return self._ends[count, device]
+
+    def _next_states(self) -> tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], None]]:
+        """(n, ...) states that the runs begin with in the next layer, and what writes the final ones of some runs."""
+        index = self._num_computed
+        self._num_computed += 1
+        target = self._slab.states[index]
+        slots = torch.tensor(self._slots, device=target.device)
+        if self._is_in_place:
+            initial = target[: len(slots)]
+        else:
+            initial = target.new_zeros(len(slots), *target.shape[1:])
+            for source in self._sources:
+                initial[source.runs] = source.slab.states[index][source.slots]
+
+        def write(runs: torch.Tensor, states: torch.Tensor) -> None:
+            target[slots[runs.to(slots.device)]] = states.to(target.dtype)
+
+        return initial, write
