@@ -16,7 +16,7 @@ from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gra
 
 peft = pytest.importorskip("peft")
 
-LOADING: dict[str, Any] = {"trust_remote_code": False, "quantization_config": None, "use_device_map": False}
+LOADING: dict[str, Any] = {"trust_remote_code": False, "quantization_config": None, "on_device": False}
 
 
 def lora(**changes: Any) -> Any:

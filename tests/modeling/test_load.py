@@ -21,7 +21,7 @@ def load_policy(folder: Path, init_kwargs: dict[str, Any] | None = None, quantiz
         init_kwargs or {},
         trust_remote_code=False,
         quantization_config=quantization_config,
-        use_device_map=False,
+        on_device=False,
     )
 
 

@@ -220,14 +220,34 @@ def test_the_reference_gets_the_images_of_the_policy(name: str, adapters: str):
     torch.testing.assert_close(scorer.policy(batch).logprobs, plain_logprobs(model, vlm).detach(), rtol=0, atol=1e-5)
 
 
-def test_a_recurrent_vlm_is_run_dense():
+def test_a_recurrent_vlm_computes_each_prompt_once(monkeypatch):
     vlm = make_hybrid()
     report = check_layout(vlm.model, ForwardOptions(), example=example_prompt(vlm.processor))
-    assert (report.layout, report.tiled_head, report.reason) == ("dense", True, "it carries a recurrent state")
+    assert (report.layout, report.tiled_head, report.reason) == ("shared", True, None)
     scores = score_tokens(vlm.model, make_batch(vlm), report.options(ForwardOptions())).logprobs
     expected = plain_logprobs(vlm.model, vlm)
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
-    assert_same_gradients(gradients(vlm.model, scores.sum()), gradients(vlm.model, expected.sum()))
+    ours, plain = gradients(vlm.model, scores.sum()), gradients(vlm.model, expected.sum())
+    # The plain pass rounds the gradients of the decays by up to 2.2e-5 on some processors, so theirs are of float64.
+    for name, value in float64_gradients(vlm, monkeypatch).items():
+        if name.endswith(("linear_attn.A_log", "linear_attn.dt_bias")):
+            plain[name] = value
+    assert_same_gradients(ours, plain)
+
+
+def float64_gradients(vlm: VLMSetup, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Gradients of the plain pass in float64, in which the model's own casts to float32 are casts to float64."""
+    to = torch.Tensor.to
+
+    def wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return to(x, *(torch.float64 if value is torch.float32 else value for value in args), **kwargs)
+
+    vlm.model.double()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch.Tensor, "to", wide)
+        return gradients(vlm.model, plain_logprobs(vlm.model, vlm).sum())
 
 
 # ------------------------------------------------------------------------------------ the start-up check

@@ -21,7 +21,8 @@ def configured_aux_loss_weight(model: Any, requested: float | None) -> float:
     ValueError if a weight is requested for a model without routed experts.
     """
     text = model.config.get_text_config() if hasattr(getattr(model, "config", None), "get_text_config") else None
-    has_router = hasattr(text, "output_router_logits")
+    # Granite 4's small models have the configuration of a mixture of experts, with none.
+    has_router = hasattr(text, "output_router_logits") and getattr(text, "num_local_experts", None) != 0
     if requested is None:
         return float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if has_router else 0.0
     if requested and not has_router:

@@ -39,7 +39,7 @@ _LOADING_OPTIONS = (
     *("attn_implementation", "cache_dir", "code_revision", "device_map", "dtype", "experts_implementation"),
     *("force_download", "ignore_mismatched_sizes", "local_files_only", "max_memory", "offload_folder", "proxies"),
     *("quantization_config", "revision", "subfolder", "token", "tp_plan", "trust_remote_code", "use_kernels"),
-    *("use_safetensors", "variant", "load_in_4bit", "load_in_8bit"),
+    *("use_safetensors", "variant"),
 )
 """Arguments of `from_pretrained`, for suggestions."""
 _DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -51,12 +51,12 @@ def load_policy(
     *,
     trust_remote_code: bool,
     quantization_config: Any,
-    use_device_map: bool,
+    on_device: bool,
 ) -> nn.Module:
     """Loads the model of an id or directory in the class that its config names, in float32 unless `dtype` is given.
 
     The id or directory of an adapter loads its base model with the adapter on it, ready for further training. With
-    `use_device_map` the model is split over all visible accelerators (one process).
+    `on_device` it is loaded onto this process's GPU, if there is one, unless `init_kwargs` has a `device_map`.
 
     ValueError for an unknown dtype, two quantization configs, or an adapter that does not fit.
     """
@@ -67,7 +67,7 @@ def load_policy(
             {name: value for name, value in init_kwargs.items() if name != "revision"},
             trust_remote_code=trust_remote_code,
             quantization_config=quantization_config,
-            use_device_map=use_device_map,
+            on_device=on_device,
         )
         return load_adapter(base, model_id, revision=init_kwargs.get("revision"))
     kwargs = dict(init_kwargs)
@@ -77,27 +77,48 @@ def load_policy(
         if "quantization_config" in kwargs:
             raise ValueError("quantization_config is given both as an argument and in model_init_kwargs; give it once")
         kwargs["quantization_config"] = quantization_config
-    if use_device_map and torch.cuda.is_available():
-        kwargs.setdefault("device_map", "auto")
+    if on_device and torch.cuda.is_available():
+        kwargs.setdefault("device_map", {"": torch.cuda.current_device()})
     revision = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
-    config = AutoConfig.from_pretrained(model_id, trust_remote_code=kwargs["trust_remote_code"], **revision)
+    try:
+        config = AutoConfig.from_pretrained(model_id, trust_remote_code=kwargs["trust_remote_code"], **revision)
+    except OSError as error:
+        raise OSError(f"model={model_id!r} cannot be loaded: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnavailableError(
             f"{model_id} is an encoder-decoder ({config.model_type}); groupgrad trains decoder-only language models"
         )
     try:
         return _model_class(config).from_pretrained(model_id, **kwargs)
-    except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None or unknown.group(1) not in init_kwargs:
+    except Exception as error:  # a library may raise anything for values that it did not check
+        if (problem := _wrong_init_kwargs(error, init_kwargs, config)) is None:
             raise
+        raise (ImportError if isinstance(error, ImportError) else ValueError)(problem) from error
+
+
+_HARMLESS = ("dtype", "torch_dtype", "device_map", "trust_remote_code", "token", "cache_dir", "local_files_only")
+"""Arguments of `from_pretrained` that are checked elsewhere, or whose errors speak for themselves."""
+
+
+def _wrong_init_kwargs(error: Exception, init_kwargs: dict[str, Any], config: Any) -> str | None:
+    """Describes which entry of `model_init_kwargs` an error of loading comes from; None if it comes from none."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown is not None and unknown.group(1) in init_kwargs:
         name = unknown.group(1)
+        given = f"model_init_kwargs has {name}={init_kwargs[name]!r}, which "
+        if name in ("load_in_4bit", "load_in_8bit"):
+            return f"{given}transformers 5 no longer takes; pass quantization_config=BitsAndBytesConfig({name}=True)"
         similar = difflib.get_close_matches(name, [*_LOADING_OPTIONS, *config.to_dict()], n=1)
         hint = f"did you mean {similar[0]!r}? " if similar else ""
-        raise ValueError(
-            f"model_init_kwargs has {name}={init_kwargs[name]!r}, which neither from_pretrained nor the model's config "
-            f"({type(config).__name__}) knows: {hint}Take it out, or correct its name"
-        ) from error
+        return (
+            f"{given}neither from_pretrained nor the model's config ({type(config).__name__}) knows: {hint}Take it "
+            "out, or correct its name"
+        )
+    given = {name: value for name, value in init_kwargs.items() if name not in _HARMLESS}
+    if not given:
+        return None
+    text = " ".join(str(error).split()).rstrip(".!")
+    return f"the model cannot be loaded with model_init_kwargs={given!r}: {text}. Correct the entry, or take it out"
 
 
 def _model_class(config: Any) -> Any:

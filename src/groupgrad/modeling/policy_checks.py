@@ -58,6 +58,29 @@ def nonfinite_weights(model: nn.Module, *, trained_only: bool = False) -> str | 
     return None
 
 
+def check_sampled_ids(model: nn.Module, generation_kwargs: dict[str, Any]) -> None:
+    """ValueError if sampling options name tokens that the model does not have, or leave it none to sample."""
+    inner: Any = unwrap(model)
+    head = inner.get_output_embeddings()
+    num_tokens = int(getattr(head, "out_features", 0)) or len(getattr(head, "weight", ()))
+    for name in _SAMPLED_IDS:
+        value = generation_kwargs.get(name)
+        ids = [] if value is None else [value] if isinstance(value, int) else list(value)
+        if num_tokens and (beyond := [number for number in ids if number >= num_tokens]):
+            raise ValueError(
+                f"generation_kwargs has {beyond[0]} in {name}, and the model has {num_tokens} tokens; take it out, or "
+                "set it to a token's id"
+            )
+        if name == "suppress_tokens" and num_tokens and len(set(ids)) == num_tokens:
+            raise ValueError(
+                f"generation_kwargs has suppress_tokens of all {num_tokens} tokens of the model, so none could be "
+                "sampled; leave some out"
+            )
+
+
+_SAMPLED_IDS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
+
+
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """ValueError if the tokenizer has tokens without a row in the model's embeddings.
 

@@ -25,6 +25,7 @@ from groupgrad.modeling.families import IMAGE_TOKEN_FIELDS, VIDEO_TOKEN_FIELDS, 
 from groupgrad.modeling.scoring.attention import AttentionCall, AttentionPlan, arguments, pretrained
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.layout import ForwardInputs
+from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.types import Media
 
 
@@ -101,6 +102,11 @@ class BidirectionalImagePlan:
     def __init__(self, plan: AttentionPlan, spans: Sequence[tuple[int, int, int]]):
         self._plan, self._spans = plan, spans
         self._indices = torch.cat([torch.arange(first, end) for _, first, end in spans])
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The order of the tokens in recurrent layers, which images do not change."""
+        return self._plan.recurrence
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""

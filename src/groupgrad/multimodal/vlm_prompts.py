@@ -75,7 +75,7 @@ class VisionPromptMaker(PromptMaker):
         )
         self._source = ImageSource("", root=self.image_root)
         self.processor = processor
-        self.placeholder: str | None = getattr(processor, "image_token", None)
+        self.placeholder: str | None = compat.image_placeholder(processor)
         """Text of one image in a rendered conversation; None if the processor does not name it."""
         self._template_writes: dict[tuple[str, bool], bool] = {}
         self._tokens_of_size: dict[tuple[int, int], int] = {}

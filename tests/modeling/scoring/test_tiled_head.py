@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -341,6 +341,7 @@ def with_precomputed(case: Case, *, seed: int = 0, noise: float = 1e-6) -> Case:
 
 
 @settings(max_examples=60, deadline=None)
+@example(1, 41, Tiles(1, 1), LogitTransform(1.0, 3.0), 1.0, True, set(), 20)
 @given(
     num_tokens=st.integers(1, 20),
     vocab=st.integers(2, 50),

@@ -199,29 +199,29 @@ def test_obstacles(changes, reason):
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_batches_are_cut_between_groups_for_comfort_alone(make_machine, loss_type):
+def test_batches_are_cut_to_the_size_of_a_pass(make_machine, loss_type):
     machine, batches = make_machine(PolicyOptions(loss_type=loss_type), skip=False)
     expected = machine.step(batches)
     whole = [n for n, _ in machine.attempts]
-    machine.guard = MemoryGuard(machine.policy.zero_grad, comfortable_tokens=1)
+    machine.guard = MemoryGuard(machine.policy.zero_grad, max_tokens=1)
     assert_same(machine.step(batches), expected)
     assert sum(n for n, _ in machine.attempts) == sum(whole)
     assert len(machine.attempts) == sum(len(batch.layout().prompt_of_row.unique()) for batch in batches)
 
 
-def test_parts_between_groups_are_of_like_cost_and_hold_each_prompt_once(make_machine):
+def test_parts_of_whole_groups_are_of_like_cost_and_hold_each_prompt_once(make_machine):
     _, (first, *others) = make_machine(PolicyOptions(), skip=False)
     whole = replace(first, rows=sorted(row for each in (first, *others) for row in each.rows))
-    assert whole.split_between_groups(whole.cost) == [whole]
-    halves = whole.split_between_groups(whole.cost - 1)
+    assert whole.split_to_size(whole.cost) == [whole]
+    halves = whole.split_to_size(whole.cost - 1)
     assert len(halves) == 2
     assert sum(half.cost for half in halves) == whole.cost
     assert max(half.cost for half in halves) < 0.8 * whole.cost
     assert sorted(row for half in halves for row in half.rows) == whole.rows
 
 
-def test_a_run_whose_batches_must_stay_whole_is_not_made_comfortable(make_machine):
+def test_a_run_whose_batches_must_stay_whole_has_no_size_of_a_pass(make_machine):
     machine, batches = make_machine(PolicyOptions(), skip=False)
-    machine.guard = MemoryGuard(machine.policy.zero_grad, comfortable_tokens=1, obstacle="DeepSpeed")
+    machine.guard = MemoryGuard(machine.policy.zero_grad, max_tokens=1, obstacle="DeepSpeed")
     machine.step(batches)
     assert len(machine.attempts) == len(batches)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,10 +26,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.recurrent_layers import forget, has_recurrent_layers, routed
+
 _PREFIX = "groupgrad_"
 
 _PLANNABLE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Entries of a configuration's `layer_types` in which tokens interact by attention alone."""
+
+_ROUTABLE_LAYERS = _PLANNABLE_LAYERS | {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
+"""The same, with layers that a `Recurrence` can compute."""
 
 _WHOLE_CALL_ROPE = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings whose frequencies depend on the largest position of a call."""
@@ -53,12 +59,16 @@ class AttentionCall:
     """Dropout probability of attention weights; 0 in evaluation mode."""
 
 
-@runtime_checkable
 class AttentionPlan(Protocol):
     """Computes attention between the tokens of a flat (1, T) input."""
 
+    @property
+    def recurrence(self) -> Recurrence:
+        """The order of the tokens in recurrent layers; asked for only if the model has some."""
+        ...
+
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D), where Hkv divides Hq."""
+        """(T, Hq, E) outputs from query (Hq, T, D), key (Hkv, T, D) and value (Hkv, T, E), where Hkv divides Hq."""
         ...
 
 
@@ -69,7 +79,13 @@ _active_plans: list[AttentionPlan] = []
 """The plans of the running model calls, innermost last."""
 
 
-def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, **extra: Any) -> Any:
+def run_planned(
+    model: nn.Module,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    plan: AttentionPlan,
+    **extra: Any,
+) -> Any:
     """The model's output for the flat tokens `ids` (T,) at `positions` (T,) under `plan`, without a KV cache.
 
     Positions with several axes are (3, T). In a vision-language model the plan applies to the text decoder alone.
@@ -81,8 +97,13 @@ def run_planned(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, pl
         raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
     _active_plans.append(plan)
     try:
-        with _wrapped_attention(model):
-            return model(input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, **extra)
+        with _wrapped_attention(model), ExitStack() as routes:
+            inner = pretrained(model)
+            if inner is not None and has_recurrent_layers(inner):
+                routes.enter_context(routed(inner, plan.recurrence, keep=_is_kept_for_backward(inner)))
+            if "position_ids" in arguments(model):
+                extra["position_ids"] = positions.unsqueeze(-2)
+            return model(input_ids=ids[None], use_cache=False, **extra)
     finally:
         _active_plans.pop()
 
@@ -92,8 +113,12 @@ def unplug(model: nn.Module) -> None:
 
     Call it after a backward pass: with gradient checkpointing they stay wrapped until then.
     """
-    for config in _configs.get(pretrained(model), ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
+    inner = pretrained(model)
+    if inner is None:
+        return
+    for config in _configs.get(inner, ()):
         config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(_PREFIX)
+    forget(inner)
 
 
 def plannable(model: nn.Module) -> str | None:
@@ -107,17 +132,20 @@ def plannable(model: nn.Module) -> str | None:
     config = inner.config.get_text_config(decoder=True)
     if getattr(inner.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
-    if getattr(inner, "_is_stateful", False):
+    recurrent = has_recurrent_layers(inner)
+    if getattr(inner, "_is_stateful", False) and not recurrent:
         return "it carries a recurrent state"
     if not getattr(config, "is_causal", True):
         return "its attention is not causal"
     rope = _rope_types(config) & _WHOLE_CALL_ROPE
     if rope:
         return f"its {rope.pop()} rotary positions depend on the longest row of a call"
-    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - _PLANNABLE_LAYERS)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    other_layers = sorted(layer_types - (_ROUTABLE_LAYERS if recurrent else _PLANNABLE_LAYERS))
     if other_layers:
         return f"it has layers of type {', '.join(other_layers)}"
-    if not inner._can_set_attn_implementation() or "position_ids" not in arguments(inner):
+    has_interface = inner._can_set_attn_implementation() and "position_ids" in arguments(inner)
+    if not has_interface and not (recurrent and layer_types == {"linear_attention"}):
         return "its attention does not go through transformers' attention interface"
     for part in _unwrapped(model):
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
@@ -188,8 +216,13 @@ def _wrapped_attention(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if not (torch.is_grad_enabled() and is_checkpointing(inner)):
+        if not _is_kept_for_backward(inner):
             unplug(inner)
+
+
+def _is_kept_for_backward(model: nn.Module) -> bool:
+    """True if layers of `model` are computed again in the backward pass of a pass that begins now."""
+    return torch.is_grad_enabled() and is_checkpointing(model)
 
 
 def _decoder_configs(inner: PreTrainedModel) -> list[Any]:
@@ -213,7 +246,7 @@ def _wrapped(name: str) -> str:
         return wrapped
 
     def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        if not isinstance(attention_mask, torch.Tensor) and isinstance(attention_mask, AttentionPlan):
+        if hasattr(attention_mask, "attend"):
             if torch.is_autocast_enabled(query.device.type):
                 # Rotary embeddings give float32; like the library's kernels, bring all three to one type.
                 dtype = torch.get_autocast_dtype(query.device.type)

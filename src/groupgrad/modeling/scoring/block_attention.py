@@ -19,6 +19,7 @@ from groupgrad.kernels.attend import attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.blocks import Block, Segment, make_blocks
 from groupgrad.modeling.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
+from groupgrad.modeling.scoring.recurrence import Recurrence
 
 
 class BlockPlan:
@@ -32,6 +33,7 @@ class BlockPlan:
         self._blocks: list[Block] | None = None
         self._blocks_on: dict[torch.device, list[Block]] = {}
         self._places: dict[torch.device, TokenPlaces] = {}
+        self._recurrence: Recurrence | None = None
         none = Segment(0, 0)
         prompts = [segment.shared or none for segment in segments]
         rows = [(s.start, s.length, 0, p.length, p.start, s.start) for s, p in zip(segments, prompts)]
@@ -51,6 +53,13 @@ class BlockPlan:
         if device not in self._places:
             self._places[device] = TokenPlaces.of(self._segments, device)
         return self._places[device]
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The order of the tokens in recurrent layers, made when it is first needed."""
+        if self._recurrence is None:
+            self._recurrence = Recurrence(self._segments)
+        return self._recurrence
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D).
@@ -91,7 +100,7 @@ class _RowAttention(torch.autograd.Function):
             spans = slot_spans(plan.spans, (keys, values), (keys, values))
             output = attend(kernels, query.transpose(0, 1), spans, keys.shape[1], call)
         else:
-            padded = query.new_empty(len(query) + 1, *query.shape[1:])
+            padded = query.new_empty(len(query) + 1, query.shape[1], value.shape[-1])
             with torch.autocast(query.device.type, enabled=False):
                 for block in plan.blocks(query.device):
                     keys, values = _Keys(block, key), _Keys(block, value)

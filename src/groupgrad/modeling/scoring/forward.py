@@ -19,7 +19,7 @@ from torch import nn
 from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.modeling.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
-from groupgrad.modeling.scoring.head_hook import HeadHook
+from groupgrad.modeling.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
@@ -66,24 +66,28 @@ def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
 
 
 def score_tokens(
-    model: nn.Module, batch: Batch, options: ForwardOptions, precomputed: PrecomputedGradient | None = None
+    model: nn.Module,
+    batch: Batch,
+    options: ForwardOptions,
+    precomputed: PrecomputedGradient | None = None,
+    tap: StatesTap | None = None,
 ) -> TokenScores:
     """Log-probs and entropies of the completion tokens of `batch` under `model`, differentiable in its parameters.
 
     `model` may be wrapped for data parallelism. Logits are computed for loss tokens (`trained`) alone; all other tokens
     (tool results, masked rows) score 0. The head's own scales, caps and biases are kept. `precomputed` saves the
-    tiled head work and changes no result.
+    tiled head work and changes no result. `tap` gets the input of the output head, where that can be observed.
 
     Collective for a model whose parameters are sharded over ranks, also without tokens.
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _score_nothing(model, batch, options)
     if bool(batch.trained.all()):
-        return _score(model, batch, options, precomputed)
+        return _score(model, batch, options, precomputed, tap)
     loss_tokens = batch.trained.nonzero().flatten()
     if not len(loss_tokens):  # keep at least one token; the head cannot run on an empty input
         loss_tokens = loss_tokens.new_zeros(min(1, batch.num_tokens))
-    scores = _score(model, batch, options, precomputed, loss_tokens)
+    scores = _score(model, batch, options, precomputed, tap, loss_tokens)
     logprobs, entropy = (
         x.new_zeros(batch.num_tokens).index_copy(0, loss_tokens.to(x.device), x)
         for x in (scores.logprobs, scores.entropy)
@@ -96,6 +100,7 @@ def _score(
     batch: Batch,
     options: ForwardOptions,
     precomputed: PrecomputedGradient | None,
+    tap: StatesTap | None,
     places: torch.Tensor | None = None,
 ) -> TokenScores:
     """Scores of all completion tokens, or of those at `places`."""
@@ -110,6 +115,7 @@ def _score(
         if precomputed is not None:
             precomputed = PrecomputedGradient(precomputed.logprobs[places], precomputed.gradient[places])
     hook = HeadHook(tokens, rows, predictors, inputs.shape, options.temperature, options.entropy_gradient, precomputed)
+    hook.on_states = None if tap is None else lambda states: tap(states, places)
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
     has_images = batch.media is not None or batch.row_media is not None
     images = with_images(model, batch, inputs) if has_images else nullcontext(inputs)

@@ -6,7 +6,7 @@ tiled head scores them there, and logits never exist; otherwise the model comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,10 @@ from groupgrad.modeling.scoring.tiled_head import (
 ENTROPY_TOKENS = 512
 """Tokens whose logits become entropies at a time, which bounds the scratch memory to tokens x vocabulary."""
 
+StatesTap = Callable[[torch.Tensor, "torch.Tensor | None"], None]
+"""Gets the (L', H) input of the output head in a pass with gradients, and the places (L',) of its tokens among those of
+the batch; None for all of them."""
+
 
 @dataclass(slots=True)
 class HeadHook:
@@ -42,6 +46,8 @@ class HeadHook:
     temperature: float = 1.0
     entropy_gradient: bool = False
     precomputed: PrecomputedGradient | None = None
+    on_states: Callable[[torch.Tensor], None] | None = None
+    """Gets the (L, H) hidden states that predict the tokens, in a pass with gradients."""
     is_narrowed: bool = False
     """The head got the hidden states at `rows` and `positions` alone."""
     scores: TokenScores | None = None
@@ -68,6 +74,8 @@ class HeadHook:
                 return None
             self.is_narrowed = True
             hidden = self._predictors(hidden)
+            if self.on_states is not None and hidden.requires_grad:
+                self.on_states(hidden)
             if transform is None or is_sharded:
                 return (hidden[None], *inputs[1:])
             self.scores = self._tiled_scores(module, hidden, transform)

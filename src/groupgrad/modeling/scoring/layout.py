@@ -1,4 +1,4 @@
-"""Lays a batch out as the inputs of the forward pass that scores it, in three layouts.
+"""Lays out a batch for the forward pass that scores it, in one of three layouts.
 
 The shared layout has each distinct prompt once, with its rows behind it. The packed layout has a copy of the prompt for
 each row. Both are flat and do not pad; the last token of a completion predicts nothing, so it is not computed. The

@@ -238,7 +238,8 @@ def _early_gradients(
     needed: tuple[bool, bool, bool],
 ) -> _EarlyGradients | None:
     """Scores and gradients in one pass, or None if the precomputed log-probs are far off."""
-    normaliser = token_logits(hidden, head, tokens, task) - precomputed.logprobs / NATS
+    own_logits = token_logits(hidden, head, tokens, task)
+    normaliser = own_logits - precomputed.logprobs / NATS
     is_known = (precomputed.gradient != 0) & normaliser.isfinite()
     rows, others = _where(is_known), _where(~is_known)
     if not len(rows):
@@ -250,7 +251,11 @@ def _early_gradients(
     # Far from 1 the sums, and with them the gradients, may be infinite or zero.
     if not bool(((excess - 1).abs() < 0.5).all()):
         return None
-    _add_own_tokens(grads, hidden[rows], head, tokens[rows], gradient, scores, task)
+    own = -gradient * torch.expm1(scores.logprobs) * task.slope
+    if task.cap is not None:
+        # From the logits themselves: near the cap, rounding of `normaliser + logprobs` would be a large part of it.
+        own *= 1 - (own_logits[rows] / task.cap) ** 2
+    _add_own_tokens(grads, hidden[rows], head, tokens[rows], own, task)
     if not len(others):
         return _EarlyGradients(scores, grads, gradient, excess)
     rest = score_pass(hidden[others], head, tokens[others], task)
@@ -267,22 +272,12 @@ def _early_gradients(
 
 
 def _add_own_tokens(
-    grads: Gradients,
-    hidden: torch.Tensor,
-    head: HeadWeights,
-    tokens: torch.Tensor,
-    gradient: torch.Tensor,
-    scores: Scores,
-    task: HeadTask,
+    grads: Gradients, hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, own: torch.Tensor, task: HeadTask
 ) -> None:
-    """Adds the gradient of each token's own logit, d loss / d log-prob * (1 - p), from its exact log-prob.
+    """Adds the gradient of each token's own logit, `own` (L,): d loss / d log-prob * (1 - p), from its exact log-prob.
 
     For a nearly certain token even a tiny error of p would be a large one of 1 - p.
     """
-    own = -gradient * torch.expm1(scores.logprobs) * task.slope
-    if task.cap is not None:
-        logits = scores.normaliser + scores.logprobs / NATS
-        own *= 1 - (logits / task.cap) ** 2
     if grads.hidden is not None:
         grads.hidden.addcmul_(head[tokens], own[:, None])
     if grads.weight is not None:

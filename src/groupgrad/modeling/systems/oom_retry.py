@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
 logger = logging.getLogger(__name__)
 
-COMFORTABLE_TOKENS_CPU = 2048
+TOKENS_PER_PASS_CPU = 2048
 """Tokens of a training pass on a CPU beyond which a larger pass only takes more memory."""
 
 
@@ -27,15 +27,14 @@ class MemoryGuard:
     happens, and a load-balancing loss is measured in each part.) The size that fitted is remembered and part of a
     checkpoint: larger micro-batches are cut beforehand.
 
-    `obstacle` names the reason why this run cannot do so; None: it can. `comfortable_tokens` cuts larger micro-batches
-    between their groups beforehand: cost follows tokens, so smaller passes take less memory and no more time.
+    `obstacle` names the reason why this run cannot do so; None: it can. Micro-batches above `max_tokens`
+    are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time. Groups are cut
+    only where computing their prompt again costs little. Passes without gradients may have three times as many tokens.
     """
 
-    def __init__(
-        self, clear: Callable[[], None], *, obstacle: str | None = None, comfortable_tokens: int | None = None
-    ):
+    def __init__(self, clear: Callable[[], None], *, obstacle: str | None = None, max_tokens: int | None = None):
         self._clear, self._obstacle = clear, obstacle
-        self._comfort = None if comfortable_tokens is None or obstacle is not None else 3 * comfortable_tokens
+        self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
 
@@ -102,6 +101,9 @@ class MemoryGuard:
         """Cut as the run did that `state_dict` was taken from."""
         self._limit = state["limit"]
 
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """None: on another number of ranks the size is learned anew."""
+
     def _refuse_the_hopeless(self, part: MicroBatch, error: Exception) -> None:
         batch = part.layout()
         size = f"{batch.num_rows} completions, {batch.num_tokens} tokens besides {len(batch.prompt_ids)} of prompts"
@@ -131,10 +133,10 @@ class MemoryGuard:
         return halves
 
     def _within_limit(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """Parts whose rows all need the same passes, of a comfortable size and within the limit learned so far."""
+        """Parts whose rows all need the same passes, as large as a pass may be, within the limit learned so far."""
         parts = micro_batch.by_passes()
-        if self._comfort is not None:
-            parts = [smaller for part in parts for smaller in part.split_between_groups(self._comfort)]
+        if self._max_cost is not None:
+            parts = [smaller for part in parts for smaller in part.split_to_size(self._max_cost)]
         return [smaller for part in parts for smaller in self._within_learned_limit(part)]
 
     def _within_learned_limit(self, part: MicroBatch) -> list[MicroBatch]:
@@ -148,10 +150,20 @@ def memory_guard(model: nn.Module, args: Any, *, aux_loss: bool) -> MemoryGuard:
     """The guard for a run with these training arguments.
 
     A CPU's matrix products run at full speed from few tokens on, so larger micro-batches are cut there. A
-    load-balancing loss depends on the cut, so its micro-batches stay whole.
+    load-balancing loss depends on the cut, so its micro-batches stay whole. ValueError if `max_tokens_per_pass` is set
+    and micro-batches cannot be cut.
     """
-    comfort = COMFORTABLE_TOKENS_CPU if args.device.type == "cpu" and not aux_loss else None
-    return MemoryGuard(model.zero_grad, obstacle=obstacle_to_cutting(args), comfortable_tokens=comfort)
+    obstacle = obstacle_to_cutting(args)
+    reason = "the load-balancing loss (router_aux_loss_coef) depends on the rows of a pass" if aux_loss else obstacle
+    if args.max_tokens_per_pass is not None and reason is not None:
+        raise ValueError(
+            f"max_tokens_per_pass={args.max_tokens_per_pass} cuts micro-batches, and {reason}; leave it unset and "
+            "lower per_device_train_batch_size instead"
+        )
+    max_tokens = args.max_tokens_per_pass
+    if max_tokens is None and args.device.type == "cpu" and not aux_loss:
+        max_tokens = TOKENS_PER_PASS_CPU
+    return MemoryGuard(model.zero_grad, obstacle=obstacle, max_tokens=max_tokens)
 
 
 def obstacle_to_cutting(args: Any) -> str | None:

@@ -1,0 +1,127 @@
+"""Routes the recurrent layers of transformers models through a `Recurrence` for the length of a pass.
+
+The model files of transformers call their recurrent computations by a few names (`causal_conv1d_fn`,
+`torch_chunk_gated_delta_rule`, ...), which are functions of the file. Each is wrapped once: the wrapper calls its
+counterpart in `recurrence` while one is active, and the original otherwise. No model file is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from groupgrad.modeling.scoring import recurrence
+from groupgrad.modeling.scoring.recurrence import Recurrence
+
+
+def _not_fused(*_: object, **__: object) -> None:
+    """Tells a layer that there is no fused kernel, so that it calls the convolution and the scan by themselves."""
+
+
+_COUNTERPARTS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": recurrence.causal_conv1d,
+    "torch_chunk_gated_delta_rule": recurrence.gated_delta_rule,
+    "chunk_kimi_delta_attention": recurrence.kimi_delta_rule,
+    "mamba2_chunk_scan": recurrence.mamba2_scan,
+    "mamba_selective_scan": recurrence.mamba_scan,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+    "mamba_inner_fn": _not_fused,
+}
+"""Name of a function in transformers' model files -> what computes it for flat tokens."""
+
+_classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionary()
+
+_wrappers: set[Callable[..., Any]] = set()
+
+
+class _Passes(threading.local):
+    """The recurrences of the passes that a thread runs, innermost last."""
+
+    def __init__(self) -> None:
+        self.orders: list[Recurrence] = []
+
+
+_running = _Passes()
+
+_kept: WeakKeyDictionary[nn.Module, Recurrence] = WeakKeyDictionary()
+"""The recurrence of the last pass of a model whose layers a backward pass computes again."""
+
+
+def has_recurrent_layers(model: nn.Module) -> bool:
+    """True if some layers of `model` call functions that can be routed."""
+    return bool(_recurrent_classes(model))
+
+
+@contextmanager
+def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]:
+    """Computes the recurrent layers of `model` in the body with `order`; with `keep` in backward passes too, until
+    `forget` is called."""
+    for cls in _recurrent_classes(model):
+        for name in _routable(cls):
+            _wrap(inspect.unwrap(cls.forward).__globals__, name)
+    _running.orders.append(order)
+    if keep:
+        _kept.pop(model, None)  # the last entry is that of the last pass
+        _kept[model] = order
+    order.begin_pass()
+    try:
+        yield
+    finally:
+        _running.orders.pop()
+
+
+def forget(model: nn.Module) -> None:
+    """Forgets what `routed` has kept of `model` for backward passes."""
+    _kept.pop(model, None)
+
+
+def _present() -> Recurrence | None:
+    """The recurrence of the running pass, or the kept one inside a backward pass."""
+    if _running.orders:
+        return _running.orders[-1]
+    is_backward = torch._C._current_graph_task_id() != -1
+    return list(_kept.values())[-1] if _kept and is_backward else None
+
+
+def _recurrent_classes(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of layers in `model` that can be routed; decode steps ask often, so they are looked up once."""
+    if model not in _classes:
+        _classes[model] = [cls for cls in {type(module) for module in model.modules()} if _routable(cls)]
+    return _classes[model]
+
+
+@cache
+def _routable(cls: type[nn.Module]) -> frozenset[str]:
+    """Names of the functions that layers of a class call and that can be routed."""
+    function = inspect.unwrap(cls.forward)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return frozenset()
+    return frozenset(code.co_names) & _COUNTERPARTS.keys() & function.__globals__.keys()
+
+
+def _wrap(namespace: dict[str, Any], name: str) -> None:
+    original = namespace[name]
+    if original in _wrappers:
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        order = _present()
+        if order is None:
+            return original(*args, **kwargs)
+        # Rounding of products adds up in a state, so autocast does not touch them.
+        with torch.autocast(args[0].device.type, enabled=False):
+            return _COUNTERPARTS[name](order, *args, **kwargs)
+
+    _wrappers.add(wrapper)
+    namespace[name] = wrapper

@@ -1,0 +1,212 @@
+"""Hybrid models in the shared layout score, and have the gradients, of one plain forward pass for each row."""
+
+from __future__ import annotations
+
+import random
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
+from torch import nn
+
+from groupgrad.modeling.scoring import recurrent_layers
+from groupgrad.modeling.scoring.attention import unplug
+from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.modeling.scoring.recurrence import Recurrence, gated_delta_rule
+from groupgrad.modeling.self_check import check_layout
+
+OPTIONS = ForwardOptions(layout="shared")
+
+
+def ragged_groups(seed: int) -> Any:
+    """Groups of rows of unlike lengths, some longer than a chunk of 64 tokens, some empty."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.choice((1, 2, 5, 40, 90)))] for _ in range(3)]
+    rows = [
+        (prompt, [rng.randrange(3, VOCABULARY) for _ in range(rng.choice((0, 1, 2, 3, 17, 33, 80, 140)))])
+        for prompt in range(len(prompts))
+        for _ in range(rng.randint(1, 4))
+    ]
+    return prompts, rows
+
+
+def batch_of(seed: int) -> Any:
+    prompts, rows = ragged_groups(seed)
+    return build_batch(prompts, [prompt for prompt, _ in rows], [ids for _, ids in rows])
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_log_probs_and_gradients_are_those_of_one_pass_a_row(family: str, row_logits: Any) -> None:
+    model, batch = make_hybrid(family), batch_of(1)
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    logits = row_logits(model, batch).log_softmax(-1)
+    expected = logits.gather(-1, batch.completion_ids[:, None]).squeeze(-1)
+    assert float(expected.detach().std()) > 0.1
+    scores = score_tokens(model, batch, OPTIONS)
+    torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
+    mine, plain = (gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected))
+    scale = max(float(value.abs().max()) for value in plain.values())
+    for name, value in plain.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_start_up_check_takes_the_shared_layout(family: str) -> None:
+    report = check_layout(make_hybrid(family), ForwardOptions())
+    assert (report.layout, report.tiled_head, report.reason) == ("shared", True, None)
+    assert report.difference is not None and report.difference < 1e-4
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_shared_layout_is_taken_in_mixed_precision_too(family: str) -> None:
+    precision = partial(torch.autocast, "cpu", torch.bfloat16)
+    report = check_layout(make_hybrid(family), ForwardOptions(), precision)
+    assert (report.layout, report.reason) == ("shared", None)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "lfm2"])
+def test_layers_that_are_computed_again_get_the_order_of_their_pass(family: str) -> None:
+    batch, results = batch_of(2), []
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    for checkpointing in (False, True):
+        model = make_hybrid(family).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = (weights * score_tokens(model, batch, OPTIONS).logprobs).sum()
+        results.append(gradients(model, loss))
+        unplug(model)
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_pass_between_forward_and_backward_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_hybrid("qwen3_5").train(), batch_of(2)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = score_tokens(model, batch, OPTIONS).logprobs.sum()
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("routed")
+
+    with torch.no_grad(), monkeypatch.context() as patch:
+        for name in recurrent_layers._COUNTERPARTS:
+            patch.setitem(recurrent_layers._COUNTERPARTS, name, refuse)
+        between = model(input_ids=ids).logits
+    torch.testing.assert_close(between, expected, rtol=0, atol=1e-5)  # some processors round attention otherwise
+    monkeypatch.setitem(recurrent_layers._COUNTERPARTS, "torch_chunk_gated_delta_rule", refuse)
+    with pytest.raises(AssertionError, match="routed"):  # the backward pass is routed
+        loss.backward()
+    unplug(model)
+
+
+def test_a_model_on_another_thread_is_its_own() -> None:
+    policy, judge, batch = make_hybrid("qwen3_5"), make_hybrid("qwen3_5", seed=1), batch_of(2)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected = judge(input_ids=ids).logits
+    found: list[torch.Tensor] = []
+
+    def ask() -> None:
+        with torch.no_grad():
+            found.append(judge(input_ids=ids).logits)
+
+    def ask_aside(*_: Any) -> None:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    policy.model.layers[1].register_forward_hook(ask_aside)
+    with torch.no_grad():
+        score_tokens(policy, batch, OPTIONS)
+    assert found and all(torch.equal(logits, expected) for logits in found)
+
+
+def test_a_model_that_computes_its_recurrence_itself_stays_dense() -> None:
+    report = check_layout(make_hybrid("minimax"), ForwardOptions())
+    assert report.layout == "dense" and "layers of type linear_attention" in str(report.reason)
+
+
+def random_segments(lengths: list[tuple[int, list[int]]]) -> tuple[list[Segment], list[list[int]]]:
+    """Segments of (prompt length, lengths of its rows), and the flat places of each row with its prompt."""
+    segments: list[Segment] = []
+    rows: list[list[int]] = []
+    start = 0
+    for number, (prompt_length, row_lengths) in enumerate(lengths):
+        shared = Segment(start, prompt_length, 0, number)
+        segments.append(shared)
+        prompt_places = list(range(start, start + prompt_length))
+        start += prompt_length
+        for row, length in enumerate(row_lengths):
+            segments.append(Segment(start, length, prompt_length, number, row, shared))
+            rows.append([*prompt_places, *range(start, start + length)])
+            start += length
+    return segments, rows
+
+
+SEGMENTS = st.lists(
+    st.tuples(st.integers(1, 70), st.lists(st.integers(0, 150), min_size=0, max_size=4)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SEGMENTS, st.integers(0, 2**16), st.sampled_from([1, 16, 64]))
+def test_states_pass_through_chunks_as_through_tokens(
+    lengths: list[tuple[int, list[int]]], seed: int, size: int
+) -> None:
+    """h <- a h + x by chunks, against a float64 loop over the tokens of each row."""
+    segments, rows = random_segments(lengths)
+    total = sum(segment.length for segment in segments)
+    generator = torch.Generator().manual_seed(seed)
+    decay, value = torch.rand(2, total, generator=generator, dtype=torch.float64)
+    recurrence = Recurrence(segments)
+    chunks = recurrence.chunks(torch.device("cpu"), size)
+    log_decays, inputs = chunks.steps(chunks.split(decay.log()).cumsum(-1)), chunks.steps(chunks.split(value))
+
+    def advance(step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_decay = log_decays[step]
+        kept = log_decay.exp()
+        between = (log_decay[:, :, None] - log_decay[:, None, :]).exp().tril()
+        output = kept * state[:, None] + (between @ inputs[step][..., None]).squeeze(-1)
+        return output, output[:, -1]
+
+    measured = chunks.join(recurrence.scan(chunks, lambda n: torch.zeros(n, dtype=torch.float64), advance))
+    for places in rows:
+        state = 0.0
+        for place in places:
+            state = float(decay[place]) * state + float(value[place])
+            assert float(measured[place]) == pytest.approx(state, rel=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEGMENTS, st.integers(0, 2**16))
+def test_the_gated_delta_rule_is_the_recurrence_of_its_paper(lengths: list[tuple[int, list[int]]], seed: int) -> None:
+    segments, rows = random_segments(lengths)
+    total, heads, width = sum(segment.length for segment in segments), 2, 3
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 1, total, heads, width, generator=generator, dtype=torch.float64)
+    g = -torch.rand(1, total, heads, generator=generator, dtype=torch.float64)
+    beta = torch.rand(1, total, heads, generator=generator, dtype=torch.float64)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    measured, _ = gated_delta_rule(Recurrence(segments), q, k, v, g=g, beta=beta)
+    for places in rows:
+        state = torch.zeros(heads, width, width, dtype=torch.float64)
+        for place in places:
+            key, value, b = k[0, place, :, :, None], v[0, place, :, None, :], beta[0, place, :, None, None]
+            state = g[0, place].exp()[:, None, None] * state
+            state = state + b * key @ (value - key.mT @ state)
+            expected = (q[0, place, :, None, :] @ state).squeeze(1) * width**-0.5
+            torch.testing.assert_close(measured[0, place], expected, rtol=1e-8, atol=1e-10)
