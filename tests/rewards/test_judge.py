@@ -157,6 +157,33 @@ def test_a_request_is_sent_once_and_kept_on_disk(server, tmp_path):
     assert metrics["judge/cost"] == pytest.approx((100 * 2.0 + 2 * 10.0) / 1e6)
 
 
+def test_equal_requests_of_a_batch_are_sent_once(server):
+    replies = iter("456")
+    server.answer = lambda text: next(replies)
+    rewards, metrics = ask(judge(model="m", base_url=server.url), ["a", "b", "a", "a"])
+    assert len(server.seen) == 2
+    assert rewards[0] == rewards[2] == rewards[3] != rewards[1]
+    assert metrics["judge/requests"] == 2
+
+
+@pytest.mark.fault(
+    "the cache of a judge cannot be opened, is locked, damaged or full",
+    "one warning; requests are sent without it",
+    "the replies it would have kept",
+)
+@pytest.mark.parametrize("damage", ["no database", "no folder"])
+def test_a_cache_that_cannot_be_used_is_a_warning(server, tmp_path, caplog, damage):
+    path = tmp_path / "replies.db" if damage == "no database" else tmp_path / "missing" / "replies.db"
+    if damage == "no database":
+        path.write_text("these are notes, and no database" * 40)
+    reward = judge(model="m", base_url=server.url, cache=path)
+    assert ask(reward, ["a", "b"])[0] == [0.8, 0.8]
+    assert ask(reward, ["a"])[0] == [0.8]
+    (text,) = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
+    assert text.startswith(f"judge: the cache {path} cannot be used")
+    assert len(server.seen) == 3
+
+
 def test_requests_keep_to_the_limits(server):
     ask(judge(model="m", base_url=server.url, max_concurrency=2), [str(i) for i in range(8)])
     assert server.most_at_once == 2

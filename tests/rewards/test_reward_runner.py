@@ -465,7 +465,7 @@ def test_processing_classes_of_functions_are_ignored():
 
 def test_a_missing_math_verify_fails_at_construction(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'groupgrad\[math\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'math-verify"):
         RewardRunner([length, functools.partial(accuracy_reward, a=1)])
 
 

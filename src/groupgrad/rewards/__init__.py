@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from groupgrad.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
+from groupgrad.rewards.code_reward import code_reward
 from groupgrad.rewards.judge import judge
 from groupgrad.rewards.shaping import (
     get_cosine_scaled_reward,
@@ -16,6 +17,7 @@ from groupgrad.rewards.shaping import (
 __all__ = [
     "REWARD_FUNCTIONS",
     "accuracy_reward",
+    "code_reward",
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",

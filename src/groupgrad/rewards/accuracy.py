@@ -16,8 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def requires_math_verify(function: F) -> F:
-    """Decorator: `RewardRunner` then checks for math-verify before the first generation."""
-    function.__dict__["check_ready"] = _require_math_verify
+    """Decorator: `RewardRunner` checks for math-verify before the first generation, and starts no worker of its own."""
+    function.__dict__.update(check_ready=_require_math_verify, has_own_workers=True)
     return function
 
 

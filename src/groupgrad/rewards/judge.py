@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import re
 import sqlite3
@@ -18,6 +19,8 @@ from typing import Any, Literal
 from groupgrad import compat
 from groupgrad.errors import RewardError
 from groupgrad.rewards.text import completion_text, conversation_text
+
+logger = logging.getLogger(__name__)
 
 PROMPT = """Rate the answer to the question from 0 (useless) to 10 (perfect). Reply with the number alone.
 
@@ -47,10 +50,10 @@ class judge:
     trainer = GRPOTrainer(model=..., reward_funcs=reward, ...)
     ```
 
-    Requests run at the same time as other async rewards. Failed requests (no connection, time out, codes 408, 409, 429
-    and 5xx) are repeated with growing pauses, which a `Retry-After` of the server overrides. Metrics: `judge/requests`,
-    `judge/cached`, `judge/unread`, `judge/failed`, `judge/tokens`, and `judge/cost` where a price is given; all are
-    totals of this process.
+    Requests run at the same time as other async rewards. Equal requests of a batch are sent once. Failed requests (no
+    connection, time out, codes 408, 409, 429 and 5xx) are repeated with growing pauses, which a `Retry-After` of the
+    server overrides. Metrics: `judge/requests`, `judge/cached`, `judge/unread`, `judge/failed`, `judge/tokens`, and
+    `judge/cost` where a price is given; all are totals of this process.
 
     Raises:
         ImportError: the package `openai` is missing.
@@ -78,7 +81,8 @@ class judge:
     on_failure: Literal["error"] | float | None = "error"
     """Reward of a completion whose request failed for good: "error" ends the run, None leaves it unscored."""
     cache: str | Path | None = None
-    """SQLite file with the replies; the same request is then sent once, in later runs too."""
+    """SQLite file with the replies; the same request is then sent once, in later runs too. A file that cannot be used
+    is a warning, and the run goes on without it."""
     price: tuple[float, float] | None = None
     """Price of a million tokens of requests and of replies."""
     request_options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
@@ -97,6 +101,7 @@ class judge:
         self.__name__ = "judge"
         self._counts = {"requests": 0.0, "cached": 0.0, "unread": 0.0, "failed": 0.0, "tokens": 0.0, "cost": 0.0}
         self._next_at = 0.0
+        self._cache_failed = False
 
     async def __call__(
         self, prompts: list[Any], completions: list[Any], log_metric: Callable[..., None] | None = None, **columns: Any
@@ -116,8 +121,10 @@ class judge:
                 | {"prompt": conversation_text(prompts[row]), "completion": completion_text(completions[row])}
                 for row in range(len(completions))
             ]
-            replies = await asyncio.gather(*(self._ask(client, limit, self.prompt.format(**row)) for row in rows))
-        rewards = [self._reward(reply) for reply in replies]
+            texts = [self.prompt.format(**row) for row in rows]
+            distinct = list(dict.fromkeys(texts))
+            replies = dict(zip(distinct, await asyncio.gather(*(self._ask(client, limit, t) for t in distinct))))
+        rewards = [self._reward(replies[text]) for text in texts]
         if log_metric is not None:
             for name, value in self._counts.items():
                 if name != "cost" or self.price is not None:
@@ -185,10 +192,20 @@ class judge:
         self._query("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
 
     def _query(self, statement: str, *values: str) -> list[Any]:
-        """Rows of the cache; none without a cache."""
-        if self.cache is None:
+        """Rows of the cache; none without a cache, or if it fails, from which on there is none."""
+        if self.cache is None or self._cache_failed:
             return []
-        # A connection for each use, since ranks and runs share the file and threads may not share a connection.
-        with closing(sqlite3.connect(str(self.cache), timeout=30.0)) as connection, connection:
-            connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT)")
-            return connection.execute(statement, values).fetchall()
+        try:
+            # A connection for each use, since ranks and runs share the file and threads may not share a connection.
+            with closing(sqlite3.connect(str(self.cache), timeout=30.0)) as connection, connection:
+                connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT)")
+                return connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            self._cache_failed = True
+            logger.warning(
+                "judge: the cache %s cannot be used (%s: %s); replies are no longer kept, and every request is sent",
+                self.cache,
+                type(error).__name__,
+                error,
+            )
+            return []

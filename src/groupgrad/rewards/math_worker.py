@@ -1,28 +1,18 @@
-"""Child process that parses and compares mathematical answers: `python -m groupgrad.rewards.math_worker`.
+"""Parses and compares mathematical answers, in a worker process of `MathVerifier`.
 
-A formula such as 9^{9^{9^{9}}} keeps the interpreter inside one C call that no timeout in Python can interrupt. The
-comparison therefore runs in a process that `MathVerifier` can kill. Requests and replies are JSON objects, one a line:
-
-    {"gold": "72", "answer": "so \\boxed{72}" or null, "timeout_s": 10}
-    {"correct": true, "gold": "72", "answer": "72"}
-
-The reply holds the source texts of what was parsed; `gold` and `correct` are null if the gold cannot be parsed, and
-`answer` is null if none was found. Before the first request the process writes `{"ready": true}` or
-`{"ready": false, "error": "..."}`.
+A formula such as 9^{9^{9^{9}}} keeps the interpreter inside one C call that no timeout in Python can interrupt, so the
+comparison runs in a process that can be killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
 import re
-import signal
-import sys
 from functools import lru_cache
 from typing import Any
 
-MEMORY_LIMIT_BYTES = 4 << 30
 _MATH_DELIMITER = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
 _PLAIN_NUMBER = re.compile(r"[-+]?\d[\d ,]*(\.\d+)?\s*%?")
 _TEXT_GROUP = re.compile(r"\\(text|mathrm|textbf|mbox|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+")
@@ -64,7 +54,11 @@ def parse_answer(text: str) -> list[Any]:
 
 
 def judge(gold: str, answer: str | None) -> dict[str, Any]:
-    """Compares an answer with a gold solution and returns the reply."""
+    """Compares an answer with a gold solution and returns the fields of a `Verdict`.
+
+    `gold` and `answer` are the source texts of what was parsed; `gold` and `correct` are None if the gold cannot be
+    parsed, and `answer` is None if none was found.
+    """
     from math_verify import verify
 
     parsed_gold: tuple[Any, ...] = ()
@@ -80,53 +74,16 @@ def judge(gold: str, answer: str | None) -> dict[str, Any]:
     return {"correct": correct, "gold": _source(parsed_gold), "answer": _source(parsed) if parsed else None}
 
 
-def main() -> None:
-    """Answers requests until standard input ends."""
-    # Replies go to the original standard output; whatever libraries print goes to standard error.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def prepare() -> None:
+    """Loads math-verify in a new process, whose output is dropped: libraries print remarks about formulas."""
+    import math_verify  # noqa: F401
 
-    def reply(message: dict[str, Any]) -> None:
-        out.write(json.dumps(message) + "\n")
-        out.flush()
-
-    _limit_memory()
-    try:
-        import logging
-
-        import math_verify  # noqa: F401
-
-        logging.disable(logging.WARNING)
-    except Exception as error:
-        reply({"ready": False, "error": f"{type(error).__name__}: {error}"})
-        return
-    reply({"ready": True})
-    for line in sys.stdin:
-        request = json.loads(line)
-        # If the parent dies while a formula hangs, the kernel ends this process; no Python handler has to run.
-        _alarm(int(request["timeout_s"]) + 5)
-        reply(judge(request["gold"], request["answer"]))
-        _alarm(0)
+    logging.disable(logging.WARNING)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def _source(parsed: Any) -> str:
     texts = [item for item in parsed if isinstance(item, str)]
     return texts[-1] if texts else str(parsed[0])
-
-
-def _alarm(seconds: int) -> None:
-    if hasattr(signal, "alarm"):
-        signal.alarm(seconds)
-
-
-def _limit_memory() -> None:
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    except (ImportError, ValueError, OSError):
-        pass  # this system has no memory limits; the deadline still applies
-
-
-if __name__ == "__main__":
-    main()

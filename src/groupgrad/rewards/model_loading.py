@@ -76,8 +76,14 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
     # Sizes are compared below, since the library's own error does not mention labels.
     kwargs["ignore_mismatched_sizes"] = True
-    with loading_unsharded():
-        model, loading_info = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
+    try:
+        with loading_unsharded():
+            model, loading_info = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
+    except OSError as error:
+        raise OSError(
+            f"reward_funcs has {name!r}, a text, which stands for a sequence-classification model, and it cannot be "
+            f"loaded: {error}; correct the name, or give the function itself"
+        ) from error
     mismatched = [key[0] if isinstance(key, (tuple, list)) else key for key in loading_info["mismatched_keys"]]
     if mismatched:
         raise ValueError(

@@ -58,7 +58,7 @@ class RewardModel:
         self._tokenizer = getattr(processing_class, "tokenizer", processing_class)
         has_template = getattr(processing_class, "chat_template", None)
         self._formatter = processing_class if has_template else self._tokenizer
-        self._outside_text = OutsideText(self._tokenizer)
+        self._outside_text = OutsideText(self._tokenizer, options.chat_template_kwargs)
         self._pad_id = set_padding(self._tokenizer, self.model, self.name)
         self._max_length = max_input_tokens(self.model)
         self._warned_truncated = False
@@ -160,7 +160,8 @@ class RewardModel:
                 messages = [as_text(message) for message in drop_empty_fields([*prompt, *reply])]
                 messages = self._outside_text.mark(messages, with_added=False)
                 kwargs = self._options.chat_template_kwargs or {}
-                text = self._formatter.apply_chat_template(messages, tokenize=False, **kwargs)
+                render = functools.partial(self._formatter.apply_chat_template, tokenize=False, **kwargs)
+                text = self._outside_text.render(render, messages)
             else:
                 answer = completion if isinstance(completion, str) else rollout.text
                 text = prompt + self._outside_text.mark(answer, with_added=False)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import functools
-import inspect
 import itertools
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 from groupgrad.activity import doing
 from groupgrad.concurrency.callables import innermost
-from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.metrics import merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import CallInputs, CallLog, LogMisuse
+from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
 from groupgrad.rewards.functions import RewardFunction, call_error, distinct_names, inspect_function, read_rewards
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
+from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions, failure, pause_s
 from groupgrad.telemetry.completions import TABLE_COLUMNS
 from groupgrad.types import RewardTable, Rollout
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RewardFunc = Union[str, "PreTrainedModel", Callable[..., Any]]
-_Outcome = tuple[Any, BaseException | None]
-"""Return value of an awaitable, or None and its exception."""
 
 
 class RewardRunner:
@@ -42,7 +40,8 @@ class RewardRunner:
     which are loaded with the options of `models`. `processing_classes` are the models' tokenizers: None, one for a
     single item, or a list as long as the items, in which entries of callables are ignored. `own_names` names the
     rewards that rollouts bring along (`Rollout.own_rewards`): they become further columns of the table, and with them
-    `reward_funcs` may be empty. ValueError or TypeError for arguments that cannot work.
+    `reward_funcs` may be empty. `supervision` has deadlines, worker processes, retries, and what a failure means.
+    ValueError or TypeError for arguments that cannot work.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class RewardRunner:
         *,
         models: RewardModelOptions | None = None,
         own_names: Sequence[str] = (),
+        supervision: SupervisionOptions | None = None,
     ):
         items: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not items and not own_names:
@@ -65,8 +65,13 @@ class RewardRunner:
         self.names: list[str] = distinct_names([*(scorer.name for scorer in self._scorers), *own_names])
         for scorer, name in zip(self._scorers, self.names):
             scorer.name = name
-        self._loop = LoopThread()
+        self.supervision = supervision or SupervisionOptions()
+        functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
+        _check_failure_names(self.supervision, [function.name for function in functions])
+        self._calls = FunctionCalls(functions, self.supervision)
+        self._statistics = {function.name: CallStatistics() for function in functions}
         self._warned_unscored = False
+        self._warned_failed: set[str] = set()
 
     @property
     def functions(self) -> list[Any]:
@@ -78,6 +83,11 @@ class RewardRunner:
         functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
         missing = {function.name: function.missing(columns) for function in functions}
         return {name: arguments for name, arguments in missing.items() if arguments}
+
+    @property
+    def num_workers(self) -> int:
+        """Number of worker processes."""
+        return self._calls.num_workers
 
     @property
     def may_log_metrics(self) -> bool:
@@ -98,9 +108,10 @@ class RewardRunner:
     def score(self, rollouts: Sequence[Rollout], *, trainer_state: Any = None, step: int = 0) -> RewardTable:
         """Returns the rewards of rollouts, (B, R) in their order, NaN for None and NaN. Local, no collective.
 
-        Async functions start first and run concurrently while plain functions and models run in order. Failed rollouts
-        get NaN and are not passed to any function. RewardError, from the original, if a function raises or returns
-        unusable rewards, and for SystemExit; KeyboardInterrupt is raised as it is.
+        Functions that are async or have a worker process start first and run concurrently, while other functions and
+        models run in order. Failed rollouts get NaN and are not passed to any function. RewardError, from the original,
+        if a function returns unusable rewards, or if it raises, passes its deadline or ends its process and
+        `supervision` has no other answer to that; SystemExit is such an error, KeyboardInterrupt is raised as it is.
         """
         table = RewardTable(torch.full((len(rollouts), len(self.names)), torch.nan, dtype=torch.float64), self.names[:])
         rows = [row for row, rollout in enumerate(rollouts) if rollout.is_scorable]
@@ -108,7 +119,7 @@ class RewardRunner:
             return table
         inputs = CallInputs.of([rollouts[row] for row in rows], trainer_state, step)
         logs = [CallLog(scorer.name, len(rows), step) for scorer in self._scorers]
-        rewards = self._call_all(inputs, logs)
+        rewards = self._call_all(inputs, logs, table.seconds)
         own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
         own = [[torch.nan if value is None else value for value in values] for values in own]
         table.rewards[rows] = torch.tensor([*rewards, *own], dtype=torch.float64).T
@@ -118,74 +129,111 @@ class RewardRunner:
                 by_row = dict(zip(rows, values))
                 table.columns[name] = [by_row.get(row) for row in range(len(rollouts))]
         table.metrics = merge_all(log.metrics for log in logs)
-        self._warn_unscored(table.rewards[rows], inputs)
+        if not any(statistics.failures for statistics in self._statistics.values()):
+            self._warn_unscored(table.rewards[rows], inputs)
+        for name, statistics in self._statistics.items():
+            metrics = statistics.take(name)
+            table.metrics |= metrics if self.supervision.is_active else {}
         return table
 
-    def close(self) -> None:
-        """Ends the thread of the async functions. May be called any number of times."""
-        self._loop.close()
+    def close_workers(self) -> None:
+        """Ends the worker processes of reward functions; the next call starts them again."""
+        self._calls.close_workers()
 
-    def _call_all(self, inputs: CallInputs, logs: list[CallLog]) -> list[list[float]]:
-        """Returns the rewards of all functions and models, in order. A failure cancels the pending async calls."""
-        pending: dict[int, concurrent.futures.Future[_Outcome]] = {}
+    def close(self) -> None:
+        """Ends the thread of the async functions, and worker processes. May be called any number of times."""
+        self._calls.close()
+
+    def _call_all(self, inputs: CallInputs, logs: list[CallLog], seconds: dict[str, float]) -> list[list[float]]:
+        """Returns the rewards of all functions and models, in order, and notes the seconds of each.
+
+        A failure cancels the pending calls.
+        """
+        begun: dict[int, BegunCall] = {}
         rewards: dict[int, list[float]] = {}
         try:
             for i, scorer in enumerate(self._scorers):
-                if isinstance(scorer, RewardFunction) and scorer.is_async:
-                    call = functools.partial(scorer.call, **scorer.arguments(inputs, logs[i]))
-                    pending[i] = self._loop.submit(_outcome(call))
-            for i, scorer in enumerate(self._scorers):
-                if i not in pending:
-                    rewards[i] = self._score(scorer, inputs, logs[i])
-            for i, future in pending.items():
-                rewards[i] = self._score(self._scorers[i], inputs, logs[i], future)
+                if isinstance(scorer, RewardFunction) and self._calls.runs_at_once(scorer):
+                    begun[i] = self._calls.begin(scorer, inputs, logs[i])
+            for i in sorted(range(len(logs)), key=begun.__contains__):
+                scorer = self._scorers[i]
+                if isinstance(scorer, RewardFunction):
+                    rewards[i] = self._score(i, scorer, inputs, logs, begun)
+                    seconds[scorer.name] = self._statistics[scorer.name].times[-1]
+                else:
+                    started = time.perf_counter()
+                    with doing(f"the reward model {scorer.name!r}", inputs.describe_all):
+                        rewards[i] = scorer.score(inputs, logs[i])
+                    seconds[scorer.name] = time.perf_counter() - started
             return [rewards[i] for i in range(len(logs))]
         finally:
-            for future in pending.values():
-                future.cancel()
+            for call in begun.values():
+                call.cancel()
 
     def _score(
-        self,
-        scorer: RewardFunction | RewardModel,
-        inputs: CallInputs,
-        log: CallLog,
-        pending: concurrent.futures.Future[_Outcome] | None = None,
+        self, index: int, function: RewardFunction, inputs: CallInputs, logs: list[CallLog], begun: dict[int, BegunCall]
     ) -> list[float]:
-        """Calls a model or a plain function, or waits for a pending async function. Returns one reward a row."""
-        if isinstance(scorer, RewardModel):
-            with doing(f"the reward model {scorer.name!r}", inputs.describe_all):
-                return scorer.score(inputs, log)
-        arguments = scorer.arguments(inputs, log) if pending is None else {}
-        try:
-            with doing(f"the reward function {scorer.name!r}", inputs.describe_all):
-                returned = self._call(scorer, arguments) if pending is None else _result(pending)
-        except LogMisuse:
-            raise
-        except (Exception, SystemExit) as error:
-            row = self._failing_row(scorer, inputs, error) if isinstance(error, Exception) else None
-            raise call_error(error, scorer.name, inputs, row) from error
-        finally:
-            log.close()
-        return read_rewards(returned, scorer.name, inputs)
+        """Waits for a function's call, begins it anew after transient errors, and returns one reward a row."""
+        statistics, seconds = self._statistics[function.name], 0.0
+        for attempt in itertools.count(1):
+            with doing(f"the reward function {function.name!r}", inputs.describe_all):
+                if index not in begun:
+                    begun[index] = self._calls.begin(function, inputs, logs[index])
+                try:
+                    outcome = begun[index].finish()
+                finally:
+                    logs[index].close()
+                seconds += outcome.seconds
+                error = outcome.error
+                if error is None or attempt > self.supervision.retries or not self.supervision.is_transient(error):
+                    break
+                pause = pause_s(attempt)
+                logger.warning("%s; called again in %g s", call_error(error, function.name, inputs), pause)
+                time.sleep(pause)
+            logs[index] = CallLog(function.name, len(inputs.rollouts), inputs.step)
+            del begun[index]
+        statistics.times.append(seconds)
+        if error is None:
+            return read_rewards(outcome.value, function.name, inputs)
+        statistics.failures += 1
+        statistics.timeouts += outcome.timed_out
+        return self._failed(function, error, inputs)
 
-    def _call(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
-        returned = function.call(**arguments)
-        if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an async one
-            return _result(self._loop.submit(_outcome(lambda: returned)))
-        return returned
+    def _failed(self, function: RewardFunction, error: BaseException, inputs: CallInputs) -> list[float]:
+        """The rewards of a call that failed for good, or its error."""
+        if isinstance(error, (LogMisuse, KeyboardInterrupt)):
+            raise error
+        action = self.supervision.action(function.name)
+        described = failure(error, function.name, inputs, self.supervision.timeout_s)
+        if action == "error":
+            if described is None:
+                row = self._failing_row(function, inputs, error) if isinstance(error, Exception) else None
+                described = call_error(error, function.name, inputs, row)
+            raise described from error
+        if function.name not in self._warned_failed:
+            self._warned_failed.add(function.name)
+            logger.warning(
+                "%s. These rows get %s, as on_reward_failure says; said once for each function, "
+                "rewards/%s/failures counts the calls",
+                described or call_error(error, function.name, inputs),
+                "no reward" if action is None else f"the reward {action:g}",
+                function.name,
+            )
+        return [torch.nan if action is None else action] * len(inputs.rollouts)
 
     def _failing_row(self, function: RewardFunction, inputs: CallInputs, error: Exception) -> int | None:
         """Finds the row that raises `error` by calling a plain function on one row at a time."""
         if len(inputs.rollouts) == 1:
             return 0
+        gives_up_at = time.monotonic() + (self.supervision.timeout_s or math.inf)
         for row in range(0 if function.is_async else len(inputs.rollouts)):
             log = CallLog(function.name, 1, inputs.step)
-            try:
-                self._call(function, function.arguments(inputs.only(row), log))
-            except Exception as single_error:
-                # Another exception may come from the size of the batch, such as a statistic over too few rows.
-                if type(single_error) is type(error):
-                    return row
+            single = self._calls.begin(function, inputs.only(row), log).finish()
+            # Another exception may come from the size of the batch, such as a statistic over too few rows.
+            if type(single.error) is type(error):
+                return row
+            if time.monotonic() > gives_up_at:
+                break
         return None
 
     def _warn_unscored(self, rewards: torch.Tensor, inputs: CallInputs) -> None:
@@ -202,21 +250,6 @@ class RewardRunner:
                 " and ".join(map(repr, self.names)),
                 inputs.describe(unscored[0]),
             )
-
-
-async def _outcome(call: Callable[[], Any]) -> _Outcome:
-    """Awaits a call. Exceptions are returned: KeyboardInterrupt and SystemExit, if raised, would end the event loop."""
-    try:
-        return await call(), None
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        return None, error
-
-
-def _result(future: concurrent.futures.Future[_Outcome]) -> Any:
-    returned, error = future.result()
-    if error is not None:
-        raise error
-    return returned
 
 
 def _align(processing_classes: Any, count: int) -> list[Any]:
@@ -248,6 +281,16 @@ def _check(item: Any) -> None:
         raise TypeError(
             f"reward_funcs contains {item!r} ({type(item).__name__}), which cannot be called; give functions, callable "
             "objects, sequence-classification models or the names of such models"
+        )
+
+
+def _check_failure_names(supervision: SupervisionOptions, names: list[str]) -> None:
+    """ValueError if what a failure means is said of a function that does not exist."""
+    named = supervision.on_failure if isinstance(supervision.on_failure, Mapping) else {}
+    if unknown := [name for name in named if name not in names]:
+        raise ValueError(
+            f"on_reward_failure names {', '.join(map(repr, unknown))}, and the reward functions are "
+            f"{', '.join(map(repr, names)) or 'none'}; use their names"
         )
 
 

@@ -1,0 +1,105 @@
+"""Deadlines, retries and failures of reward functions: the options, and what is counted."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from groupgrad import dist
+from groupgrad.concurrency.worker_main import class_names
+from groupgrad.concurrency.worker_process import WorkerDied
+from groupgrad.concurrency.workers import NoAnswer
+from groupgrad.errors import RewardError
+from groupgrad.metrics import Metric, maximum, total
+from groupgrad.rewards.call_inputs import CallInputs
+
+FailureAction = Literal["error"] | float | None
+"""The reward of the rows of a failed call: a number, None for no reward, or an error."""
+
+NUM_TIMES = 200
+"""Calls whose durations are kept for the percentiles."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(slots=True, frozen=True)
+class SupervisionOptions:
+    """Settings that supervise the calls of reward functions."""
+
+    timeout_s: float | None = None
+    """Seconds for one attempt of one call; None is no limit."""
+    num_workers: int = 0
+    """Processes that run the plain functions; 0: the training process."""
+    worker_memory_bytes: int | None = None
+    retries: int = 0
+    """Further attempts after a transient error."""
+    transient_errors: tuple[str, ...] = ("ConnectionError", "TimeoutError")
+    """Names of exception classes; their subclasses count too."""
+    on_failure: FailureAction | Mapping[str, FailureAction] = "error"
+    """One for all functions, or by name; functions without an entry end the run."""
+    seed: int = 0
+    """Seed of the random streams in worker processes."""
+
+    @property
+    def is_active(self) -> bool:
+        """True if anything is supervised."""
+        return self.timeout_s is not None or bool(self.num_workers or self.retries) or self.on_failure != "error"
+
+    def action(self, name: str) -> FailureAction:
+        """Returns the outcome of a failed call of this function."""
+        return self.on_failure.get(name, "error") if isinstance(self.on_failure, Mapping) else self.on_failure
+
+    def is_transient(self, error: BaseException) -> bool:
+        """True for an exception of a function that is worth another attempt; not for a passed deadline."""
+        names = set(class_names(error))
+        return not isinstance(error, NoAnswer) and not names.isdisjoint(self.transient_errors)
+
+
+def pause_s(attempt: int) -> float:
+    """Seconds before another attempt, after this many."""
+    return min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
+
+
+@dataclass(slots=True)
+class CallStatistics:
+    """Durations and failures of the calls of one function on this rank."""
+
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
+    """Seconds of the last calls, all attempts together."""
+    failures: int = 0
+    """Failed calls since the last `take`, those past the deadline too."""
+    timeouts: int = 0
+
+    def take(self, name: str) -> dict[str, Metric]:
+        """The metrics of the last call; over several ranks those of the slowest."""
+        median, late = np.percentile(self.times, [50, 95]) if self.times else (math.nan, math.nan)
+        metrics = {
+            f"time/rewards/{name}/p50": maximum(float(median)),
+            f"time/rewards/{name}/p95": maximum(float(late)),
+            f"time/rewards/{name}/max": maximum(self.times[-1] if self.times else math.nan),
+            f"rewards/{name}/failures": total(self.failures),
+            f"rewards/{name}/timeouts": total(self.timeouts),
+        }
+        self.failures = self.timeouts = 0
+        return metrics
+
+
+def failure(error: BaseException, name: str, inputs: CallInputs, timeout_s: float | None) -> RewardError | None:
+    """The error of a call that has passed its deadline or ended its process; None for what the function raised."""
+    place = f"(step {inputs.step}, rank {dist.rank()}, {inputs.describe_all()})"
+    if isinstance(error, NoAnswer):
+        return RewardError(
+            f"reward function '{name}' took longer than reward_timeout_s={timeout_s:g} {place}; make it faster, raise "
+            "reward_timeout_s, or set on_reward_failure to 'none' or a reward"
+        )
+    if isinstance(error, WorkerDied):
+        return RewardError(
+            f"the worker process of reward function '{name}' {error} {place}; set on_reward_failure to 'none' or a "
+            "reward to go on without these rows"
+        )
+    return None
