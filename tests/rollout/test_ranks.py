@@ -61,7 +61,7 @@ def test_the_main_process_has_all_records_in_row_order(results):
 
 def test_a_reward_that_fails_on_one_rank_stops_all(results):
     assert results["1of2"]["broken"][0] == "RewardError"
-    assert results["0of2"]["broken"][0] == "RuntimeError"
+    assert results["0of2"]["broken"][0] == "RankError"
     assert "rank 1 failed with RewardError" in results["0of2"]["broken"][1]
 
 

@@ -55,6 +55,10 @@ class Experience:
     """Over all ranks; NaN if nothing was scored."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """One for each rollout of all ranks, in row order, for the completions table; empty unless asked for."""
+    table: RewardTable | None = None
+    """(B, R) rewards of the rollouts."""
+    rewards: list[float] = field(default_factory=list)
+    """(B,) weighted rewards of the rollouts, NaN where nothing was scored."""
 
 
 class ScoringHooks(Protocol):
@@ -122,7 +126,8 @@ class ExperienceCollector:
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
         records = self._records(rollouts, table, advantages, request.step)
         mean_reward = float(result.combined.nanmean())
-        return Experience(rollouts, advantages, batch, metrics, tokens, mean_reward, records)
+        own = result.combined[[rollout.index for rollout in rollouts]].tolist()
+        return Experience(rollouts, advantages, batch, metrics, tokens, mean_reward, records, table, own)
 
     def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
         """The advantages of all N rows of a generation batch from (N, R) rewards, NaN where not scored."""
@@ -132,7 +137,8 @@ class ExperienceCollector:
         )
 
     def close(self) -> None:
-        """Releases the engine, tools and environments that make rollouts. May be called any number of times."""
+        """Releases the engine, tools, environments and reward workers. May be called any number of times."""
+        self.rewards.close_workers()
         if self._prefetcher is not None:
             self._prefetcher.close()
         self.rollouts.close()

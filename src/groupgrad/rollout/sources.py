@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 
 from groupgrad.chat import ChatFormat, PlainFormat
 from groupgrad.concurrency.callables import is_async
+from groupgrad.data.columns import prompt_rows
 from groupgrad.data.prompts import PromptMaker, drop_empty_fields
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.envs.environments import ENV_COLUMN, Environments
@@ -94,7 +95,7 @@ class RolloutComponents:
             for row in rows:
                 self.environments.spec_of(row)
         if prompt is not None and max_context is not None:
-            prompts = dataset["prompt"] if isinstance(dataset, Dataset) else [prompt]
+            prompts = [row["prompt"] for row in prompt_rows(dataset)]
             longest = max(prompts, key=lambda messages: sum(len(str(message)) for message in messages))
             self._check_length(longest, argument, max_context)
 
