@@ -69,6 +69,8 @@ def test_local_paths_stay_out_of_the_metadata(tmp_path, monkeypatch):
 
 
 def test_only_the_folder_is_required(tmp_path):
+    """An empty file, which a full disk leaves, is written anew."""
+    (tmp_path / "README.md").touch()
     text = write_run_card(SimpleNamespace(output_dir=tmp_path), SimpleNamespace())
     assert f"# `{tmp_path.name}`" in text
     assert "Training settings" not in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,9 @@ class MetricStore:
         """Replaces all metrics by those of a `state_dict`."""
         self._kinds = dict(state["kinds"])
         self._window = {key: [Metric(kind, value, weight)] for key, kind, value, weight in state["window"]}
+
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """None: on another number of ranks the metrics start anew."""
 
     def _folded(self) -> dict[str, Metric]:
         """Returns one metric a key, as floats."""

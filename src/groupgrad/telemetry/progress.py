@@ -50,6 +50,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self._has_sampled = False
         self._logged_at: float | None = None
         self._logged_step = 0
+        self.first_step = 0
+        """Optimizer step that training started or resumed from."""
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -88,6 +90,7 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self.close()
         self.phase, self._numbers, self._has_sampled = "idle", {}, False
         self._logged_at, self._logged_step = self._clock(), state.global_step
+        self.first_step = state.global_step
         if state.is_world_process_zero and _wants_bar(args):
             self._bar = self._new_bar(total=state.max_steps, initial=state.global_step, bar_format=_BAR)
             self._refresh()

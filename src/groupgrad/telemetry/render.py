@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from rich.text import Text
 
 from groupgrad.data.images import BLOCK_KEYS, image_blocks, image_of_block, is_image_block
@@ -85,10 +83,8 @@ def plain_value(value: Any) -> Any:
         return [plain_value(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((plain_value(item) for item in value), key=repr)
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if hasattr(value, "tolist"):  # arrays, tensors, NumPy scalars
         return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
     is_image = all(hasattr(value, name) for name in ("size", "mode", "save"))  # as Pillow's have
     return IMAGE_MARKER if is_image else plain_value(str(value))
 

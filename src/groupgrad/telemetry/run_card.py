@@ -111,7 +111,12 @@ def write_run_card(
     header = ModelCardData(**{**defaults, **fields}).to_yaml()
     card = ModelCard(f"---\n{header}\n---\n\n" + "\n\n".join(section for section in sections if section) + "\n")
     path = Path(str(config.output_dir)) / "README.md"
-    if path.is_file() and not any(mark in path.read_text(errors="replace") for mark in _REPLACED_CARDS):
+    # A full disk leaves an empty file.
+    if (
+        path.is_file()
+        and path.stat().st_size
+        and not any(mark in path.read_text(errors="replace") for mark in _REPLACED_CARDS)
+    ):
         if path not in _kept:
             _kept.add(path)
             logger.warning("%s is kept, since groupgrad has not written it; the run's model card is not written", path)

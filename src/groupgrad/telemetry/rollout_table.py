@@ -1,0 +1,218 @@
+"""Rollouts of a step as a table: one row a rollout, tokens as lists; the columns are in docs/run-folder.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from groupgrad.telemetry.render import plain_value
+from groupgrad.types import Rollout
+
+REWARD = "reward/"
+"""Prefix of the columns of single reward functions; the column `reward` is their weighted combination."""
+SECONDS = "seconds/"
+"""Prefix of the seconds of the call of a reward function that scored the row."""
+
+TRAINING = "train"
+"""The phase of training, as distinct from the prefixes of evaluations."""
+
+MAX_DATA_CHARS = 2000
+"""Characters of a data-set column that are stored."""
+
+_CALLS = pa.list_(
+    pa.struct([("name", pa.string()), ("failed", pa.bool_()), ("timed_out", pa.bool_()), ("seconds", pa.float64())])
+)
+_FLOAT_LISTS = ("logprobs", "entropy", "gradient_shares")
+
+
+@dataclass(slots=True)
+class StoredRows:
+    """The rows of a generation batch on this rank, in the order of `rollouts`. `L` counts their tokens."""
+
+    rollouts: Sequence[Rollout]
+    ids: np.ndarray
+    """(L,) completion token ids, end to end."""
+    offsets: np.ndarray
+    """(B+1,)."""
+    texts: list[str]
+    """(L,) text of each token."""
+    advantages: list[float]
+    reward_names: list[str]
+    rewards: list[list[float]]
+    """(B, R), NaN where not scored."""
+    combined: list[float]
+    """(B,) weighted reward, NaN where nothing was scored."""
+    num_generations: int
+    reward_seconds: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values that reward functions logged for the rows."""
+    logprobs: np.ndarray | None = None
+    """(L,) float32 nats, NaN where unknown."""
+    entropy: np.ndarray | None = None
+    """(L,) float32 nats, NaN where unknown."""
+    gradient_shares: np.ndarray | None = None
+    """(L,) float32 shares of the step's gradient, NaN where unknown."""
+    phase: str = TRAINING
+    """`train`, or the metric prefix of an evaluation."""
+    first_row: int = 0
+    """Number of the first row: an evaluation numbers the rows of all its batches."""
+
+    def select(self, rows: Sequence[int]) -> StoredRows:
+        """These rows alone."""
+        places = np.concatenate(
+            [np.zeros(0, dtype=np.int64), *(np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows)]
+        )
+        lengths = np.diff(self.offsets)[list(rows)]
+        return StoredRows(
+            rollouts=[self.rollouts[row] for row in rows],
+            ids=self.ids[places],
+            offsets=np.concatenate([[0], np.cumsum(lengths)]),
+            texts=[self.texts[place] for place in places.tolist()],
+            advantages=[self.advantages[row] for row in rows],
+            reward_names=self.reward_names,
+            rewards=[self.rewards[row] for row in rows],
+            combined=[self.combined[row] for row in rows],
+            num_generations=self.num_generations,
+            reward_seconds=self.reward_seconds,
+            columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
+            logprobs=None if self.logprobs is None else self.logprobs[places],
+            entropy=None if self.entropy is None else self.entropy[places],
+            gradient_shares=None if self.gradient_shares is None else self.gradient_shares[places],
+            phase=self.phase,
+            first_row=self.first_row,
+        )
+
+
+def to_table(step: int, rows: StoredRows) -> pa.Table:
+    """The rows as a table, with the number of the optimizer step that first trained on them."""
+    rollouts = rows.rollouts
+    prompts = [message_text(rollout.prompt.row["prompt"]) for rollout in rollouts]
+    media = [rollout.media or rollout.prompt.media for rollout in rollouts]
+    rewards = np.asarray(rows.rewards, dtype=np.float64).reshape(len(rollouts), len(rows.reward_names))
+    traces = [rollout.trace for rollout in rollouts]
+    count = len(rollouts)
+    numbers = [rows.first_row + rollout.index for rollout in rollouts]
+    columns: dict[str, Any] = {
+        "step": pa.array([step] * count, pa.int32()),
+        "phase": pa.array([rows.phase] * count, pa.string()),
+        "row": pa.array(numbers, pa.int32()),
+        "group": pa.array([number // rows.num_generations for number in numbers], pa.int32()),
+        "policy_version": pa.array([rollout.policy_version for rollout in rollouts], pa.int32()),
+        "prompt_id": pa.array([_digest(text, item.key if item else "") for text, item in zip(prompts, media)]),
+        "prompt": pa.array(prompts, pa.string()),
+        "completion": pa.array([message_text(rollout.completion) for rollout in rollouts], pa.string()),
+        "is_messages": pa.array([rollout.prompt.is_conversational for rollout in rollouts], pa.bool_()),
+        "reward": _numbers(rows.combined),
+        **{f"{REWARD}{name}": _numbers(rewards[:, place]) for place, name in enumerate(rows.reward_names)},
+        **{f"{SECONDS}{name}": _numbers([value] * count) for name, value in rows.reward_seconds.items()},
+        "advantage": _numbers(rows.advantages),
+        "gradient_share": _sums(rows.offsets, rows.gradient_shares),
+        "finish_reason": pa.array([rollout.finish_reason for rollout in rollouts], pa.string()),
+        "num_tokens": pa.array([rollout.num_sampled for rollout in rollouts], pa.int32()),
+        "turns": pa.array([1 if trace is None else trace.num_turns for trace in traces], pa.int32()),
+        "wait_s": _numbers([0.0 if trace is None else trace.wait_s for trace in traces]),
+        "problem": pa.array([trace.problem if trace else "" for trace in traces], pa.string()),
+        "tool_calls": pa.array([[] if trace is None else _calls(trace.tool_uses) for trace in traces], _CALLS),
+        "images": pa.array([image_hashes(item) for item in media], pa.list_(pa.string())),
+        "data": pa.array([_data(rollout.prompt.row) for rollout in rollouts], pa.string()),
+        "extra": pa.array([_extra(rows.columns, row) for row in range(count)], pa.string()),
+        "completion_ids": _lists(rows.offsets, pa.array(rows.ids, pa.int32())),
+        "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
+        "sampled": pa.array([rollout.sampled for rollout in rollouts], pa.list_(pa.bool_())),
+        "logprobs": _numbers_of_tokens(rows.offsets, rows.logprobs),
+        "entropy": _numbers_of_tokens(rows.offsets, rows.entropy),
+        "gradient_shares": _numbers_of_tokens(rows.offsets, rows.gradient_shares),
+    }
+    return pa.table(columns)
+
+
+def to_parquet(table: pa.Table) -> pa.Buffer:
+    """The bytes of a parquet file."""
+    sink = pa.BufferOutputStream()
+    strings = [f.name for f in table.schema if pa.types.is_string(f.type)]
+    encodings: dict[str, Any] = {
+        "use_dictionary": [*strings, "tokens.list.element", "completion_ids.list.element"],
+        "use_byte_stream_split": [f"{name}.list.element" for name in _FLOAT_LISTS],
+    }
+    pq.write_table(table, sink, compression="zstd", **encodings)
+    return sink.getvalue()
+
+
+def message_text(value: Any) -> str:
+    """A text as it is, and messages as JSON, images as a marker."""
+    return _unbroken(value) if isinstance(value, str) else json.dumps(plain_value(value), ensure_ascii=False)
+
+
+def image_hashes(media: Any) -> list[str]:
+    """Names of the images of a rollout: the digest of all of them, and the place of each."""
+    if media is None:
+        return []
+    key = hashlib.sha1(media.key.encode()).hexdigest()[:16]
+    return [f"{key}_{place}" for place in range(len(media.images))]
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha1("\0".join(parts).encode("utf-8", errors="replace")).hexdigest()[:12]
+
+
+def _unbroken(text: str) -> str:
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _numbers(values: Sequence[float] | np.ndarray) -> pa.Array:
+    return pa.array(np.asarray(values, dtype=np.float64), pa.float64(), from_pandas=True)
+
+
+def _lists(offsets: np.ndarray, values: pa.Array) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+
+
+def _numbers_of_tokens(offsets: np.ndarray, values: np.ndarray | None) -> pa.Array:
+    """Lists of float32, null for an unknown number; null lists if all numbers are unknown."""
+    if values is None:
+        return pa.nulls(len(offsets) - 1, pa.list_(pa.float32()))
+    return _lists(offsets, pa.array(values, pa.float32(), from_pandas=True))
+
+
+def _sums(offsets: np.ndarray, values: np.ndarray | None) -> pa.Array:
+    """(B,) sum of each row's numbers; null for a row that has none."""
+    if values is None:
+        return pa.nulls(len(offsets) - 1, pa.float64())
+    sums = [values[start:end].sum(dtype=np.float64) for start, end in pairwise(offsets.tolist())]
+    return _numbers(sums)
+
+
+def _calls(uses: Sequence[Any]) -> list[dict[str, Any]]:
+    return [
+        {"name": _unbroken(use.name), "failed": use.failed, "timed_out": use.timed_out, "seconds": use.seconds}
+        for use in uses
+    ]
+
+
+def _data(row: Mapping[str, Any]) -> str | None:
+    """The data-set columns beside prompt and images, as JSON with long texts cut."""
+    others = {key: value for key, value in row.items() if key not in ("prompt", "image", "images")}
+    return _json({key: _cut(plain_value(value)) for key, value in others.items()})
+
+
+def _extra(columns: Mapping[str, Sequence[Any]], row: int) -> str | None:
+    return _json({name: _cut(plain_value(values[row])) for name, values in columns.items()})
+
+
+def _json(values: Mapping[str, Any]) -> str | None:
+    return json.dumps(values, ensure_ascii=False, default=str) if values else None
+
+
+def _cut(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_DATA_CHARS else text[:MAX_DATA_CHARS] + " ..."

@@ -1,0 +1,198 @@
+"""Names in a run folder, and its files of JSON lines: whole lines, appended; see docs/run-folder.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "run_config.json"
+WEIGHTS = "weights.jsonl"
+"""File of one digest of the trained weights for each step."""
+ROLLOUTS = "rollouts"
+"""Folder of one parquet file for each step and rank."""
+EVAL_ROLLOUTS = "eval_rollouts"
+"""Folder of the same files for evaluations, in a folder for each prefix of metrics."""
+IMAGES = "rollout_images"
+"""Folder of the images of rollouts, by hash."""
+PREVIOUS = "previous_run"
+"""Folder that receives the files of an earlier run when a new one starts in the same folder."""
+
+_ROLLOUT_FILE = re.compile(r"step_(\d+)\.(\d+)\.parquet")
+
+
+def rollout_file(step: int, rank: int) -> str:
+    """Name of the file of a step's rollouts on a rank."""
+    return f"step_{step:06d}.{rank}.parquet"
+
+
+def parse_rollout_file(name: str) -> tuple[int, int] | None:
+    """Step and rank of a file of rollouts; None for another name."""
+    match = _ROLLOUT_FILE.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of standard JSON; numbers that are not finite become null."""
+    return (json.dumps(finite(record), ensure_ascii=False, default=str) + "\n").encode("utf-8", errors="replace")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines, without torn lines; none if there is no file."""
+    records = read_lines_from(path)
+    yield from () if records is None else records[0]
+
+
+def read_lines_from(path: Path, position: str = "0") -> tuple[list[dict[str, Any]], str] | None:
+    """The records of a file of JSON lines from a position on, and the position to go on from.
+
+    None if the file has been written anew since the position was given. ValueError for a text that is no position.
+    """
+    offset = _parse_position(position)
+    try:
+        with path.open("rb") as file:
+            if offset > os.fstat(file.fileno()).st_size or _position(file, offset) != position:
+                return None
+            file.seek(offset)
+            data = file.read()
+            end = offset + data.rfind(b"\n") + 1
+            records = [record for line in data.splitlines(keepends=True) if (record := parse_line(line)) is not None]
+            return records, _position(file, end)
+    except OSError:
+        return ([], "0") if not offset else None
+
+
+def _position(file: BinaryIO, offset: int) -> str:
+    """An offset with a checksum of the bytes before it, which differ in a file that has been written anew."""
+    start = max(0, offset - 512)
+    file.seek(start)
+    return f"{offset}-{zlib.crc32(file.read(offset - start)):08x}" if offset else "0"
+
+
+def _parse_position(position: str) -> int:
+    if re.fullmatch(r"0|\d+-[0-9a-f]{8}", position) is None:
+        raise ValueError(f"start={position!r} is no position; give 0, or the `next` of an earlier answer")
+    return int(position.partition("-")[0])
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None for one that is torn or still being written."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file aside and renames it, so that readers find the whole of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(aside)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+class LineFile:
+    """A file of JSON lines that is appended to, each line by one write. Several threads may append."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = threading.Lock()
+        self._begins_new_line: bool | None = None
+        """False if the file may end within a line; None if it has not been looked at."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Appends a record. OSError if it cannot be written; a part of it is then no line."""
+        line = json_line(record)
+        with self._lock:
+            self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        if self._begins_new_line is None:
+            self._begins_new_line = _ends_with_newline(self.path)
+        if not self._begins_new_line:
+            line = b"\n" + line
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._begins_new_line = False
+        try:
+            if os.write(descriptor, line) != len(line):
+                raise OSError(f"{self.path}: the disk took a part of a line")
+        finally:
+            os.close(descriptor)
+        self._begins_new_line = True
+
+    def cut(self, step: int) -> None:
+        """Removes the lines of later steps than `step`, by a new file in the place of the old one."""
+        if not self.path.exists():
+            return
+        kept = b"".join(json_line(record) for record in read_lines(self.path) if not _is_later(record, step))
+        replace_file(self.path, lambda aside: aside.write_bytes(kept))
+        self._begins_new_line = None
+
+
+def _is_later(record: Mapping[str, Any], step: int) -> bool:
+    own = record.get("step", 0)
+    return isinstance(own, (int, float)) and own > step
+
+
+def set_aside(folder: Path) -> bool:
+    """Moves the files of an earlier run to `previous_run/`, or to `previous_run_2/` and so on.
+
+    False if there are none.
+    """
+    names = (METRICS, EVENTS, CONFIG, WEIGHTS, ROLLOUTS, EVAL_ROLLOUTS, IMAGES)
+    found = [folder / name for name in names if (folder / name).exists()]
+    if not found:
+        return False
+    previous, number = folder / PREVIOUS, 1
+    while os.path.lexists(previous):
+        number += 1
+        previous = folder / f"{PREVIOUS}_{number}"
+    previous.mkdir(parents=True)
+    for path in found:
+        os.replace(path, previous / path.name)
+    return True
+
+
+def remove_rollouts_after(folder: Path, step: int) -> None:
+    """Removes the files of rollouts of later steps than `step` from a run's folder, of all ranks.
+
+    Files that an ended process left aside are removed too.
+    """
+    for path in [*folder.glob(f"{ROLLOUTS}/*"), *folder.glob(f"{EVAL_ROLLOUTS}/*/*")]:
+        place = parse_rollout_file(path.name)
+        if path.name.endswith(".tmp") or (place is not None and place[0] > step):
+            path.unlink(missing_ok=True)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+    return True

@@ -1,0 +1,150 @@
+"""A run folder of any size, made by the writers of a real run from invented rollouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groupgrad.telemetry import run_files
+from groupgrad.telemetry.rollout_files import RolloutFiles
+from groupgrad.telemetry.rollout_table import StoredRows
+from groupgrad.telemetry.run_files import LineFile
+from groupgrad.types import Prompt, Rollout, ToolUse, Trace
+
+WORDS = ["the", "answer", "is", "carried", "over", "since", "seven", "times", "eight", "makes", "fifty", "six"]
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+
+
+def write_run(
+    folder: Path,
+    *,
+    steps: int,
+    rows: int = 64,
+    tokens: int = 60,
+    seed: int = 0,
+    hostile: bool = False,
+    ended: bool = True,
+    evaluated: bool = False,
+    settings: dict[str, Any] | None = None,
+) -> Path:
+    """Writes a run that learns: its rewards rise, its entropy falls. `rows` a step, in groups of 8.
+
+    If `evaluated` there are rollouts of an evaluation in the last step.
+    """
+    folder.mkdir(parents=True)
+    generator, numbers = random.Random(seed), np.random.default_rng(seed)
+    config = {
+        "format": 1, "started": 1.7e9, "max_steps": steps, "processes": 1, "model": "tiny/demo",
+        "rewards": ["correct", "short"], "versions": {},
+        "settings": {"learning_rate": 1e-6, "num_generations": 8, "loss_type": "dapo", **(settings or {})},
+    }  # fmt: skip
+    (folder / run_files.CONFIG).write_text(json.dumps(config))
+    metrics, events = LineFile(folder / run_files.METRICS), LineFile(folder / run_files.EVENTS)
+    events.append({"time": 1.7e9, "step": 0, "event": "started", "host": "here", "pid": 1, "processes": 1})
+    files = RolloutFiles(folder / run_files.ROLLOUTS, rank=0, keep_bytes=10**9, seed=seed)
+    for step in range(1, steps + 1):
+        part = _rows(step / steps, rows, tokens, generator, numbers, hostile)
+        metrics.append({"step": step, "time": 1.7e9 + 5 * step, **_metrics(step, steps, part, numbers)})
+        files.write(step, [part], max_steps=steps)
+        if evaluated and step == steps:
+            held_out = RolloutFiles(folder / run_files.EVAL_ROLLOUTS / "eval", rank=0, keep_bytes=10**9, seed=seed)
+            part = _rows(1.0, 8, tokens, generator, numbers, hostile=False)
+            part.phase, part.gradient_shares = "eval", None
+            held_out.write(step, [part], max_steps=steps)
+        if step % max(2, steps // 4) == 0:
+            saved = {"event": "checkpoint", "folder": f"checkpoint-{step}"}
+            events.append({"time": 1.7e9 + 5 * step, "step": step, **saved})
+    text = "73 completions got no reward" + (HOSTILE if hostile else "")
+    events.append({"time": 1.7e9 + 9, "step": 2, "event": "warning", "source": "groupgrad.rewards", "text": text})
+    if ended:
+        events.append({"time": 1.7e9 + 5 * steps, "step": steps, "event": "ended"})
+    return folder
+
+
+def _rows(
+    progress: float, rows: int, tokens: int, generator: random.Random, numbers: np.random.Generator, hostile: bool
+) -> StoredRows:
+    rollouts, texts, lengths = [], [], []
+    for row in range(rows):
+        group = row // 8
+        words = [" " + generator.choice(WORDS) for _ in range(generator.randint(tokens // 3, tokens))]
+        if hostile and row == 0:
+            words[0] = HOSTILE
+        prompt = Prompt([1, 2, 3], {"prompt": f"What is {group} times {group + 3}?", "answer": group}, group)
+        has_tool = row % 16 == 5
+        uses = [ToolUse("calculator", failed=row % 32 == 5, timed_out=False, seconds=0.2)] if has_tool else []
+        rollouts.append(
+            Rollout(
+                prompt=prompt,
+                index=row,
+                completion_ids=list(range(len(words))),
+                finish_reason="eos" if generator.random() < 0.5 + progress / 2 else "length",
+                completion="".join(words),
+                text="".join(words),
+                sampled=[not (has_tool and 5 <= place < 10) for place in range(len(words))] if has_tool else None,
+                trace=Trace(2, uses, 0.2) if has_tool else None,
+            )
+        )
+        texts += words
+        lengths.append(len(words))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    correct = [1.0 if generator.random() < 0.2 + 0.7 * progress else 0.0 for _ in range(rows)]
+    short = [1 - length / tokens for length in lengths]
+    combined = [one + 0.2 * two for one, two in zip(correct, short)]
+    shares = numbers.normal(1 / offsets[-1], 3 / offsets[-1], offsets[-1])
+    means = [np.mean(combined[row // 8 * 8 : row // 8 * 8 + 8]) for row in range(rows)]
+    return StoredRows(
+        rollouts=rollouts,
+        ids=numbers.integers(0, 30_000, offsets[-1]),
+        offsets=offsets,
+        texts=texts,
+        advantages=[float(value - mean) for value, mean in zip(combined, means)],
+        reward_names=["correct", "short"],
+        rewards=[list(pair) for pair in zip(correct, short)],
+        combined=combined,
+        num_generations=8,
+        reward_seconds={"correct": 0.3, "short": 0.001},
+        columns={"extracted": [str(row) for row in range(rows)]},
+        logprobs=-numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
+        entropy=numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
+        gradient_shares=shares.astype(np.float32),
+    )
+
+
+def _metrics(step: int, steps: int, part: StoredRows, numbers: np.random.Generator) -> dict[str, float]:
+    progress, noise = step / steps, float(numbers.normal(0, 0.02))
+    lengths = np.diff(part.offsets)
+    truncated = [rollout.is_truncated for rollout in part.rollouts]
+    metrics = {
+        "loss": noise,
+        "grad_norm": 0.5 + abs(noise),
+        "learning_rate": 1e-6 * (1 - progress),
+        "reward": float(np.mean(part.combined)),
+        "reward_std": float(np.std(part.combined)),
+        "rewards/correct/mean": float(np.mean([pair[0] for pair in part.rewards])),
+        "rewards/short/mean": float(np.mean([pair[1] for pair in part.rewards])),
+        "frac_reward_zero_std": 0.1 + 0.7 * progress,
+        "entropy": 1.2 - progress + noise,
+        "kl": 0.01 * math.sqrt(step),
+        "clip_ratio/low_mean": abs(noise) / 2,
+        "clip_ratio/high_mean": abs(noise),
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/max_length": float(np.max(lengths)),
+        "completions/clipped_ratio": float(np.mean(truncated)),
+        "gradient/signal_to_noise": 0.4 + progress + noise,
+        "sampling/logp_mismatch": 1e-6 + abs(noise) * 1e-6,
+        "step_time": 5.0,
+        "time/sampling": 3.0 + noise,
+        "time/rewards": 0.4,
+        "time/scoring": 0.1,
+        "time/training": 1.5,
+        "num_tokens": 4000.0 * step,
+    }
+    if step % 10 == 0:
+        metrics["eval_reward"] = metrics["reward"] - 0.05
+    return metrics

@@ -1,0 +1,114 @@
+"""The output of a whole run, on a terminal and in a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from groupgrad import GRPOConfig, GRPOTrainer
+
+
+def slow_reward(completions: list[str], **kwargs: Any) -> list[float]:
+    time.sleep(0.6)  # the line shows each phase that lasts for half a second
+    return [float(len(text) % 3) for text in completions]
+
+
+@pytest.fixture
+def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[[], GRPOTrainer]:
+    def make() -> GRPOTrainer:
+        config = GRPOConfig(
+            str(tmp_path / "run"),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            max_steps=4,
+            logging_steps=2,
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=2,
+            num_generations=2,
+            max_completion_length=4,
+            gradient_checkpointing=False,
+        )
+        data = Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)])
+        return GRPOTrainer(
+            model=str(model_dir),
+            reward_funcs=slow_reward,
+            args=config,
+            train_dataset=data,
+            eval_dataset=data.select([0]),
+        )
+
+    return make
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_the_line_of_a_run_changes_at_most_twice_a_second(
+    make_trainer: Callable[[], GRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is never that of training before anything was sampled."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
+    chunks: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                chunk = os.read(main, 65536)
+            except OSError:  # on Linux, the other end has closed
+                return
+            if not chunk:
+                return
+            chunks.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    monkeypatch.setenv("COLUMNS", "110")
+    trainer = make_trainer()
+    with monkeypatch.context() as patch, os.fdopen(side, "w", buffering=1) as terminal:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        started = time.monotonic()
+        trainer.train()
+        seconds = time.monotonic() - started
+    reader.join(timeout=20)
+    os.close(main)
+    shown = b"".join(chunks).decode()
+    frames = [frame.strip() for frame in re.split(r"[\r\n]", shown) if re.search(r"\d/4 \[", frame)]
+    phases = [match[1] for frame in frames if (match := re.search(r"(?:\||\]) (\w+)$", frame))]
+    assert "rewards" in phases, frames
+    assert "training" not in phases[: phases.index("rewards")], frames
+    states = [re.sub(r"\[[^]]*\]", "", frame) for frame in frames]  # without the times, which run on
+    assert sum(one != other for one, other in pairwise(states)) <= 2 * seconds + 2, states
+    lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip().startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["2", "4"]
+
+
+def test_a_run_into_a_file_writes_plain_lines_and_no_bar(
+    make_trainer: Callable[[], GRPOTrainer], capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    make_trainer().train()
+    out, err = capfd.readouterr()
+    lines = [line.split()[:2] for line in out.splitlines()]
+    assert [lines.pop(0)[0] for _ in range(3)] == ["batch", "prompts", "ending"]
+    assert lines == [["step", "2"], ["eval", "2"], ["step", "4"], ["eval", "4"], ["done:", "4"]]
+    for stream in (out, err):
+        assert not re.search(r"\r|\d%\||it/s|[█▏▎▍▌▋▊▉]", stream), stream

@@ -1,0 +1,85 @@
+"""Files of a run folder: whole lines, texts of tokens, writes behind a run."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from groupgrad.telemetry.run_files import LineFile, read_lines, read_lines_from
+from groupgrad.telemetry.token_texts import TokenTexts
+from groupgrad.telemetry.write_behind import WriteBehind
+
+
+def test_torn_lines_are_skipped_and_the_next_line_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    LineFile(path).append({"step": 1, "reward": float("nan"), "text": "é\n"})
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "rew')
+    assert [line["step"] for line in read_lines(path)] == [1]
+    again = LineFile(path)
+    again.append({"step": 3})
+    assert list(read_lines(path)) == [{"step": 1, "reward": None, "text": "é\n"}, {"step": 3}]
+    again.cut(1)
+    again.append({"step": 2})
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    assert list(read_lines(tmp_path / "none.jsonl")) == []
+
+
+def test_a_file_that_was_written_anew_is_noticed_whatever_its_length(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = LineFile(path)
+    for step in range(1, 5):
+        file.append({"step": step, "time": 100 + step})
+    found = read_lines_from(path)
+    assert found is not None and [line["step"] for line in found[0]] == [1, 2, 3, 4]
+    assert read_lines_from(path, found[1]) == ([], found[1])
+    file.cut(2)
+    for step in range(3, 8):  # longer than it was, with other lines
+        file.append({"step": step, "time": 200 + step})
+    assert read_lines_from(path, found[1]) is None
+    with pytest.raises(ValueError, match="start='x' is no position"):
+        read_lines_from(path, "x")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "<unk>": 2, "▁a": 3}, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "expected"),
+    [
+        (byte_tokenizer(), "a é€!", ["a", " ", "é€", "", "", "", "", "!"]),
+        (spaced_tokenizer(), "one two one", [" one", " two", " one"]),
+    ],
+)
+def test_texts_of_tokens_join_to_the_text(tokenizer, text, expected):
+    ids = np.array(tokenizer.encode(text))
+    assert TokenTexts(tokenizer)(ids) == expected
+
+
+def test_a_slow_disk_drops_records_and_holds_up_nothing():
+    gate, done, errors = threading.Event(), [], []
+    writer = WriteBehind(errors.append, capacity=2)
+    writer.put(gate.wait)
+    while writer._jobs.qsize():  # until the thread waits in the first job
+        pass
+    accepted = [writer.put(lambda: done.append(1) or 1 / 0) for _ in range(4)]
+    assert accepted == [True, True, False, False] and writer.num_dropped == 2
+    assert writer.put(lambda: done.append("small"), is_large=False)
+    assert not writer.drain(0.01)
+    gate.set()
+    assert writer.close(5.0) and done == [1, 1, "small"]
+    assert [type(error) for error in errors] == [ZeroDivisionError] * 2
