@@ -103,6 +103,19 @@ def make_trainer(
     return make
 
 
+STATEFUL = {
+    "beta": 0.1,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 1,
+    "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
+    "entropy_target": 5.0,
+    "entropy_coef_delta": 0.05,
+    "gradient_accumulation_steps": 2,
+}
+"""Settings of a run in which everything that a checkpoint holds changes with each step."""
+
+
 @pytest.fixture
 def tools() -> SimpleNamespace:
     """Returns the helper functions of this module."""
@@ -112,4 +125,5 @@ def tools() -> SimpleNamespace:
         weights=weights,
         relative=relative,
         without_times=without_times,
+        stateful=STATEFUL,
     )

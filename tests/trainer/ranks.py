@@ -19,12 +19,20 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCal
 
 import groupgrad
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.checkpoints import host_copies
 
 TESTS = Path(__file__).resolve().parents[1]
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 
 CASES: dict[str, dict[str, Any]] = {
-    "dapo": {**TWO_STEPS, "eval": "sets", "eval_steps": 2, "log_completions": True, "num_completions_to_print": 0},
+    "dapo": {
+        **TWO_STEPS,
+        "eval": "sets",
+        "eval_steps": 2,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "record_gradient_share": True,
+    },
     "grpo": {
         **TWO_STEPS,
         "loss_type": "grpo",
@@ -59,6 +67,12 @@ CASES: dict[str, dict[str, Any]] = {
         "shuffle_rows": "groups",
         "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
     },
+    "rows_stay": {
+        **TWO_STEPS,
+        "shuffle_rows": "groups",
+        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+        "balance_ranks": False,
+    },
     # Some texts are longer than the 8 tokens that it reads.
     "reward_model": {"reward": "model", "reward_model_batch_tokens": 20, "max_steps": 2},
     "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
@@ -68,7 +82,9 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"peft": True, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3},
     # Most prompts have no image, so that often one rank alone passes through the vision tower.
     "images": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
+    "hybrid": {"hybrid": "qwen3_5", "beta": 0.1, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
     "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
+    "saved_behind": {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "behind": True},
 }
 
 
@@ -122,8 +138,13 @@ def module_from(path: Path) -> Any:
 BASE, HELP = module_from(TESTS / "conftest.py"), module_from(TESTS / "trainer" / "conftest.py")
 
 
-def first_model() -> Any:
-    """Builds the initial policy of most cases."""
+def first_model(hybrid: str | None = None) -> Any:
+    """Builds the initial policy of most cases, or a hybrid model of this family."""
+    if hybrid is not None:
+        sys.path.insert(0, str(TESTS / "helpers"))
+        from tiny_hybrids import make_hybrid
+
+        return make_hybrid(hybrid, vocab_size=len(BASE.make_tokenizer()))
     model = BASE.make_model(0, initializer_range=0.15)
     model.generation_config.eos_token_id = [1, *range(4, 24)]
     return model
@@ -136,6 +157,8 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     accumulation = settings.pop("micro_batches")
     rows = settings.pop("step_rows") // accumulation // ranks
     settings.pop("resume_from", None)
+    if settings.pop("behind", False):
+        settings["save_in_background"], host_copies.LARGE_BYTES = True, 1
     reward = settings.pop("reward", HELP.letters_reward)
     extra: dict[str, Any] = {}
     if reward == "model":
@@ -156,7 +179,7 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
         extra |= {"environment_factory": Tally, "response_parser": read_call}
     torch.manual_seed(0)
-    model = settings.pop("model", None) or first_model()
+    model = settings.pop("model", None) or first_model(settings.pop("hybrid", None))
     if settings.pop("images", False):
         sys.path.insert(0, str(TESTS / "helpers"))
         import tiny_vlms
@@ -198,9 +221,22 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     )
 
 
+class StepCosts(TrainerCallback):
+    """Notes the cost of this rank's rows of each step."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+        self.costs: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.costs.append(sum(micro_batch.cost for micro_batch in self._trainer._micro_batches))
+
+
 def run(name: str, out: Path) -> dict[str, Any]:
-    """Trains one case to its end and returns weights, log and stored completions."""
+    """Trains one case to its end and returns weights, log, stored completions and the cost of each step."""
     trainer = build(name, out)
+    costs = StepCosts(trainer)
+    trainer.add_callback(costs)
     trainer.train()
     if "resume_from" in CASES[name]:
         straight = HELP.weights(trainer.model), trainer.state.log_history
@@ -212,6 +248,7 @@ def run(name: str, out: Path) -> dict[str, Any]:
         "weights": HELP.weights(trainer.model),
         "log": HELP.without_times(trainer.state.log_history),
         "files": sorted(path.name for path in (out / "run" / name / "completions").glob("*.parquet")),
+        "costs": costs.costs,
     }
 
 

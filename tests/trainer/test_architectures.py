@@ -43,9 +43,8 @@ def test_experts_train_with_shared_prompts_and_their_balance(make_trainer: Any, 
 
 
 @pytest.mark.parametrize("name", ["mamba2 (recurrent)", "qwen3.5 (linear attention)"])
-def test_recurrent_layers_train_in_rows_of_their_own(make_trainer: Any, make_any: Any, tools: Any, name: str) -> None:
-    """In the dense layout, and a row's part of the step does not depend on how long its neighbours are: a micro-batch
-    of all rows and four of two give one step."""
+def test_neighbours_of_a_row_do_not_change_its_states(make_trainer: Any, make_any: Any, tools: Any, name: str) -> None:
+    """A micro-batch of all rows and four of two give one step."""
     finals = []
     for rows, accumulation in ((8, 1), (2, 4)):
         model = make_any(name)
@@ -57,8 +56,8 @@ def test_recurrent_layers_train_in_rows_of_their_own(make_trainer: Any, make_any
             optim="sgd",
             learning_rate=0.01,
         )
-        assert trainer.execution.layout.layout == "dense" and trainer.execution.layout.tiled_head
-        assert trainer.execution.engine.name == "transformers"
+        assert trainer.execution.layout.layout == "shared" and trainer.execution.layout.tiled_head
+        assert trainer.execution.engine.name == "native"
         trainer.train()
         log = trainer.state.log_history[:2]
         lengths = [entry["completions/max_length"] - entry["completions/min_length"] for entry in log]

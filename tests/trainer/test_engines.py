@@ -120,9 +120,9 @@ def test_beams_are_searched_by_generate(make_trainer, make_policy, monkeypatch, 
 @pytest.mark.parametrize(
     "option",
     [
-        {"no_repeat_ngram_size": "two"},
+        {"sequence_bias": 5},
         {"bad_words_ids": [5]},
-        {"begin_suppress_tokens": "x"},
+        {"exponential_decay_length_penalty": 5},
     ],
     ids=str,
 )

@@ -277,26 +277,13 @@ def test_data_of_a_resumed_run(make_trainer, tools, tmp_path, skip, rows):
     assert sorted(set(seen)) == rows
 
 
-STATEFUL = {
-    "beta": 0.1,
-    "sync_ref_model": True,
-    "ref_model_sync_steps": 1,
-    "entropy_coef": 0.1,
-    "use_adaptive_entropy": True,
-    "entropy_target": 5.0,
-    "entropy_coef_delta": 0.05,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "max_steps": 4,
-}
-
-
 @pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"])
 def test_a_checkpoint_asked_for_by_a_signal(make_trainer, make_policy, tools, tmp_path, event):
     """Wherever in the second step the request comes, the run stops with a checkpoint that it can go on from."""
-    straight = make_trainer(model=make_policy(attention_dropout=0.3), **STATEFUL)
+    stateful = {**tools.stateful, "steps_per_generation": 4, "max_steps": 4}
+    straight = make_trainer(model=make_policy(attention_dropout=0.3), **stateful)
     straight.train()
-    settings = {**STATEFUL, "output_dir": str(tmp_path / event), "enable_jit_checkpoint": True}
+    settings = {**stateful, "output_dir": str(tmp_path / event), "enable_jit_checkpoint": True}
     managers: list[Any] = []
 
     def ask(state: Any, kwargs: Any) -> None:

@@ -194,7 +194,7 @@ def test_a_repetition_penalty_keeps_tokens_apart(completions):
 def test_generation_kwargs_go_to_the_sampler(completions):
     assert all(len(ids) >= 3 for ids in completions(generation_kwargs={"min_new_tokens": 3})[0])
     assert all(len(ids) <= 2 for ids in completions(generation_kwargs='{"max_new_tokens": 2}')[0])
-    banned = completions(generation_kwargs={"suppress_tokens": list(range(30, 95))})[0]
+    banned = completions(generation_kwargs={"suppress_tokens": list(range(30, 92))})[0]
     assert all(token < 30 for ids in banned for token in ids)
 
 
@@ -237,7 +237,7 @@ def test_chat_template_kwargs_and_messages(make_trainer, tokenizer, requests):
 
 @pytest.mark.parametrize(("setting", "count"), [("auto", 1), ("keep", 2)])
 def test_special_tokens_in_prompts(make_trainer, tokenizer, requests, setting, count):
-    """What is sampled from has only the template's special tokens, unless those of the data are asked for."""
+    """A prompt holds only the template's special tokens, unless the option keeps those of the data."""
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"1{tokenizer.eos_token}2"}]] * 4})
     trainer = make_trainer(train_dataset=rows, max_steps=1, special_tokens_in_prompts=setting)

@@ -148,8 +148,20 @@ def test_a_generate_that_is_replaced_later_samples_the_next_generation_batch(mak
     assert len(calls) > len({1, 2})
 
 
-def test_a_generate_that_is_replaced_is_refused_where_the_native_engine_was_asked_for(make_trainer: Any) -> None:
-    trainer = make_trainer(max_steps=1, rollout_engine="native")
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"rollout_engine": "native"}, r"rollout_engine='native' cannot be used .* brings its own generate"),
+        (
+            {"use_transformers_continuous_batching": True},
+            r"continuous_batching=True does not work .* its own generate, which continuous batching never calls",
+        ),
+    ],
+)
+def test_a_generate_that_is_replaced_is_refused_where_another_engine_was_asked_for(
+    make_trainer: Any, settings: dict[str, Any], text: str
+) -> None:
+    trainer = make_trainer(max_steps=1, **settings)
     trainer.model.generate = lambda *args, **kwargs: None
-    with pytest.raises(ConfigError, match=r"rollout_engine='native' cannot be used .* brings its own generate"):
+    with pytest.raises(ConfigError, match=text):
         trainer.train()

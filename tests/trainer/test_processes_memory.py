@@ -81,7 +81,7 @@ def test_a_row_that_does_not_fit_on_one_rank_ends_both(out, where):
     first, second = results(out, f"hopeless_{where}")
     said = "one row alone (1 completions," if where in ("forward", "middle") else "scoring one row alone ("
     assert second["error"].startswith(f"RuntimeError: {said}")
-    assert first["error"].startswith(f"RuntimeError: stopped because rank 1 failed with RuntimeError: {said}")
+    assert first["error"].startswith(f"RankError: stopped because rank 1 failed with RuntimeError: {said}")
     assert max(first["seconds"], second["seconds"]) < 60  # not the half hour of ddp_timeout
 
 

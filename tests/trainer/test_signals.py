@@ -16,16 +16,9 @@ from transformers import TrainerCallback
 
 from groupgrad.errors import RewardError
 from groupgrad.stopping import Stopped
+from groupgrad.trainer.run_lock import OWNER
 
-STATEFUL = {
-    "beta": 0.1,
-    "sync_ref_model": True,
-    "ref_model_sync_steps": 1,
-    "entropy_coef": 0.1,
-    "use_adaptive_entropy": True,
-    "entropy_target": 5.0,
-    "entropy_coef_delta": 0.05,
-    "gradient_accumulation_steps": 2,
+LOGGED = {
     "steps_per_generation": 2,
     "max_steps": 5,
     "logging_steps": 2,
@@ -82,7 +75,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, 
             reward_funcs=rewards(tools, step if acts else -1, action),
             trainer={"callbacks": [] if acts else [At(place, step, action)]},
             output_dir=str(tmp_path / folder),
-            **STATEFUL,
+            **tools.stateful,
+            **LOGGED,
         )
 
     straight = make(lambda: None, "straight")
@@ -163,6 +157,67 @@ def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(make_trainer):
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.parametrize("place", ["step", "evaluation"])
+@pytest.mark.fault(
+    "a signal comes in a step after which an evaluation is due, or in the evaluation",
+    "the run stops without it, and a resumed run makes up for it before the next step",
+    "nothing",
+)
+def test_an_evaluation_that_a_stop_has_left_out_is_made_up(make_trainer, tools, tmp_path, place):
+    def make(action: Callable[[], None], folder: str) -> Any:
+        acts = place == "evaluation"
+        return make_trainer(
+            reward_funcs=rewards(tools, 2 if acts else -1, action),
+            trainer={
+                "callbacks": [] if acts else [At("on_pre_optimizer_step", 1, action)],
+                "eval_dataset": tools.prompts(2),
+            },
+            output_dir=str(tmp_path / folder),
+            eval_strategy="steps",
+            eval_steps=2,
+            per_device_eval_batch_size=4,
+        )
+
+    def evaluations(trainer: Any) -> list[tuple[int, float]]:
+        return [(e["step"], e["eval_reward"]) for e in trainer.state.log_history if "eval_reward" in e]
+
+    straight = make(lambda: None, "straight")
+    straight.train()
+    stopped = make(lambda: send("SIGTERM"), "stopped")
+    with pytest.raises(Stopped):
+        stopped.train()
+    assert checkpoints(stopped) == ["checkpoint-2"]
+    assert evaluations(stopped) == []
+    resumed = make(lambda: None, "stopped")
+    resumed.train(resume_from_checkpoint=True)
+    assert evaluations(resumed) == evaluations(straight) != []
+    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+
+
+def test_a_stopped_trial_of_a_search_is_saved_in_its_own_folder(make_trainer, tools, tmp_path):
+    """Each trial locks its own folder too, so that trials in several processes may share `output_dir`."""
+    locked: list[bool] = []
+
+    def in_second_trial() -> None:
+        locked.append((tmp_path / "run" / "run-0" / OWNER).exists())
+        if (tmp_path / "run" / "run-1" / OWNER).exists():
+            send("SIGTERM")
+
+    trainer = make_trainer(
+        reward_funcs=rewards(tools, 1, in_second_trial), max_steps=2, trainer={"eval_dataset": tools.prompts(2)}
+    )
+    with pytest.raises(Stopped, match=r"checkpoint-1 in .*run-1 has it"):
+        trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+            compute_objective=lambda metrics: metrics["eval_reward"],
+            n_trials=3,
+            direction="maximize",
+            backend="optuna",
+        )
+    assert locked == [True, False]
+    assert [path.parent.name for path in (tmp_path / "run").rglob("checkpoint-*")] == ["run-1"]
+
+
 def test_training_on_another_thread_leaves_the_signals_alone(make_trainer):
     handler = signal.getsignal(signal.SIGTERM)
     trainer, seen = make_trainer(max_steps=1), []
@@ -215,7 +270,7 @@ def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make_train
 
 
 def test_a_stop_in_the_first_step_of_an_epoch_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path):
-    """What begins an epoch draws nothing from the global random stream, which a resume restores before."""
+    """The start of an epoch draws nothing from the global random stream, which a resume restores before it."""
 
     def make(action: Callable[[], None], folder: str) -> Any:
         return make_trainer(
@@ -256,7 +311,7 @@ def test_a_forked_process_ends_as_it_would(make_trainer):
         ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(tell, b"x")  # Python forgets a signal that comes while it forks
+            os.write(tell, b"x")  # Python loses a signal that arrives during a fork
             time.sleep(60)
             os._exit(1)
         os.read(ready, 1)

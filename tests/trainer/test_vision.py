@@ -168,6 +168,10 @@ def test_stored_completions_have_a_marker_for_each_image(make_seeing, tmp_path: 
     prompts = {str(row["prompt"]) for row in table}
     assert sorted(text.count("'image': '[IMAGE]'") + text.count('"image": "[IMAGE]"') for text in prompts) == [0, 1, 2]
     assert len(table) == 16
+    rows = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
+    assert {len(row["images"]) for row in rows} == {0, 1, 2}
+    stored = {path.stem for path in (tmp_path / "run" / "rollout_images").iterdir()}
+    assert stored == {name for row in rows for name in row["images"]}
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])

@@ -5,89 +5,23 @@ The engine simulates colocated vLLM: another copy of the model, which only a pus
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig
+from simulated_vllm import Copy, simulate_vllm
 
-from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.trainer import training_run as run
-from groupgrad.trainer import vllm_setup
 
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
 
 
-class Copy(VLLMEngine):
-    """In place of a `VLLMColocateEngine`."""
-
-    max_model_len = 64
-
-    def __init__(self, model: Any, tokenizer: Any, *, in_a_thread: bool = False):
-        super().__init__()
-        self.model = copy.deepcopy(model)
-        with torch.no_grad():  # the first weights must differ from the policy's
-            for parameter in self.model.parameters():
-                parameter.zero_()
-        # The native engine takes one model at a time in a process; a real server is another process.
-        engine = TransformersEngine if in_a_thread else NativeEngine
-        self.inner = engine(self.model, tokenizer=tokenizer)
-        self.pushes: list[tuple[str, int]] = []
-        self.shift, self.sleeps = 0.0, 0
-
-    def _push(self, push: Push) -> str:
-        self.model.load_state_dict(push.model.state_dict())
-        self.pushes.append((push.kind, push.policy_step))
-        return push.weight_version
-
-    def sleep(self) -> None:
-        self.sleeps += 1
-
-    @contextmanager
-    def session(self, options: Any) -> Iterator[Any]:
-        assert self.pushes, "sampled before any weights were sent"
-        with self.inner.session(options) as session:
-            yield _Shifted(session, self)
-
-
-class _Shifted:
-    def __init__(self, inner: Any, owner: Copy):
-        self._inner, self._owner = inner, owner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def advance(self) -> list[Any]:
-        """vLLM returns no entropies, and rounds log-probs in its own way."""
-        shift = self._owner.shift
-        return [
-            (ticket, replace(sample, entropies=None, logprobs=[x + shift for x in sample.logprobs]))
-            for ticket, sample in self._inner.advance()
-        ]
-
-
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
     """Replaces vLLM by `Copy`; returns the copies that were started."""
-    started: list[Copy] = []
-
-    def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
-        started.append(Copy(model, parts.tokenizer, in_a_thread=config.rollout_ahead > 0))
-        sends_adapter = vllm_setup._sends_adapter(config, model)
-        return VLLMPolicy(started[-1], model, sends_adapter=sends_adapter)
-
-    monkeypatch.setattr(run, "serve_policy", start)
-    return started
+    return simulate_vllm(monkeypatch)
 
 
 def logged(trainer: Any, key: str) -> list[float]:

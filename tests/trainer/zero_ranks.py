@@ -155,8 +155,8 @@ def failing_push(ranks: Any, kind: str, out: Path) -> dict[str, Any]:
     return {"error": None}
 
 
-def main(out: Path, kind: str) -> None:
-    torch.set_num_threads(1)
+def start(kind: str = "zero") -> Any:
+    """The module `ranks`, after DeepSpeed has been started."""
     if kind == "zero":
         import deepspeed  # pyright: ignore[reportMissingImports]
 
@@ -169,6 +169,12 @@ def main(out: Path, kind: str) -> None:
     assert spec is not None and spec.loader is not None
     ranks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ranks)
+    return ranks
+
+
+def main(out: Path, kind: str) -> None:
+    torch.set_num_threads(1)
+    ranks = start(kind)
     ranks.FIRST = ranks.first_model()
     if os.environ["RANK"] == "0" and kind == "plain":
         ranks.FIRST.save_pretrained(out / "model")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import nearest
 from groupgrad.rewards.call_inputs import TRAINER_METRIC_PREFIXES, TRAINER_METRICS
 from groupgrad.rewards.reward_runner import RewardRunner
+from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.types import FinishReason
 
 _ALWAYS = (
     *("loss", "reward", "reward_std", "frac_reward_zero_std", "entropy", "num_tokens"),
@@ -17,10 +19,24 @@ _ALWAYS = (
     *(f"completions/{kind}_{name}" for kind in ("mean", "min", "max") for name in ("length", "terminated_length")),
     "completions/clipped_ratio",
 )
-_TRAINING_ALONE = ("grad_norm", "learning_rate", "epoch", "step_time", "num_input_tokens_seen")
+_OF_LOSS = {
+    "cispo": ("cispo_clip_ratio",),
+    "sapo": (),
+    "vespo": ("vespo/phi_seq_mean",),
+}
+_CLIPPED = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
+"""Metrics of the losses that are not in `_OF_LOSS`."""
+_OF_CALLS = ("call_frequency", "failure_frequency", "timeouts")
+_OF_VLLM = (
+    *("sampling/frac_dropped_rows", "sampling/frac_dropped_tokens"),
+    *(f"sampling/sampling_logp_difference/{kind}" for kind in ("mean", "max")),
+    *(f"sampling/importance_sampling_ratio/{kind}" for kind in ("min", "mean", "max")),
+)
 
 
-def check_best_metric(config: GRPOConfig, evaluation: Any, rewards: RewardRunner, *, is_open: bool) -> None:
+def check_best_metric(
+    config: GRPOConfig, evaluation: Any, rewards: RewardRunner, rollouts: RolloutComponents, *, is_open: bool
+) -> None:
     """ValueError if no evaluation can have `metric_for_best_model`; a warning if only a script's own code can log it.
 
     `is_open`: callbacks, a subclass or a rollout function may log further metrics, as `log_metric` can.
@@ -38,7 +54,8 @@ def check_best_metric(config: GRPOConfig, evaluation: Any, rewards: RewardRunner
             f"begin with {' or '.join(map(repr, prefixes))}; set it to '{prefixes[0]}{full.removeprefix('eval_')}'"
         )
     known = {*_ALWAYS, *(f"rewards/{reward}/{kind}" for reward in rewards.names for kind in ("mean", "std"))}
-    if any(name in known or _may_be_measured(name, config) for name in names):
+    known |= {*_of_objective(config), *_of_rollouts(rollouts)}
+    if not known.isdisjoint(names):
         return
     name = names[0]
     is_reserved = name in TRAINER_METRICS or name.startswith(TRAINER_METRIC_PREFIXES)
@@ -55,10 +72,23 @@ def check_best_metric(config: GRPOConfig, evaluation: Any, rewards: RewardRunner
     )
 
 
-def _may_be_measured(name: str, config: GRPOConfig) -> bool:
-    """True for metrics that depend on the loss, the tools or the model."""
-    if name == "kl":
-        return config.beta != 0
-    if name in TRAINER_METRICS:
-        return name not in _TRAINING_ALONE
-    return name.startswith(TRAINER_METRIC_PREFIXES) and not name.startswith(("rewards/", "completions/", "time/"))
+def _of_objective(config: GRPOConfig) -> list[str]:
+    """Names of the metrics that this loss and its further terms have."""
+    names = [*_OF_LOSS.get(config.loss_type, _CLIPPED), "policy_loss", "aux_loss"]
+    return names + ["kl"] * (config.beta != 0) + list(_OF_VLLM) * config.use_vllm
+
+
+def _of_rollouts(rollouts: RolloutComponents) -> list[str]:
+    """Names of the metrics of rollouts that tools, environments or a rollout function make."""
+    if rollouts.chat is None and rollouts.function is None:
+        return []
+    names = [f"rollouts/{reason}" for reason in get_args(FinishReason)]
+    if rollouts.chat is None:
+        return names
+    schemas = rollouts.environments.schemas if rollouts.environments is not None else {}
+    tools = {tool.name for tool in rollouts.tools}
+    tools |= {schema["function"]["name"] for of_environment in schemas.values() for schema in of_environment}
+    names += ["tools/wait_s", "tools/wait_hidden"]
+    if tools:
+        names += ["rollouts/turns", *(f"tools/{kind}" for kind in _OF_CALLS)]
+    return names + [f"tools/{tool}/{kind}" for tool in sorted(tools) for kind in (*_OF_CALLS, "latency_s")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
+from groupgrad.config.field_rules import nearest
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
 from groupgrad.config.sampling import sampling_options
 from groupgrad.config.settings import mapping
@@ -32,7 +34,7 @@ from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.liger import apply_kernels
-from groupgrad.modeling.policy_checks import check_language_model, check_vocabulary
+from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
@@ -94,6 +96,7 @@ def build_policy(
     load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     check_vocabulary(model, tokenizer)
+    check_sampled_ids(model, {} if config.use_vllm else mapping(config.generation_kwargs))
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
     if not eos_ids:
         raise ValueError(
@@ -244,8 +247,20 @@ def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
     maker = _prompt_maker(config, policy)
     model: Any = unwrap(policy.model)
     num_embeddings = int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
+    _warn_of_unread_kwargs(config, policy)
     maker.num_embeddings = num_embeddings if 0 < num_embeddings < len(policy.tokenizer) else None
     return maker
+
+
+def _warn_of_unread_kwargs(config: GRPOConfig, policy: PolicyBundle) -> None:
+    """A warning of each entry of `chat_template_kwargs` that no chat template has a variable for."""
+    text = str(getattr(policy.tokenizer, "chat_template", None) or "")
+    words = set(re.findall(r"\w+", text))
+    for key, value in mapping(config.chat_template_kwargs).items():
+        if text and key not in words and not is_processor(policy.processing_class):
+            similar = nearest(key, words)
+            hint = f"; did you mean {similar!r}?" if similar else ""
+            warnings.warn(f"chat_template_kwargs has {key}={value!r}, which the chat template does not read{hint}")
 
 
 def _prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
@@ -300,7 +315,13 @@ def build_rewards(
         processing_classes,
         models=room_options.reward_model_options(config),
         own_names=rollout_components.reward_names,
+        supervision=room_options.supervision_options(config),
     )
+    if config.reward_workers > rewards.num_workers:
+        warnings.warn(
+            f"reward_workers={config.reward_workers} starts {rewards.num_workers}: each function runs in one process, "
+            "but async functions, reward models and accuracy rewards, which have processes of their own, in none"
+        )
     by_name = any(model.is_by_name for model in rewards.models)
     if unused := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
         warnings.warn(unused)
@@ -380,7 +401,7 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
             mapping(config.model_init_kwargs),
             trust_remote_code=config.trust_remote_code,
             quantization_config=quantization_config,
-            use_device_map=config.world_size == 1 and not uses_deepspeed(config),
+            on_device=config.world_size == 1 and not uses_deepspeed(config),
         )
     if not isinstance(model, (PreTrainedModel, nn.Module)):
         raise TypeError(

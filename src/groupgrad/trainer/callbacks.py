@@ -19,12 +19,20 @@ logger = logging.getLogger(__name__)
 _SHARED_FILE = "groupgrad_state_shared.pt"
 
 
-class Stateful(Protocol):
-    """Something that a step depends on and a checkpoint must hold."""
+class Shared(Protocol):
+    """Something that a step depends on and a checkpoint must hold, the same on all ranks."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+class Stateful(Shared, Protocol):
+    """The same with a state of its own on each rank."""
+
+    def join_states(self, states: Any) -> Mapping[str, Any] | None:
+        """The state of this rank from those that another number of ranks has saved; None to start anew."""
+        ...
 
 
 class RunState:
@@ -33,7 +41,7 @@ class RunState:
     `parts` are each rank's own, one file a rank; `shared` are the same on all ranks, written once.
     """
 
-    def __init__(self, parts: Mapping[str, Stateful], *, shared: Mapping[str, Stateful] | None = None):
+    def __init__(self, parts: Mapping[str, Stateful], *, shared: Mapping[str, Shared] | None = None):
         self._parts, self._shared = dict(parts), dict(shared or {})
         self.frozen: Mapping[str, Any] | None = None
         """States that are saved in place of the present ones."""
@@ -57,8 +65,7 @@ class RunState:
 
         Then no rank restores: one that held its generation batch would not join the others when they sample anew.
         `world_size` processes wrote the checkpoint, by default as many as run now. If they are others, a part is
-        restored from the states of all of them by its `join_states`, and starts anew if it has none. Files named in
-        `without` count as missing.
+        restored from the states of all of them by its `join_states`. Files named in `without` count as missing.
         """
         then = dist.world_size() if world_size is None else world_size
         ranks = [dist.rank()] if then == dist.world_size() else range(then)
@@ -80,11 +87,13 @@ class RunState:
         anew: list[str] = []
         for name, part in self._parts.items():
             found = [state[name] for state in states if name in state]
-            join = (lambda own: own[0]) if then == dist.world_size() else getattr(part, "join_states", None)
-            if join is None:
+            if not found:
+                continue
+            state = found[0] if then == dist.world_size() else part.join_states(found)
+            if state is None:
                 anew.append(name)
-            elif found:
-                part.load_state_dict(join(found))
+            else:
+                part.load_state_dict(state)
         if anew and dist.is_main():
             logger.warning(
                 "%d processes wrote %s and %d resume: %s start anew", then, folder, dist.world_size(), ", ".join(anew)

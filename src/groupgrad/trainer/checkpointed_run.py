@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +17,41 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from groupgrad import dist
+from groupgrad import dist, stopping
+from groupgrad.activity import Hung, doing
 from groupgrad.batching.data_position import prompts_used
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.checkpoints import saving
 from groupgrad.checkpoints.choosing import ResumePoint, choose
+from groupgrad.checkpoints.manifest import file_names
 from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER, TRAINER_STATE
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointError, CheckpointNotSaved
 from groupgrad.modeling.load import load_renamed_checkpoint
 from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.systems.checkpointing import free_bytes
 from groupgrad.trainer import resumed_options
 from groupgrad.trainer.callbacks import RunState
 
 logger = logging.getLogger(__name__)
+
+
+SHARE_FOR_COPY = 0.5
+"""Share of the free memory that the copy of a checkpoint may take; sampling and training need the rest."""
+
+WAIT_OF_HUNG_S = 5.0
+"""Time that a run which ends because a phase hangs waits for a checkpoint under way."""
+
+
+@dataclass(slots=True, frozen=True)
+class SaveUnderWay:
+    """A checkpoint that is written while training goes on."""
+
+    save: saving.SaveBehind
+    state: Any
+    """`TrainerState` of its step, for `on_save`."""
+    best: str | None
+    """The best checkpoint before it."""
 
 
 class CheckpointedRun(Trainer):
@@ -39,6 +64,8 @@ class CheckpointedRun(Trainer):
     plan: GenerationPlan
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
+    trial: Any = None
+    """The trial of a hyperparameter search that is under way, whose run has a folder of its own."""
     _resumed_from: ResumePoint | None = None
     """The verified checkpoint that the present training began with."""
     _not_saved: str | None = None
@@ -46,33 +73,124 @@ class CheckpointedRun(Trainer):
     _data_offset: int = 0
     """Prompts by which the data are further than this run's sizes say, after a resume with other sizes."""
     _last_size: int | None = None
-    """Bytes that this process wrote into the last checkpoint."""
+    """Bytes of the last checkpoint."""
+    _save_under_way: SaveUnderWay | None = None
+    """The checkpoint that is being written behind training; the same on all ranks."""
+    _saved_step: int | None = None
+    """The last step that this training has saved in its folder."""
+    _told_of_memory = False
 
     # ------------------------------------------------------------------------------------------------------ saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Collective. Writes the checkpoint of the present step; without space training goes on and a later save may
-        succeed."""
+        """Collective. Writes the checkpoint of the present step, or begins to; without space training goes on and a
+        later save may succeed."""
+        self._finish_save()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_folder, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
-        best = self.state.best_model_checkpoint
+        best, expected = self.state.best_model_checkpoint, self._expected_bytes()
         vars(self.callback_handler).pop("on_save", None)
+        begin = saving.save_behind if self._may_save_behind(expected) else saving.save
         try:
-            folder = saving.save(run_folder, step, lambda aside: self._write(run_folder, aside), self._description)
+            saved = begin(run_folder, step, self._save_parts(run_folder), self._description, expected_bytes=expected)
         except saving.SaveFailed as error:
-            self._not_saved, self.state.best_model_checkpoint = str(error), best
-            logger.error("%s; older checkpoints are as they were, and training goes on without this one", error)
+            self._note_not_saved(error, best)
             self._skip_on_save()
             return
+        if isinstance(saved, saving.SaveBehind):
+            self._save_under_way = SaveUnderWay(saved, copy.copy(self.state), best)
+            self._skip_on_save()
+        else:
+            self._note_saved(saved)
+
+    def _may_save_behind(self, expected_bytes: int) -> bool:
+        """Collective. True if the next checkpoint is written while training goes on, which a signal would end."""
+        if not self.args.save_in_background:
+            return False
+        free = free_bytes(torch.device("cpu"))
+        is_short = self.args.should_save and expected_bytes > SHARE_FOR_COPY * free
+        is_short, is_last = (any(c) for c in zip(*dist.all_gather_objects((is_short, bool(stopping.requested())))))
+        if is_short and not self._told_of_memory:
+            self._told_of_memory = True
+            _say(
+                "save_in_background: a copy of the checkpoint takes about %s bytes of memory, and %s are free, half of "
+                "them for training; so training waits for this checkpoint to be written",
+                f"{expected_bytes:,}",
+                f"{free:,}",
+            )
+        return not is_short and not is_last
+
+    def _finish_save(self, *, wait: bool = True) -> None:
+        """Collective where a save is under way. Waits for it, or, without `wait`, returns if some rank still writes;
+        then does what follows a save: rotation, push, `on_save`."""
+        under_way = self._save_under_way
+        if under_way is None:
+            return
+        if not wait and not all(dist.all_gather_objects(under_way.save.is_done())):
+            return
+        self._save_under_way = None
+        with doing("saving"):
+            try:
+                folder = under_way.save.finish()
+            except saving.SaveFailed as error:
+                self._note_not_saved(error, under_way.best)
+                return
+            self._note_saved(folder)
+        should_save = self.control.should_save
+        vars(self.callback_handler).pop("on_save", None)
+        self.control = self.callback_handler.on_save(self.args, under_way.state, self.control)
+        self.control.should_save = should_save
+
+    @contextmanager
+    def _waits_for_save(self) -> Iterator[None]:
+        """Context of training, which does not end while this rank writes a checkpoint; a second interrupt ends it."""
+        self._told_of_memory = False
+        wait_s: float | None = None
+        try:
+            yield
+        except KeyboardInterrupt:
+            wait_s = 0.0
+            raise
+        except Hung:
+            wait_s = WAIT_OF_HUNG_S
+            raise
+        finally:
+            self._end_save(wait_s)
+
+    def _end_save(self, timeout_s: float | None = None) -> None:
+        """Waits for what this rank writes, without the other ranks."""
+        under_way = self._save_under_way
+        if under_way is None:
+            return
+        with doing("saving"):
+            if not under_way.save.wait(timeout_s):
+                return
+        self._save_under_way = None
+        if under_way.save.error is not None:
+            logger.error("%s; older checkpoints are as they were", under_way.save.error)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._finish_save()
+        return super()._finalize_training(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _note_saved(self, folder: Path) -> None:
+        """After a checkpoint has its name: push it, and remove older ones."""
         self._not_saved = None
+        self._saved_step = saving.step_of(folder)
+        self._last_size = sum((folder / name).stat().st_size for name in file_names(folder))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         if self.args.should_save:
-            saving.rotate(run_folder, self.args.save_total_limit, folder, self.state.best_model_checkpoint)
+            saving.rotate(folder.parent, self.args.save_total_limit, folder, self.state.best_model_checkpoint)
+
+    def _note_not_saved(self, error: saving.SaveFailed, best: str | None) -> None:
+        """After a checkpoint could not be written; `best` is the best one without it."""
+        self._not_saved, self.state.best_model_checkpoint = str(error), best
+        logger.error("%s; older checkpoints are as they were, and training goes on without this one", error)
 
     def _skip_on_save(self) -> None:
-        """Tell no callback of the checkpoint that could not be written: some would read it."""
+        """Tell no callback of a checkpoint that is not there, or not yet: some would read it."""
 
         def skipped(args: Any, state: Any, control: Any) -> Any:
             vars(self.callback_handler).pop("on_save")
@@ -81,20 +199,23 @@ class CheckpointedRun(Trainer):
 
         self.callback_handler.on_save = skipped
 
-    def _write(self, run_folder: Path, aside: Path) -> None:
-        """Writes this rank's part of a checkpoint into the folder `aside`."""
-        if self.args.should_save:
-            saving.check_space(run_folder, self.state.global_step, self._expected_bytes())
-        self.save_model(str(aside), _internal_call=True)
+    def _save_parts(self, run_folder: Path) -> list[Callable[[Path], None]]:
+        """Functions that write this rank's parts of a checkpoint into a folder; the ranks meet between them."""
+        parts = [lambda aside: self.save_model(str(aside), _internal_call=True)]
         if not self.args.save_only_model:
+            parts += [self._write_optimizer, lambda aside: self._save_rng_state(str(aside))]
+        return [*parts, lambda aside: self._write_trainer_state(run_folder, aside)]
+
+    def _write_optimizer(self, aside: Path) -> None:
+        with saving.refusals_at_the_end(aside) if self.is_deepspeed_enabled else nullcontext():
             self._save_optimizer_and_scheduler(str(aside))
-            self._save_scaler(str(aside))
-            self._save_rng_state(str(aside))
+        self._save_scaler(str(aside))
+
+    def _write_trainer_state(self, run_folder: Path, aside: Path) -> None:
         self._note_best(run_folder, aside)
         if self.args.should_save:
             self._collect_callback_states()
             self.state.save_to_json(str(aside / TRAINER_STATE))
-            self._last_size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
 
     def _note_best(self, run_folder: Path, aside: Path) -> None:
         """Name the best checkpoint by the path that it has, or will have, in the run's folder."""
@@ -118,9 +239,13 @@ class CheckpointedRun(Trainer):
             return self._last_size
         model, optimizer = unwrap(self.model), self.optimizer
         adapter = hasattr(model, "peft_config")
-        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
+        # ZeRO-3 leaves a parameter without numbers between passes.
+        sizes = [(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad or not adapter]
+        weights = sum(num_numbers * p.element_size() for p, num_numbers in sizes)
         if self.args.save_only_model or optimizer is None:
             return weights
+        if self.is_deepspeed_enabled:  # two moments and the weights in float32, over all ranks
+            return weights + sum(12 * num_numbers for p, num_numbers in sizes if p.requires_grad)
         states = getattr(optimizer, "state", {}).values()
         tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
         return weights + sum(tensor.nbytes for tensor in tensors)
@@ -158,11 +283,12 @@ class CheckpointedRun(Trainer):
 
     def _begin_training(self, request: str | bool | None) -> str | None:
         """Collective. Sweeps the run's folder and returns the verified checkpoint to resume from, or None."""
-        run_folder = Path(str(self.args.output_dir))
+        run_folder = Path(self._get_output_dir(self.trial))
+        self._end_save()
         with dist.errors_on_all_ranks():
             if self.args.should_save and os.access(run_folder, os.W_OK):
                 saving.sweep(run_folder)
-        self._not_saved, self._data_offset = None, 0
+        self._not_saved, self._saved_step, self._data_offset = None, None, 0
         allow_partial = self.args.allow_partial_resume
         self._resumed_from = choose(run_folder, request, allow_partial=allow_partial)
         if self._resumed_from is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed
 from groupgrad.modeling.liger import check_liger
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, environment_factory: Any = None) -> Any:
@@ -49,14 +52,19 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
     return args
 
 
-def check_devices(config: GRPOConfig, model: Any) -> None:
-    """ValueError if one process sees several GPUs and the model is not spread over them by a device map."""
-    if config.n_gpu > 1 and len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
-        raise ValueError(
-            f"this single process sees {config.n_gpu} GPUs, which would need DataParallel; start it with `accelerate "
-            "launch` (one process a GPU), show it one GPU with CUDA_VISIBLE_DEVICES=0, or spread the model with "
-            "model_init_kwargs={'device_map': 'auto'}"
+def use_one_device(config: GRPOConfig, model: Any) -> None:
+    """Keeps a process that sees several GPUs on one of them, unless a device map spreads the model, and says so."""
+    if config.n_gpu < 2:
+        return
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
+        logger.warning(
+            "this process sees %d GPUs and trains on one. To use all, start it with `groupgrad train --num-processes "
+            "all` or `accelerate launch --num_processes %d`; to train on one without this message, show it one GPU "
+            "(CUDA_VISIBLE_DEVICES=0)",
+            config.n_gpu,
+            config.n_gpu,
         )
+    config._n_gpu = 1  # transformers would wrap the model into DataParallel
 
 
 def resolve_processing_class(processing_class: Any, tokenizer: Any) -> Any:

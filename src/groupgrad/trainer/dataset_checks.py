@@ -10,6 +10,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
+from groupgrad.data.columns import is_transformed
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, STANDARD_ARGUMENTS
@@ -136,6 +137,8 @@ def column_names(dataset: Any) -> list[str]:
     """The columns of a data set or stream; empty for anything else."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return []
+    if isinstance(dataset, Dataset) and is_transformed(dataset):  # a user's function makes the columns
+        return list(next(iter(dataset), {}))
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
@@ -160,5 +163,7 @@ def keep_prompt_columns(dataset: Any) -> Any:
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)) or type(dataset) is dict:
         return {name: keep_prompt_columns(part) for name, part in dataset.items()}
     if not isinstance(dataset, (Dataset, IterableDataset)):
+        return dataset
+    if isinstance(dataset, Dataset) and is_transformed(dataset):  # its function may read all of them
         return dataset
     return dataset.remove_columns([name for name in column_names(dataset) if name not in _COLUMNS_KEPT])

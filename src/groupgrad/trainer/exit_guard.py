@@ -17,7 +17,7 @@ _ADVICE = (
 
 @contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """Raises a RuntimeError that names the place for SystemExit and `os._exit` in the body.
+    """Turns SystemExit and `os._exit` in the body into a RuntimeError that names the calling place.
 
     Processes that are forked in the body exit as they would. `stopping.Stopped` is raised behind it.
     """

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from groupgrad import compat, dist
@@ -21,7 +22,7 @@ _WITHOUT_INFLUENCE = {
     *("do_predict", "do_train", "enable_jit_checkpoint", "greater_is_better", "include_for_metrics"),
     *("include_num_input_tokens_seen", "load_best_model_at_end", "local_rank", "metric_for_best_model"),
     *("num_completions_to_print", "num_generations_eval", "output_dir", "per_device_eval_batch_size"),
-    *("prediction_loss_only", "project", "ray_scope", "restore_callback_states_from_checkpoint"),
+    *("prediction_loss_only", "project", "ray_scope", "restore_callback_states_from_checkpoint", "rollouts_keep"),
     *("resume_from_checkpoint", "resume_learning_rate", "run_name", "tool_threads", "vllm_group_port"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
 }
@@ -50,12 +51,17 @@ class Difference:
 
 def deciding_options(config: GRPOConfig) -> dict[str, Any]:
     """The options that decide a run's results, as JSON values."""
-    options = {
+    options = {**deciding(config.to_dict()), "world_size": config.world_size}
+    return json.loads(json.dumps(options, default=str))
+
+
+def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a configuration's fields that decide a run's results."""
+    return {
         name: value
-        for name, value in config.to_dict().items()
+        for name, value in settings.items()
         if name not in _WITHOUT_INFLUENCE and not name.startswith(_PREFIXES) and not name.endswith("_token")
     }
-    return json.loads(json.dumps({**options, "world_size": config.world_size}, default=str))
 
 
 def installed_versions() -> dict[str, str]:
@@ -65,14 +71,18 @@ def installed_versions() -> dict[str, str]:
 
 
 def optimizer_options(optimizer: Any) -> dict[str, Any]:
-    """The options that an optimizer's first parameter group has; the others of `OPTIMIZER_OPTIONS` are left out."""
+    """The options that an optimizer's first parameter group has as numbers; others of `OPTIMIZER_OPTIONS` are left out.
+
+    Some optimizers use the names for other things, as Adafactor does for a pair of `eps`.
+    """
     groups = getattr(optimizer, "param_groups", None) or [{}]
     group = {**groups[0], "initial_lr": groups[0].get("initial_lr", groups[0].get("lr"))}
     found: dict[str, Any] = {}
     for name, (key, index) in OPTIMIZER_OPTIONS.items():
         value = group.get(key)
-        if value is not None:
-            found[name] = float(value if index is None else value[index])
+        value = value[index] if index is not None and isinstance(value, (list, tuple)) else value
+        if isinstance(value, (int, float, torch.Tensor)):
+            found[name] = float(value)
     return found
 
 

@@ -15,6 +15,7 @@ from groupgrad.envs.tools import ToolOptions
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.objectives import Aggregation, MismatchMode, MismatchOptions, PolicyOptions, ScaleRewards
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
+from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
 
@@ -122,6 +123,21 @@ def reward_model_options(config: GRPOConfig) -> RewardModelOptions:
         batch_tokens=config.reward_model_batch_tokens,
         offload=config.reward_model_offload,
     )
+
+
+def supervision_options(config: GRPOConfig) -> SupervisionOptions:
+    """Returns the deadlines, workers, retries and failures of reward functions."""
+    memory_gb = config.reward_worker_memory_gb
+    options = SupervisionOptions(
+        timeout_s=config.reward_timeout_s,
+        num_workers=config.reward_workers,
+        worker_memory_bytes=None if memory_gb is None else int(memory_gb * 2**30),
+        retries=config.reward_retries,
+        on_failure=config.on_reward_failure_resolved,
+        seed=config.seed,
+    )
+    names = config.reward_transient_errors
+    return options if names is None else dataclasses.replace(options, transient_errors=tuple(names))
 
 
 def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> ScoringOptions:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from transformers import TrainerCallback
 from groupgrad import dist, stopping
 from groupgrad.activity import doing
 from groupgrad.config.launcher import zero_stage
-from groupgrad.stopping import Stopped, StopRequested
+from groupgrad.errors import CheckpointNotSaved
+from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.trainer.checkpointed_run import CheckpointedRun
 
@@ -72,23 +73,63 @@ class StopAtStepEnd(TrainerCallback):
     name: str | None = None
     """The signal that training was stopped by."""
 
+    def __init__(self, evaluation: DueEvaluation, pause_at: Callable[[int], int] | None):
+        self._evaluation, self._pause_at = evaluation, pause_at
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ask for a log event, a checkpoint and the end, without an evaluation before them; after the last step for
         nothing."""
         self.name = next(filter(None, dist.all_gather_objects(stopping.requested())), None)
+        is_stopped = self.name is not None
+        if not is_stopped and self._pause_at is not None and state.global_step >= self._pause_at(state.max_steps):
+            self.name = stopping.PAUSE
         if self.name is not None and state.global_step < state.max_steps:
-            control.should_log = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
+            # A pause leaves the log events where they are in a run without pauses.
+            control.should_log = control.should_log or is_stopped
+            control.should_save = control.should_training_stop = True
+            self._evaluation.is_due, control.should_evaluate = control.should_evaluate, False
+
+
+class DueEvaluation(TrainerCallback):
+    """Makes up, before the first step of a resumed run, for an evaluation that a signal has left out."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.is_due = False
+        """True for an evaluation of the last step that is to be made when the run goes on."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate behind the random states that the checkpoint has restored. Collective."""
+        if not self.is_due:
+            return
+        if args.eval_strategy != "no":
+            metrics = self._trainer._evaluate(self._trainer.trial, None)
+            self._trainer._determine_best_metric(metrics=metrics, trial=self._trainer.trial)
+        self.is_due = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """True also while an evaluation is in progress."""
+        return {"is_due": self.is_due or self._trainer.control.should_evaluate}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Evaluate before the next step."""
+        self.is_due = state["is_due"]
+
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The state of any rank, since all have the same."""
+        return states[0]
 
 
 class StoppableRun(CheckpointedRun):
     """A run that a signal stops without the loss of a whole step."""
 
     completion_log: CompletionLog
+    due_evaluation: DueEvaluation
+    pause_at: Callable[[int], int] | None = None
+    """Gives, for the number of steps of the run, the step after which `train` saves a checkpoint and raises
+    `stopping.Paused`, so that other work can be done before the run is resumed from there; None for no pause."""
     _receives_signals = False
     _stop_at_step_end: StopAtStepEnd | None = None
-    _saved_step: int | None = None
-    """The last step that this training has saved in its folder."""
     _last_step: LastStep | None = None
     """The state at the beginning of the step that was begun last."""
 
@@ -100,16 +141,17 @@ class StoppableRun(CheckpointedRun):
         """
         on_main_thread = threading.current_thread() is threading.main_thread()
         self._receives_signals = all(dist.all_gather_objects(on_main_thread))
-        self._saved_step = None
         if not self._receives_signals or stopping.is_receiving():  # an inner training leaves signals to the outer one
             self._receives_signals = False
-            yield
-            return
-        callback = self._stop_at_step_end = StopAtStepEnd()
+            if self.pause_at is None:
+                yield
+                return
+        callback = self._stop_at_step_end = StopAtStepEnd(self.due_evaluation, self.pause_at)
         self.add_callback(callback)
         ignored = ("SIGTERM",) if self.args.enable_jit_checkpoint else ()
         # Ranks that hold parts of one model are inside collectives whenever they compute with it.
-        with stopping.received_signals(ignored=ignored, leaves_work=zero_stage(self.args) != 3):
+        received = stopping.received_signals(ignored=ignored, leaves_work=zero_stage(self.args) != 3)
+        with received if self._receives_signals else nullcontext():
             try:
                 yield
             except StopRequested as stop:
@@ -135,26 +177,30 @@ class StoppableRun(CheckpointedRun):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with stopping.finishing(), doing("saving"):
             super()._save_checkpoint(model, trial)
-        if self._not_saved is None:
-            self._saved_step = self.state.global_step
 
     def _save_last_step(self) -> None:
         """Collective. Writes the checkpoint of the last whole step, unless there is one or no step was made."""
+        with stopping.finishing():
+            self._finish_save()
         step, last, resumed = self.state.global_step, self._last_step, self._resumed_from
-        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        folder = Path(self._get_output_dir(self.trial)) / f"checkpoint-{step}"
         if not step or self._saved_step == step or (resumed is not None and resumed.folder == folder):
             return
         if last is not None and last.step == step:
             last.restore(self)
             self.completion_log.drop_step(step)
         try:
-            self._save_checkpoint(self.model, None)
+            self._save_checkpoint(self.model, self.trial)
         finally:
             self.run_state.frozen = None
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _stopped(self, name: str) -> Stopped:
-        step, folder = self.state.global_step, self.args.output_dir
+        if name == stopping.PAUSE:
+            if self._not_saved is not None:
+                raise CheckpointNotSaved(f"{self._not_saved}; a paused run cannot go on without its checkpoint")
+            return Paused(self.state.global_step, self.state.max_steps)
+        step, folder = self.state.global_step, self._get_output_dir(self.trial)
         saved = f"checkpoint-{step} in {folder} has it, and resume_from_checkpoint=True goes on from there"
         if not step:
             saved = "no step was finished, so there is nothing to save"

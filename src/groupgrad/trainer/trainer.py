@@ -41,14 +41,14 @@ from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_onl
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.best_metric import check_best_metric
-from groupgrad.trainer.callbacks import LossWindow, RunState, put_step_end_first
+from groupgrad.trainer.callbacks import RunState, put_step_end_first
 from groupgrad.trainer.constructor_arguments import (
-    check_devices,
     check_kinds,
     check_optimizer,
     resolve_config,
     resolve_processing_class,
     resolve_reward_funcs,
+    use_one_device,
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
@@ -149,7 +149,7 @@ class GRPOTrainer(TrainingRun):
         processing_class = resolve_processing_class(processing_class, tokenizer)
         with bars_on_terminals_only():
             policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
-        check_devices(config, policy.model)
+        use_one_device(config, policy.model)
         check_optimizer(config, optimizers, policy.model)
         train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
         self.plan = build.plan_for(config)
@@ -172,7 +172,7 @@ class GRPOTrainer(TrainingRun):
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
             build.check_reward_models(self.rewards, train_dataset)
             is_open = bool(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
-            check_best_metric(config, eval_dataset, self.rewards, is_open=is_open)
+            check_best_metric(config, eval_dataset, self.rewards, self.rollout_components, is_open=is_open)
             # Rollout functions and environments may bring further arguments.
             if self.rollout_components.function is None and self.rollout_components.environments is None:
                 dataset_checks.check_reward_arguments(self.rewards, train_dataset, eval_dataset)
@@ -217,6 +217,7 @@ class GRPOTrainer(TrainingRun):
 
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
+        self._finish_save(wait=False)
         model.train()
         self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
         self.memory.begin_step()
@@ -230,10 +231,9 @@ class GRPOTrainer(TrainingRun):
         self.buffer.keep_only({key.generation for key in keys})
         with dist.errors_on_all_ranks():
             batch = self._rows_of_step(keys)
+        keep = self.args.top_entropy_quantile
         with self.timings.phase("scoring"):
-            totals = step_totals(
-                batch, len(keys), keep_entropy=self.args.top_entropy_quantile, entropy_of=self._entropy
-            )
+            totals = step_totals(batch, len(keys), keep_entropy=keep, entropy_of=self._entropy)
         size = self.plan.micro_batch_rows
         return assign_micro_batches(
             replace(batch, totals=totals),
@@ -245,6 +245,7 @@ class GRPOTrainer(TrainingRun):
             backward_everywhere=self.is_deepspeed_enabled,  # DeepSpeed counts backward passes
             one_pass=is_sharded(self.model),
             every_row=not self._keeps_loss,
+            balance_ranks=self.args.balance_ranks,
         )
 
     def _sample(self, key: MicroBatchKey, index: int) -> Batch:
@@ -271,7 +272,8 @@ class GRPOTrainer(TrainingRun):
             old = None
             if not self.plan.is_on_policy:
                 old = self.sampler_logprobs.old_logprobs(batch)
-                old = scorer.policy(batch, rows_per_pass=size).logprobs if old is None else old
+                if old is None:
+                    old = self.recorder.keep_scores(batch, scorer.policy(batch, rows_per_pass=size)).logprobs
             reference = scorer.reference_logprobs(batch, rows_per_pass=size)
         return replace(batch, old_logprobs=old, ref_logprobs=reference)
 
@@ -315,7 +317,8 @@ class GRPOTrainer(TrainingRun):
             scores = known_scores(batch)
         else:
             precomputed = precompute_gradient(batch, policy, exact=self._on_policy.exact)
-            scores = score_tokens(model, batch, forward, precomputed)
+            tap = self.recorder.states_tap(batch)
+            scores = self.recorder.keep_scores(batch, score_tokens(model, batch, forward, precomputed, tap))
         result = policy_loss(
             scores,
             batch,
@@ -366,8 +369,7 @@ class GRPOTrainer(TrainingRun):
         self.remove_callback(PlainProgressCallback)
         self.add_callback(self.progress)
         put_step_end_first(self.callback_handler.callbacks, self._end_step)
-        self._loss_window = LossWindow(self)
-        self.add_callback(self._loss_window)
+        self._follow_steps()
         with dist.errors_on_all_ranks():
             self.completion_log = build.build_completion_log(config)
         if config.use_vllm:
@@ -378,8 +380,11 @@ class GRPOTrainer(TrainingRun):
         self._start_anew()
 
     def _follow_generate(self) -> None:
-        """Sample by the model's `generate` from now on if a script has replaced it since the trainer was made."""
-        if self.execution.engine.name != "native" or not brings_own_generate(self.model):
+        """Sample by the model's `generate` from now on if a script has replaced it since the trainer was made.
+
+        ConfigError if the configuration asks for an engine that does not call it.
+        """
+        if self.execution.engine.name not in ("native", "continuous batching") or not brings_own_generate(self.model):
             return
         self.components.collector.close()
         choice = build.engine_of_model(
@@ -408,7 +413,8 @@ class GRPOTrainer(TrainingRun):
     def _start_anew(self) -> None:
         """Make the components, and drop the state of an earlier training."""
         self._build_components()
-        self.buffer, self._step_log = GenerationBuffer(self.plan), StepLog()
+        self.buffer = GenerationBuffer(self.plan, needs_reference=self.reference is not None)
+        self._step_log = StepLog()
         self.finite_steps = FiniteSteps(str(self.args.output_dir))
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
@@ -435,6 +441,7 @@ class GRPOTrainer(TrainingRun):
                 "loss": self._loss_window,
                 "memory": self.memory,
                 "finite_steps": self.finite_steps,
+                "evaluation": self.due_evaluation,
             },
             shared={"reference": self.reference} if self.reference is not None and self.args.sync_ref_model else {},
         )
@@ -471,10 +478,7 @@ class GRPOTrainer(TrainingRun):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Collective. Sample, score and measure a data set; training state is not touched.
-
-        The same rows get the same random streams in every evaluation, so that changes are the policy's.
-        """
+        """Collective. Sample, score and measure a data set; training state and random streams are not touched."""
         store, num_samples = self.eval_metric_store, 0
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
@@ -485,6 +489,7 @@ class GRPOTrainer(TrainingRun):
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
                 )
                 store.add(metrics)
+                self.recorder.add_evaluation(experience, metric_key_prefix, num_samples)
                 self.completion_log.add(experience.records, phase=metric_key_prefix, reward_names=self.rewards.names)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -53,12 +53,17 @@ from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_onl
 from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
+from groupgrad.trainer.callbacks import LossWindow
 from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
+from groupgrad.trainer.launcher_watch import LauncherWatch
+from groupgrad.trainer.rank_watch import RankWatch
 from groupgrad.trainer.run_lock import locked
+from groupgrad.trainer.run_recorder import RunRecorder
+from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.trainer.step_log import StepLog
-from groupgrad.trainer.stoppable_run import StoppableRun
+from groupgrad.trainer.stoppable_run import DueEvaluation, StoppableRun
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
 from groupgrad.trainer.watchdog import Watchdog
@@ -75,6 +80,9 @@ class TrainingRun(TRLNames, StoppableRun):
     progress: ProgressCallback
     finite_steps: FiniteSteps
     signal_watch: SignalWatch | None
+    recorder: RunRecorder
+    on_experience: Callable[[Experience], None] | None = None
+    """Is called with each generation batch of training, once it is scored."""
     _step_log: StepLog
     rewards: RewardRunner
     _micro_batches: list[MicroBatch]
@@ -113,14 +121,20 @@ class TrainingRun(TRLNames, StoppableRun):
         """
         self._invalidate_vllm()
         dist.limit_waiting(self.args.ddp_timeout)
+        self.trial = trial
+        watched = self._get_output_dir(trial), lambda: self.state.global_step + 1, self.args.hang_timeout_s
         try:
             with (
                 self.progress,
                 bars_on_terminals_only(),
                 configured_kernels(self.args),
                 self._lock_of_run(),
-                Watchdog(str(self.args.output_dir), lambda: self.state.global_step + 1, self.args.hang_timeout_s),
+                self.recorder,
+                LauncherWatch(),
+                RankWatch(*watched) as ranks,
+                Watchdog(*watched, tell=ranks.tell_hang),
                 doing("the training loop"),
+                self._waits_for_save(),
                 self._stops_at_signals(),
                 exits_are_errors(),
             ):
@@ -130,7 +144,7 @@ class TrainingRun(TRLNames, StoppableRun):
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
             self._raise_if_not_saved()
             self._check_weights()
-            if resume_from_checkpoint and self.state.global_step == self._initial_global_step >= self.state.max_steps:
+            if resume_from_checkpoint and self.state.global_step == self.progress.first_step >= self.state.max_steps:
                 logger.warning(
                     "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
                     "max_steps or num_train_epochs to train further",
@@ -141,18 +155,24 @@ class TrainingRun(TRLNames, StoppableRun):
         except Hung as hang:
             raise HangError(str(hang)) from hang
         finally:
-            self.is_in_train = False
+            self.is_in_train, self.trial = False, None
             self.components.collector.close()
             if self.completion_log.upload is not None:
                 self.completion_log.upload.finish()
 
+    def _follow_steps(self) -> None:
+        """Adds the callbacks that keep or record a part of the run."""
+        self._loss_window, self.due_evaluation, self.recorder = LossWindow(self), DueEvaluation(self), RunRecorder(self)
+        for callback in (self._loss_window, self.due_evaluation, self.recorder, StartLines(self)):
+            self.add_callback(callback)
+
     @contextmanager
     def _lock_of_run(self) -> Iterator[None]:
-        """Collective at its start. The main process holds the lock of `output_dir`."""
+        """Collective at its start. The main process holds the lock of the run's folder."""
         with ExitStack() as stack:
             with dist.errors_on_all_ranks():
                 if dist.is_main():
-                    stack.enter_context(locked(str(self.args.output_dir)))
+                    stack.enter_context(locked(self._get_output_dir(self.trial)))
             yield
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -350,6 +370,9 @@ class TrainingRun(TRLNames, StoppableRun):
             self.signal_watch.read(experience.metrics)
         self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
         self.completion_log.add(experience.records, reward_names=self.rewards.names)
+        self.recorder.add(experience)
+        if self.on_experience is not None:
+            self.on_experience(experience)
         self._step_log.lengths += [rollout.num_sampled for rollout in experience.rollouts]
         self.progress.set_numbers(reward=experience.mean_reward)
 

@@ -8,8 +8,6 @@ process's computing time has the system raise the error in its place.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import logging
 import os
 import signal
@@ -22,48 +20,48 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from groupgrad import activity, dist, stopping
-from groupgrad.activity import Hung
+from groupgrad import activity, dist
+from groupgrad.activity import EXIT_HUNG, Hung
+from groupgrad.trainer.thread_interrupt import ThreadInterrupt, write_stacks
 
 logger = logging.getLogger(__name__)
 
 FIRST_NOTE_S = 60.0
 """Silence after which a message says what is running; the next ones come after twice the time each."""
 
-REACTION_S = 8.0
+REACTION_S = 6.0
 """Time that the training thread has to raise the error before its process is ended."""
-
-EXIT_HUNG = 70
-"""Exit code of a process that is ended since it hangs: "internal software error" of sysexits.h (EX_SOFTWARE)."""
-
-_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 
 
 class Watchdog:
     """Watches the thread that enters it. `timeout_s` is the longest silence of one activity; None watches nothing.
 
-    `step` gives the number of the optimizer step in progress, for messages.
+    `step` gives the number of the optimizer step in progress, for messages. `tell` is called with the message of a hang
+    before the error is raised.
     """
 
-    def __init__(self, folder: str | Path, step: Callable[[], int], timeout_s: float | None):
-        self._folder, self._step, self._timeout_s = Path(folder), step, timeout_s
+    def __init__(
+        self,
+        folder: str | Path,
+        step: Callable[[], int],
+        timeout_s: float | None,
+        tell: Callable[[str], None] = lambda message: None,
+    ):
+        self._folder, self._step, self._timeout_s, self._tell = Path(folder), step, timeout_s, tell
         self._closed = threading.Event()
-        self._error: Hung | None = None
         self._thread: threading.Thread | None = None
-        self._watched = threading.current_thread()
-        self._old_handlers: dict[int, Any] = {}
+        self._interrupt = ThreadInterrupt()
+        self._old_handler: Any = None
+        """The earlier handler of the timer's signal; None if the timer is not used."""
         self._process = os.getpid()
 
     def __enter__(self) -> Watchdog:
         if self._timeout_s is None:
             return self
-        self._watched = threading.current_thread()
         self._process = os.getpid()
-        if self._uses_signal:
-            self._old_handlers = {
-                _SIGNAL: signal.signal(_SIGNAL, self._raise),
-                signal.SIGVTALRM: signal.signal(signal.SIGVTALRM, self._raise_in_frozen),
-            }
+        self._interrupt.__enter__()
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGVTALRM"):
+            self._old_handler = signal.signal(signal.SIGVTALRM, self._raise_in_frozen) or signal.SIG_DFL
         activity.sign_of_life()
         self._restart_timer()
         self._thread = threading.Thread(target=self._run, name="groupgrad-watchdog", daemon=True)
@@ -75,14 +73,10 @@ class Watchdog:
             return
         self._closed.set()
         self._thread.join()
-        if self._old_handlers:
+        if self._old_handler is not None:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    @property
-    def _uses_signal(self) -> bool:
-        return _SIGNAL is not None and self._watched is threading.main_thread()
+            signal.signal(signal.SIGVTALRM, self._old_handler)
+        self._interrupt.__exit__()
 
     def _run(self) -> None:
         assert self._timeout_s is not None
@@ -111,7 +105,7 @@ class Watchdog:
 
     def _restart_timer(self) -> None:
         """Has the timer expire if this is not called again within the timeout's computing time."""
-        if self._old_handlers and self._timeout_s is not None:
+        if self._old_handler is not None and self._timeout_s is not None:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._timeout_s + REACTION_S)
 
     def _text(self, present: activity.Activity, silent_s: float) -> str:
@@ -127,42 +121,17 @@ class Watchdog:
             f"{text}, longer than hang_timeout_s={self._timeout_s:g} allows; what each thread does is in {path}. Give "
             "it a deadline of its own, or raise hang_timeout_s (None: no limit)"
         )
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with path.open("w") as file:
-                file.write(f"{message}\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", path, error)
-        self._error = Hung(message)
-        if self._uses_signal and self._watched.ident is not None:
-            signal.pthread_kill(self._watched.ident, _SIGNAL)
-        else:
-            raised = type("Hung", (Hung,), {"__init__": lambda self: Hung.__init__(self, message)})
-            thread = ctypes.c_ulong(self._watched.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(raised))
+        self._tell(message)
+        write_stacks(path, message)
+        self._interrupt.throw(Hung(message))
         if not self._closed.wait(REACTION_S) and activity.present()[0] is present:
             print(f"groupgrad: error: {message}", file=sys.stderr, flush=True)
             _exit(EXIT_HUNG)
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        self._pass_on(number, frame)
-
     def _raise_in_frozen(self, number: int, frame: FrameType | None) -> None:
         present, silent_s = activity.present()
         if self._timeout_s is None or present is None or silent_s < self._timeout_s or os.getpid() != self._process:
-            self._pass_on(number, frame)
+            if callable(self._old_handler):
+                self._old_handler(number, frame)
             return
         raise Hung(f"{self._text(present, silent_s)} without a pause in which another thread of Python could run")
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Does what the signal would have done without the watchdog."""
-        handler = self._old_handlers.get(number)
-        if callable(handler):
-            handler(number, frame)
-        elif handler == signal.SIG_DFL and number == _SIGNAL:
-            stopping.pass_on(number)

@@ -1,0 +1,173 @@
+"""Measures which rollouts taught a step, from the hidden states at the output head and their gradients.
+
+The formula is in `objectives/gradient_share.py`. Passes are observed, none is added and no number of training changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from groupgrad import dist
+from groupgrad.batch import Batch
+from groupgrad.batching.micro_batches import MicroBatch
+from groupgrad.metrics import Metric, mean_of
+from groupgrad.modeling.scoring.head_hook import StatesTap
+from groupgrad.objectives import FORWARD_AND_BACKWARD
+from groupgrad.objectives.gradient_share import gradient_shares, layer_gradient, signal_and_noise
+from groupgrad.trainer.experience_rows import RowKey, places_of_rows
+
+logger = logging.getLogger(__name__)
+
+GroupName = tuple[int, bytes]
+"""A group's number and its prompt's tokens: generation batches number their groups alike."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Observed:
+    """One backward pass: `places` (L',) are the tokens of `batch` that the rows of the tensors belong to."""
+
+    batch: Batch
+    places: np.ndarray
+    states: torch.Tensor
+    """(L', H), on the CPU."""
+    errors: torch.Tensor
+    """(L', H), on the CPU: the gradient of the loss with respect to the states."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """The tokens of a group in this step, as slices of what was observed."""
+
+    rows: list[tuple[RowKey, int, np.ndarray, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Of each row: its key, its number of tokens, and the places within it of its (l, H) errors and states."""
+
+    def tensors(self, device: torch.device, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(L, H) errors and states of all rows."""
+        errors, states = (torch.cat(parts) for parts in zip(*((row[3], row[4]) for row in self.rows)))
+        return errors.to(device, kind), states.to(device, kind)
+
+
+class GradientShares:
+    """Observes the backward passes of a step, and then gives the share of each token.
+
+    `group_size` is the number of completions of a prompt.
+    """
+
+    def __init__(self, group_size: int):
+        self._group_size = group_size
+        self._observed: list[_Observed] = []
+        self._has_warned = False
+
+    def begin_step(self) -> None:
+        """Forgets what was observed."""
+        self._observed = []
+
+    def tap(self, batch: Batch) -> StatesTap | None:
+        """What the output head calls with the states of `batch` in a pass with gradients."""
+        if batch.row_index is None:
+            return None
+
+        def observe(states: torch.Tensor, places: torch.Tensor | None) -> None:
+            kept = states.detach().cpu()
+            found = np.arange(batch.num_tokens) if places is None else places.cpu().numpy()
+
+            def receive(gradient: torch.Tensor) -> None:
+                self._observed.append(_Observed(batch, found, kept, gradient.detach().cpu()))
+
+            states.register_hook(receive)
+
+        return observe
+
+    def end_step(
+        self, micro_batches: Sequence[MicroBatch], device: torch.device
+    ) -> tuple[Mapping[RowKey, np.ndarray], dict[str, Metric]]:
+        """Collective. The shares of the tokens of each row of the step, and `gradient/signal_to_noise`.
+
+        No shares where the model's output head cannot be observed, or where the step had no finite gradient.
+        """
+        groups, self._observed = self._groups(), []
+        batch = micro_batches[0].step.batch if micro_batches else None
+        own = {} if batch is None or batch.row_index is None else places_of_rows(batch)
+        names = set() if batch is None or not own else set(self._group_names(batch).values())
+        wants = any(FORWARD_AND_BACKWARD in part.step.passes for part in micro_batches[:1]) and bool(own)
+        first = next((group.rows[0][3] for group in groups.values()), torch.zeros(0, 0))
+        width, is_double = max(dist.all_gather_objects((first.shape[1], first.dtype == torch.float64)))
+        if not width:
+            self._warn_unseen(wants)
+            return {}, {}
+        kind = torch.float64 if is_double else torch.float32
+        gradient, squares = torch.zeros(width, width, device=device, dtype=kind), 0.0
+        every, cut = _names_of_ranks(names)
+        for name, group in groups.items():
+            part = layer_gradient(*group.tensors(device, kind))
+            gradient += part
+            squares += 0.0 if name in cut else float(part.square().sum(dtype=torch.float64))
+        for name in cut:  # one after another: each is as large as the gradient
+            part = torch.zeros_like(gradient)
+            if name in groups:
+                part += layer_gradient(*groups[name].tensors(device, kind))
+            dist.sum_tensor(part)
+            squares += float(part.square().sum(dtype=torch.float64)) if dist.is_main() else 0.0
+        dist.sum_tensor(gradient)
+        (squares,) = dist.all_sum([squares])
+        shares = {key: np.zeros(end - start, np.float32) for key, (start, end) in own.items()}
+        for group in groups.values():
+            values = gradient_shares(*group.tensors(device, kind), gradient).float().cpu().numpy()
+            for key, length, places, errors, _ in group.rows:
+                row = np.zeros(length, np.float32)
+                row[places], values = values[: len(errors)], values[len(errors) :]
+                shares[key] = row
+        # A row may be trained on another rank than the one that sampled and records it.
+        shares = {key: row for part in dist.all_gather_objects(shares) for key, row in part.items()}
+        square = float(gradient.square().sum(dtype=torch.float64))
+        return (shares if np.isfinite(square) and square > 0 else {}), _signal_metrics(square, squares, every)
+
+    def _groups(self) -> dict[GroupName, _Group]:
+        """What was observed, by group. A pass that was made again, since memory ran out, replaces the earlier one."""
+        groups: dict[GroupName, _Group] = {}
+        seen: set[RowKey] = set()
+        for part in reversed(self._observed):
+            names = self._group_names(part.batch)
+            for key, (start, end) in places_of_rows(part.batch).items():
+                if key in seen:
+                    continue
+                seen.add(key)
+                rows = np.nonzero((part.places >= start) & (part.places < end))[0]
+                if len(rows):
+                    chosen = torch.from_numpy(rows)
+                    entry = (key, end - start, part.places[rows] - start, part.errors[chosen], part.states[chosen])
+                    groups.setdefault(names[key], _Group()).rows.append(entry)
+        return groups
+
+    def _group_names(self, batch: Batch) -> dict[RowKey, GroupName]:
+        """The group of each row."""
+        return {key: (key[0] // self._group_size, key[1]) for key in places_of_rows(batch)}
+
+    def _warn_unseen(self, wants: bool) -> None:
+        if wants and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "record_gradient_share=True, but the input of this model's output head is not seen, or needs no "
+                "gradient, so no shares are recorded; said once"
+            )
+
+
+def _names_of_ranks(names: set[GroupName]) -> tuple[int, list[GroupName]]:
+    """Collective. The number of groups of the step, and those that have rows on several ranks, in order."""
+    counts = Counter(name for own in dist.all_gather_objects(names) for name in own)
+    return len(counts), sorted(name for name, count in counts.items() if count > 1)
+
+
+def _signal_metrics(square: float, squares: float, num_groups: int) -> dict[str, Metric]:
+    """The metric of a step; none with fewer than two groups."""
+    if num_groups < 2 or not np.isfinite([square, squares]).all():
+        return {}
+    signal, noise = signal_and_noise(square, squares, num_groups)
+    # A ratio of sums over the steps between two logs, since each step's estimates are noisy.
+    return {"gradient/signal_to_noise": mean_of(signal, noise)}

@@ -1,0 +1,399 @@
+"""Records a run in its folder while it trains: metrics, events, configuration and rollouts; see docs/run-folder.md.
+
+A folder that cannot be written is a warning. Log-probs and entropies are those that a step computes anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import TrainerCallback
+
+from groupgrad import compat, dist
+from groupgrad.batch import Batch, TokenScores
+from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.data.digest import dataset_digest
+from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.scoring.head_hook import StatesTap
+from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.weights_digest import weights_digest
+from groupgrad.rollout.collector import Experience
+from groupgrad.stopping import Stopped
+from groupgrad.telemetry import run_files
+from groupgrad.telemetry.render import plain_value
+from groupgrad.telemetry.rollout_files import RolloutFiles
+from groupgrad.telemetry.run_files import LineFile
+from groupgrad.telemetry.spans import RunSpans
+from groupgrad.telemetry.token_texts import TokenTexts
+from groupgrad.telemetry.write_behind import WriteBehind
+from groupgrad.trainer.experience_rows import numbers_by_row, stored_rows
+from groupgrad.trainer.gradient_shares import GradientShares
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 20.0
+"""Seconds that the end of a run waits for rollouts to be written."""
+MAX_WARNINGS = 1000
+"""Warnings of a run that are recorded."""
+EVAL_PART = 5
+"""Evaluations get at most one part in so many of `rollouts_keep`."""
+
+
+class RunRecorder(TrainerCallback, AbstractContextManager):
+    """Writes the run folder of a trainer. A context of each training, inside the lock of the folder.
+
+    The main process writes metrics, events and configuration, every rank the rollouts that it sampled.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.command: dict[str, Any] | None = None
+        """The command line that made the trainer, for the configuration; None for a trainer made in Python."""
+        self.keep_bytes = trainer.args.rollouts_keep_resolved
+        self._folder: Path | None = None
+        """The run's folder; None before the first training."""
+        self._is_open = False
+        """True within a training whose folder can be written."""
+        self._is_usable = False
+        """The same, also after the training."""
+        self._early_lines: list[dict[str, Any]] = []
+        """Log events before the first training."""
+        self._sampled: list[Experience] = []
+        """Generation batches of the present step."""
+        self._scores: list[tuple[Batch, TokenScores]] = []
+        """Log-probs and entropies from the step's own passes, where the engine reports none."""
+        self._evaluated: dict[str, list[tuple[Experience, int]]] = {}
+        """Batches of the present evaluation, with the number of the first row of each, by prefix of metrics."""
+        self._gradients = None
+        if trainer.args.record_gradient_share:
+            self._gradients = GradientShares(trainer.args.num_generations)
+        self.spans = RunSpans() if trainer.args.record_spans else None
+        self._step_began_ns = time.time_ns()
+        self._writer = WriteBehind(self._report)
+        self._handler = _EventHandler(self)
+        self._has_failed = False
+        self._num_skipped = 0
+
+    # ------------------------------------------------------------------------------------- what a step has computed
+
+    def add(self, experience: Experience) -> None:
+        """Keeps a generation batch of the present step until the step has ended."""
+        if self._is_open and (self.keep_bytes or self.spans is not None):
+            self._sampled.append(experience)
+
+    def add_evaluation(self, experience: Experience, phase: str, first_row: int) -> None:
+        """Keeps a batch of an evaluation, whose rows are numbered from `first_row` on, until the evaluation ends."""
+        if self._is_open and self.keep_bytes:
+            self._evaluated.setdefault(phase, []).append((experience, first_row))
+
+    def keep_scores(self, batch: Batch, scores: TokenScores) -> TokenScores:
+        """Returns the scores, and keeps them where the engine has reported no log-probs or entropies of the tokens."""
+        lacks = batch.sampling_logprobs is None or batch.sampling_entropy is None
+        if self._sampled and lacks and batch.row_index is not None:
+            self._scores.append((batch, TokenScores(scores.logprobs.detach(), scores.entropy.detach())))
+        return scores
+
+    def states_tap(self, batch: Batch) -> StatesTap | None:
+        """What observes the input of the output head, for `record_gradient_share`; None if nothing does."""
+        return None if self._gradients is None or not self._is_open else self._gradients.tap(batch)
+
+    # ------------------------------------------------------------------------------------------ a training's course
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Records how the training ended, and waits for what is being written."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._forget()
+        logging.getLogger("groupgrad").removeHandler(self._handler)
+        if not self._writer.close(WAIT_S):
+            logger.warning("%s: the last rollouts were not written within %g s", self._folder, WAIT_S)
+        if self._writer.num_dropped:
+            self.event("rollouts_dropped", steps=self._writer.num_dropped, text="the disk was slower than training")
+        if error is None:
+            self.event("ended")
+        elif isinstance(error, (Stopped, KeyboardInterrupt)):
+            self.event("stopped", text=str(error) or type(error).__name__)
+        else:
+            self.event("failed", text=f"{type(error).__name__}: {error}")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Opens the folder: a resumed run goes on in it, another one moves what it finds aside."""
+        trainer, step = self._trainer, state.global_step
+        self._folder = Path(trainer._get_output_dir(trial=trainer.trial))
+        self._has_failed = False
+        self._forget()
+        names = (run_files.METRICS, run_files.EVENTS, run_files.WEIGHTS)
+        self._metrics, self._events, self._weights = (LineFile(self._folder / name) for name in names)
+        self._files: dict[str, RolloutFiles] = {}
+        self._texts = TokenTexts(trainer.prompt_maker.tokenizer)
+        self._num_skipped = trainer.finite_steps.num_skipped
+        resumed = trainer._resumed_from
+        self._is_open = self._is_usable = self._prepare(step, None if resumed is None else Path(resumed.folder))
+        if self._is_open and state.is_world_process_zero:
+            self._start(step, None if resumed is None else str(resumed.folder))
+            logging.getLogger("groupgrad").addHandler(self._handler)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Adds a log event to the metrics."""
+        if state.is_world_process_zero and logs:
+            line = {"step": state.global_step, "time": time.time(), **plain_value(dict(logs))}
+            if self._folder is None:
+                self._early_lines.append(line)
+            elif self._is_usable:
+                self._try(lambda: self._metrics.append(line))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forgets what a step that was not finished has left."""
+        self._step_began_ns = time.time_ns()
+        if self._gradients is not None:
+            self._gradients.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Collective. Has the step's rollouts written, and records a skipped step."""
+        if not self._is_open:
+            return
+        trainer, shares = self._trainer, {}
+        if self._gradients is not None:
+            shares, metrics = self._gradients.end_step(trainer._micro_batches, trainer.accelerator.device)
+            trainer.metric_store.add(metrics)
+        step, sampled, scores = state.global_step, self._sampled, self._scores
+        self._sampled, self._scores = [], []
+        known = None
+        if trainer.args.balance_ranks and dist.is_active():  # rows may be trained on other ranks than sampled them
+            known = {key: row for part in dist.all_gather_objects(numbers_by_row(scores)) for key, row in part.items()}
+        if state.is_world_process_zero and (digest := self._digest(trained_only=True)) is not None:
+            self._try(lambda: self._weights.append({"step": step, "digest": digest}))
+        skipped = trainer.finite_steps.num_skipped
+        if skipped > self._num_skipped:
+            self._num_skipped = skipped
+            self.event("skipped_step", text="the loss or the gradient was not finite")
+        sampled = [experience for experience in sampled if experience.rollouts]
+        if sampled:
+            size, files, max_steps = trainer.plan.num_generations, self._files_of("train"), state.max_steps
+            times, stores, spans = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.spans
+
+            def write() -> None:
+                found = numbers_by_row(scores) if known is None else known
+                rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
+                if spans is not None:
+                    spans.step(step, times, rows)
+                if stores:
+                    files.write(step, rows, max_steps=max_steps)
+
+            self._writer.put(write)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Has the rollouts of an evaluation written."""
+        evaluated, self._evaluated = self._evaluated, {}
+        size, step, max_steps = self._trainer.args.num_generations_eval_resolved, state.global_step, state.max_steps
+        for phase, batches in evaluated.items():
+            files = self._files_of(phase)
+
+            def write(files: Any = files, phase: str = phase, batches: Any = batches) -> None:
+                rows = []
+                for experience, first_row in batches:
+                    if experience.rollouts:
+                        part = stored_rows(experience, {}, self._texts, {}, num_generations=size)
+                        part.phase, part.first_row = phase, first_row
+                        rows.append(part)
+                if rows:
+                    files.write(step, rows, max_steps=max_steps)
+
+            self._writer.put(write)
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        """The same after `predict`."""
+        self.on_evaluate(args, state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Records a checkpoint, once the rollouts before it are written. Training does not wait for that."""
+        if self._is_open:
+            step = state.global_step
+            fields = {"time": time.time(), "step": step, "folder": f"checkpoint-{step}"}
+            self._writer.put(lambda: self.event("checkpoint", **fields), is_large=False)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Adds an event; main process only."""
+        if self._folder is not None and dist.is_main():
+            line = {"time": time.time(), "step": self._trainer.state.global_step, "event": kind, **fields}
+            self._try(lambda: self._events.append(line))
+            if self.spans is not None:
+                self.spans.event(line)
+
+    # ---------------------------------------------------------------------------------------------------- the parts
+
+    def _forget(self) -> None:
+        self._sampled, self._scores, self._evaluated = [], [], {}
+
+    def _prepare(self, step: int, checkpoint: Path | None) -> bool:
+        """Collective. Moves what an earlier run has left aside, or cuts it to `step`; False if that fails.
+
+        Nothing is then recorded, since two runs would mix. Where nodes have disks of their own, the first process of
+        each prepares the folder there, which it tells by a file that the main process has written.
+        """
+        assert self._folder is not None
+        name = f".start-{uuid.uuid4().hex[:12]}"
+        name, error = dist.all_gather_objects((name, self._prepared(step, checkpoint, name, dist.is_main())))[0]
+        if error is None and dist.is_active():
+            is_first_here = self._trainer.state.is_local_process_zero and not (self._folder / name).exists()
+            error = self._prepared(step, checkpoint, name, is_first_here)
+            errors = dist.all_gather_objects(error)
+            error = next((one for one in errors if one is not None), None)
+        if dist.is_main():
+            self._try((self._folder / name).unlink if error is None else lambda: None)
+            if error is not None:
+                self._report(error)
+        return error is None
+
+    def _prepared(self, step: int, checkpoint: Path | None, name: str, wanted: bool) -> OSError | None:
+        """Prepares the folder if `wanted`, leaves the file `name`, and returns the error if it fails."""
+        assert self._folder is not None
+        if not wanted:
+            return None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if checkpoint is None or checkpoint.resolve().parent != self._folder.resolve():
+                run_files.set_aside(self._folder)
+            else:
+                self._metrics.cut(step)
+                self._weights.cut(step)
+                run_files.remove_rollouts_after(self._folder, step)
+            (self._folder / name).touch()
+        except OSError as error:
+            return error
+        return None
+
+    def _start(self, step: int, resumed_from: str | None) -> None:
+        """Writes the configuration, the log events before the training, and how it starts. Main process only."""
+        assert self._folder is not None
+        self._try(self._write_configuration)
+        for line in self._early_lines:
+            self._try(lambda line=line: self._metrics.append(line))
+        self._early_lines = []
+        if step == 0 and (digest := self._digest(trained_only=True)) is not None:
+            first = {"step": 0, "digest": digest, "all": self._digest(trained_only=False)}
+            self._try(lambda: self._weights.append(first))
+        where: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "processes": dist.world_size()}
+        where["process_started"] = psutil.Process().create_time()
+        if resumed_from is None:
+            self.event("started", **where)
+        else:
+            self.event("resumed", checkpoint=resumed_from, **where)
+
+    def _write_configuration(self) -> None:
+        assert self._folder is not None
+        text = json.dumps(self._configuration(), indent=1, ensure_ascii=False, default=str)
+        run_files.replace_file(self._folder / run_files.CONFIG, lambda aside: aside.write_text(text + "\n", "utf-8"))
+
+    def _files_of(self, phase: str) -> RolloutFiles:
+        """The files of training or of an evaluation, within their part of the space."""
+        assert self._folder is not None
+        if phase not in self._files:
+            args = self._trainer.args
+            keep, folder = self.keep_bytes // dist.world_size(), self._folder / run_files.ROLLOUTS
+            part = keep // EVAL_PART if args.evaluates else 0
+            if phase == "train":
+                keep -= part
+            else:
+                sets = self._trainer.eval_dataset
+                keep = (part or keep // EVAL_PART) // (len(sets) if isinstance(sets, dict) else 1)
+                folder = self._folder / run_files.EVAL_ROLLOUTS / re.sub(r"[^\w.-]+", "_", phase)
+            self._files[phase] = RolloutFiles(
+                folder,
+                rank=dist.rank(),
+                keep_bytes=keep,
+                seed=args.seed,
+                world_size=dist.world_size(),
+                images=None if phase == "train" else self._folder / run_files.IMAGES,
+                on_thin=lambda text: logger.warning("%s", text),
+            )
+        return self._files[phase]
+
+    def _configuration(self) -> dict[str, Any]:
+        trainer = self._trainer
+        model = unwrap(trainer.model)
+        return {
+            "format": 1,
+            "started": time.time(),
+            "max_steps": trainer.state.max_steps,
+            "processes": dist.world_size(),
+            "model": str(getattr(model.config, "_name_or_path", "")) or type(model).__name__,
+            "rewards": list(trainer.rewards.names),
+            "versions": compat.environment(),
+            "threads": torch.get_num_threads(),
+            "data": dataset_digest(trainer.train_dataset),
+            "command": self.command,
+            "settings": without_secrets(trainer.args.to_dict()),
+        }
+
+    def _digest(self, *, trained_only: bool) -> str | None:
+        """A digest of the weights; None where no rank has all of them."""
+        trainer = self._trainer
+        if is_sharded(trainer.model) or trainer.is_fsdp_enabled:
+            return None
+        parameters = unwrap(trainer.model).named_parameters()
+        try:
+            return weights_digest((name, p) for name, p in parameters if p.requires_grad or not trained_only)
+        except Exception as error:  # no record is worth a run
+            self._report(error)
+            return None
+
+    def _try(self, write: Any) -> None:
+        try:
+            write()
+        except Exception as error:  # no record is worth a run
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Warns once a training of a record that cannot be written."""
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning(
+                "step %d: the run folder %s cannot be written (%s: %s); training goes on without these records",
+                self._trainer.state.global_step,
+                self._folder,
+                type(error).__name__,
+                error,
+            )
+
+
+class _EventHandler(logging.Handler):
+    """Adds the package's warnings to the events of a run."""
+
+    def __init__(self, recorder: RunRecorder):
+        super().__init__(logging.WARNING)
+        self._recorder, self._left = recorder, MAX_WARNINGS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _has_other_handler(record.name, self) and logging.lastResort is not None:
+            logging.lastResort.handle(record)  # which logging itself asks only where there is no handler
+        if self._left <= 0:
+            return
+        self._left -= 1
+        kind = "error" if record.levelno >= logging.ERROR else "warning"
+        try:
+            self._recorder.event(kind, source=record.name, text=record.getMessage())
+        except Exception:  # a message whose arguments do not fit, as in every handler
+            self.handleError(record)
+
+
+def _has_other_handler(name: str, own: logging.Handler) -> bool:
+    current: logging.Logger | None = logging.getLogger(name)
+    while current is not None:
+        if any(handler is not own for handler in current.handlers):
+            return True
+        current = current.parent if current.propagate else None
+    return False

@@ -1,0 +1,154 @@
+"""Describes a run in words before it begins: its data, batches, steps, prompts and the end of completions."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from groupgrad.data.columns import is_transformed
+from groupgrad.modeling.load import inner_tokenizer
+
+PROMPTS_AT_START = 64
+SECONDS_AT_START = 0.05
+"""Prompts that are tokenized for the lines at the start of training, and the time after which no further one is."""
+
+
+@dataclass(slots=True, frozen=True)
+class PromptLengths:
+    """Lengths in tokens of some prompts of a data set."""
+
+    lengths: Sequence[int]
+    is_all: bool
+    """The lengths are those of all prompts."""
+
+    def __str__(self) -> str:
+        if not self.lengths:
+            return "not measured here: they are made while the run reads or samples them, or have images"
+        low, high = min(self.lengths), max(self.lengths)
+        share = "" if self.is_all else f", of {len(self.lengths):,} that were measured"
+        spread = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        return f"{spread} tokens (median {statistics.median_low(self.lengths):,}{share})"
+
+
+class StartLines(TrainerCallback):
+    """Prints, when training begins, its batches, prompts and end of completions. The same lines are printed once."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._printed: list[str] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prints the lines on the main process, above the progress bar."""
+        if not state.is_world_process_zero:
+            return
+        lines = start_lines(self._trainer)
+        if lines != self._printed:
+            self._printed = lines
+            tqdm.write("\n".join(lines))
+
+
+def start_lines(trainer: Any) -> list[str]:
+    """Returns the lines that are printed when training begins."""
+    lengths = prompt_lengths(trainer, PROMPTS_AT_START, seconds=SECONDS_AT_START)
+    rows = {"batch": batch_in_words(trainer.plan), "prompts": str(lengths), "ending": ending_in_words(trainer)}
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def data_in_words(trainer: Any) -> str:
+    """Returns the number of prompts to train on and to evaluate on."""
+    rows = [_count(trainer.train_dataset, "to train on")]
+    held_out = trainer.eval_dataset
+    for name, dataset in held_out.items() if isinstance(held_out, dict) else [("", held_out)]:
+        if dataset is not None:
+            rows.append(_count(dataset, f"to evaluate on{f' ({name})' if name else ''}"))
+    return "; ".join(rows)
+
+
+def batch_in_words(plan: Any) -> str:
+    """Returns the sizes of an optimizer step and of a generation batch, with the arithmetic behind them."""
+    step = plan.micro_batch_rows * plan.accumulation * plan.world_size
+    processes = "process" if plan.world_size == 1 else "processes"
+    times = "once" if plan.num_iterations == 1 else f"{plan.num_iterations} times"
+    return (
+        f"an optimizer step trains {step:,} completions ({plan.micro_batch_rows} a micro-batch x {plan.accumulation} "
+        f"micro-batches x {plan.world_size} {processes}); {plan.generation_batch_size:,} are sampled at a time, "
+        f"{plan.num_generations} for each of {plan.prompts_per_generation:,} prompts, and trained on {times}"
+    )
+
+
+def steps_in_words(trainer: Any) -> str:
+    """Returns the number of optimizer steps, and the prompts that they use."""
+    config, plan = trainer.args, trainer.plan
+    per_step = plan.accumulation * plan.prompts_per_generation / plan.micro_batches_per_generation
+    if not isinstance(trainer.train_dataset, Sized):
+        return f"{config.max_steps:,}"
+    steps = trainer.set_initial_training_values(config, trainer.get_train_dataloader())[-1]
+    used = steps * per_step
+    return f"{steps:,}, which use {used:,.0f} prompts ({used / len(trainer.train_dataset):.2g} epochs)"
+
+
+def ending_in_words(trainer: Any) -> str:
+    """Returns how prompts become tokens, and the tokens and the length that end a completion."""
+    tokenizer = inner_tokenizer(trainer.prompt_maker.tokenizer)
+    end_ids = list(trainer.components.sampling.eos_ids)
+    ends = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(end_ids)))
+    limit = f"at most {trainer.components.sampling.max_new_tokens:,} tokens"
+    ending = f"completions end with {ends}, or after {limit}" if ends else f"completions have no end token, so {limit}"
+    return f"{template_in_words(trainer)}; {ending}"
+
+
+def template_in_words(trainer: Any) -> str:
+    """Returns how the data set's prompts become tokens, judged by the first of them."""
+    first = first_prompt(trainer.train_dataset)
+    if first is None:
+        return "prompts are made while they are read"
+    return "prompts are texts, given as they are" if isinstance(first, str) else "prompts go through the chat template"
+
+
+def prompt_lengths(trainer: Any, at_most: int, *, seconds: float = float("inf")) -> PromptLengths:
+    """Returns the lengths of prompts drawn at random, always the same ones.
+
+    There are none of a stream, of rows that a function computes, and of agents, whose prompts get the tools' schemas
+    while they are sampled. No further prompt is measured after some `seconds`.
+    """
+    dataset, maker, rollouts = trainer.train_dataset, trainer.prompt_maker, trainer.rollout_components
+    if not _can_be_measured(dataset) or rollouts.chat is not None or rollouts.function is not None:
+        return PromptLengths([], is_all=False)
+    chosen = range(len(dataset))
+    if len(chosen) > at_most:
+        chosen = sorted(random.Random(0).sample(chosen, at_most))
+    lengths: list[int] = []
+    started = time.perf_counter()
+    columns = [name for name in ("prompt", "image", "images") if name in dataset.column_names]
+    if len(columns) > 1 and seconds < float("inf"):  # decoding images would take longer than the lines are worth
+        return PromptLengths([], is_all=False)
+    rows = dataset.select_columns(columns)
+    for index in chosen:
+        lengths.append(maker.num_tokens(rows[index]))
+        if time.perf_counter() - started > seconds:
+            break
+    return PromptLengths(lengths, is_all=len(lengths) == len(dataset))
+
+
+def _can_be_measured(dataset: Any) -> bool:
+    return isinstance(dataset, Dataset) and not is_transformed(dataset) and "prompt" in dataset.column_names
+
+
+def first_prompt(dataset: Any) -> Any:
+    """Returns the first prompt, a text or messages; None if rows are made while they are read."""
+    if not _can_be_measured(dataset):
+        return None
+    return dataset.select_columns("prompt")[0]["prompt"]
+
+
+def _count(dataset: Any, use: str) -> str:
+    return f"{len(dataset):,} prompts {use}" if isinstance(dataset, Sized) else f"a stream of prompts {use}"
