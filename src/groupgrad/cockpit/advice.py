@@ -1,0 +1,178 @@
+"""Warnings about a run in plain words, each with the setting that mends it, from its metrics."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+WINDOW = 20
+"""Last log events of training that an advice is about."""
+
+
+@dataclass(slots=True, frozen=True)
+class Advice:
+    """Something in a run's numbers that calls for a change."""
+
+    text: str
+    setting: str
+    """The change that mends it, by the names of settings."""
+    metric: str
+    """The metric that shows it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Numbers:
+    """Metrics of a run's training."""
+
+    lines: Sequence[Mapping[str, Any]]
+
+    def values(self, key: str) -> list[float]:
+        """All values of a metric."""
+        return [float(line[key]) for line in self.lines if isinstance(line.get(key), (int, float))]
+
+    def recent(self, key: str) -> float | None:
+        """The mean of the last values; None without any."""
+        values = self.values(key)[-WINDOW:]
+        return statistics.fmean(values) if values else None
+
+    def early(self, key: str) -> float | None:
+        """The mean of the first values; None before there are others."""
+        values = self.values(key)
+        return statistics.fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
+
+
+def advice(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Returns warnings about a run's metrics as plain dicts; empty if there are none."""
+    numbers = Numbers([line for line in lines if "loss" in line])
+    return [asdict(found) for check in _CHECKS if (found := check(numbers)) is not None]
+
+
+def _no_variance(numbers: Numbers) -> Advice | None:
+    share = numbers.recent("frac_reward_zero_std")
+    if share is None or share < 0.5:
+        return None
+    reward, before = numbers.recent("reward"), numbers.early("reward")
+    why = "the task is too easy or too hard at this length"
+    if reward is not None and before is not None and reward > before:
+        why = "most prompts are always or never solved by now"
+    return Advice(
+        f"{share * 100:.0f} % of groups have no variance, so their completions teach nothing: {why}.",
+        "Leave out prompts that are always or never solved, raise num_generations or temperature, or give partial "
+        "rewards.",
+        "frac_reward_zero_std",
+    )
+
+
+def _truncated(numbers: Numbers) -> Advice | None:
+    share = numbers.recent("completions/clipped_ratio")
+    if share is None or share < 0.25:
+        return None
+    return Advice(
+        f"{share * 100:.0f} % of completions are cut before they end, so their rewards are of unfinished answers.",
+        "Raise max_completion_length, reward short answers, or set mask_truncated_completions=True.",
+        "completions/clipped_ratio",
+    )
+
+
+def _entropy_lost(numbers: Numbers) -> Advice | None:
+    entropy, before = numbers.recent("entropy"), numbers.early("entropy")
+    if entropy is None or before is None or entropy > 0.2 * before:
+        return None
+    return Advice(
+        f"Entropy has fallen from {before:.2g} to {entropy:.2g} nats a token: completions of a prompt become alike.",
+        "Raise epsilon_high (0.28, as in DAPO) or entropy_coef, or lower learning_rate.",
+        "entropy",
+    )
+
+
+def _entropy_grows(numbers: Numbers) -> Advice | None:
+    entropy, before = numbers.recent("entropy"), numbers.early("entropy")
+    if entropy is None or before is None or entropy < 2 * before or entropy < 1:
+        return None
+    return Advice(
+        f"Entropy has grown from {before:.2g} to {entropy:.2g} nats a token: the policy drifts towards noise.",
+        "Lower learning_rate, entropy_coef or temperature, or set beta above 0.",
+        "entropy",
+    )
+
+
+def _clipped(numbers: Numbers) -> Advice | None:
+    share = numbers.recent("clip_ratio/region_mean")
+    if share is None or share < 0.2:
+        return None
+    return Advice(
+        f"{share * 100:.0f} % of tokens are outside the trust region, so later steps on a batch teach little.",
+        "Lower num_iterations, steps_per_generation or learning_rate.",
+        "clip_ratio/region_mean",
+    )
+
+
+def _spikes(numbers: Numbers) -> Advice | None:
+    norms = numbers.values("grad_norm")[-5 * WINDOW :]
+    if len(norms) < WINDOW or max(norms) < 20 * statistics.median(norms):
+        return None
+    return Advice(
+        f"The gradient norm jumps to {max(norms):.3g}, {max(norms) / statistics.median(norms):.0f} times its median.",
+        "Lower max_grad_norm or learning_rate; look at the rollouts of those steps.",
+        "grad_norm",
+    )
+
+
+def _nonfinite(numbers: Numbers) -> Advice | None:
+    count = (numbers.values("nonfinite_steps") or [0])[-1]
+    if not count:
+        return None
+    return Advice(
+        f"{count:.0f} steps were skipped, since their loss or gradient was not finite.",
+        "Their rows are in nonfinite_steps/. Lower learning_rate or max_grad_norm, or use bf16 in place of fp16.",
+        "nonfinite_steps",
+    )
+
+
+def _gap(numbers: Numbers) -> Advice | None:
+    gap = numbers.recent("sampling/sampling_logp_difference/mean")
+    if gap is None or gap < 0.05:
+        return None
+    return Advice(
+        f"Sampler and trainer differ by {gap:.2g} nats a token on average.",
+        "Use the same precision in both, rollout_ahead=0, or vllm_importance_sampling_mode='token_truncate'.",
+        "sampling/sampling_logp_difference/mean",
+    )
+
+
+def _slow_rewards(numbers: Numbers) -> Advice | None:
+    seconds, step = numbers.recent("time/rewards"), numbers.recent("step_time")
+    if not seconds or not step or seconds < 0.3 * step:
+        return None
+    return Advice(
+        f"Rewards take {100 * seconds / step:.0f} % of the time of a step.",
+        "Make slow reward functions async, so that they overlap; their seconds are with each rollout.",
+        "time/rewards",
+    )
+
+
+def _failing_tools(numbers: Numbers) -> Advice | None:
+    share = numbers.recent("tools/failure_frequency")
+    if share is None or share < 0.3:
+        return None
+    return Advice(
+        f"{share * 100:.0f} % of tool calls fail.",
+        "Read the replies of failed calls among the rollouts; raise tool_timeout_s where they ran out of time.",
+        "tools/failure_frequency",
+    )
+
+
+_CHECKS: tuple[Callable[[Numbers], Advice | None], ...] = (
+    _nonfinite,
+    _no_variance,
+    _truncated,
+    _entropy_lost,
+    _entropy_grows,
+    _clipped,
+    _spikes,
+    _gap,
+    _failing_tools,
+    _slow_rewards,
+)

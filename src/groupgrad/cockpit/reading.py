@@ -1,0 +1,283 @@
+"""Reads the folder of a run, finished or in progress; see docs/run-folder.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from groupgrad.cockpit.selection import Selection, ordered, pc, select
+from groupgrad.telemetry import run_files
+from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
+from groupgrad.telemetry.run_files import parse_rollout_file, read_lines, read_lines_from
+
+SAME_START_S = 2.0
+"""Difference up to which two times of a process's start are the same."""
+HEAD_CHARS = 160
+"""Characters of prompt and completion in the table of rollouts."""
+
+_INDEXED = (
+    *("step", "row", "group", "policy_version", "prompt_id", "reward", "advantage", "finish_reason", "num_tokens"),
+    *("prompt", "completion", "is_messages", "tool_calls"),
+)
+_OPTIONAL = ("phase", "gradient_share")
+"""Columns of the table that files of earlier releases lack."""
+
+
+class NoRun(ValueError):
+    """A path that is no folder of a run; the message says what to give."""
+
+
+class RunFolder:
+    """The files of one run. Methods may be called from several threads, and while the run is written."""
+
+    def __init__(self, path: str | Path, name: str | None = None):
+        self.path = Path(path)
+        self.name = name or self.path.resolve().name
+        known = (run_files.METRICS, run_files.EVENTS, run_files.ROLLOUTS, run_files.CONFIG)
+        if not any((self.path / part).exists() for part in known):
+            raise NoRun(
+                f"{str(path)!r} holds no run: there is none of {', '.join(known)}; give the output_dir of a run"
+            )
+        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._parts: dict[str, tuple[tuple[int, int], pa.Table]] = {}
+        """Name of a file of rollouts → (its time and size, its rows without tokens)."""
+        self._index: pa.Table | None = None
+        self._facets: tuple[pa.Table, dict[str, list[Any]]] | None = None
+        self._metrics: tuple[str, list[dict[str, Any]]] = ("0", [])
+        """The position up to which the metrics have been read, and their lines."""
+        self._matches: dict[str, tuple[int, pa.Array]] = {}
+
+    def config(self) -> dict[str, Any]:
+        """The settings of the last start; empty if there are none."""
+        try:
+            return json.loads((self.path / run_files.CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events."""
+        return list(read_lines(self.path / run_files.EVENTS))
+
+    def metrics_from(self, position: str) -> tuple[list[dict[str, Any]], str] | None:
+        """The lines of the metrics from a position on, and the position to go on from.
+
+        None if the file has been written anew, since the run was resumed.
+        """
+        return read_lines_from(self.path / run_files.METRICS, position)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of the metrics; what has been read before is not read again."""
+        position, known = self._metrics
+        found = self.metrics_from(position)
+        if found is None:
+            known, found = [], self.metrics_from("0") or ([], "0")
+        lines, position = found
+        self._metrics = (position, known + lines if lines else known)
+        return self._metrics[1]
+
+    def state(self) -> str:
+        """`running`, `killed`, `ended`, `stopped` or `failed`, by the events since the last start.
+
+        A run of this machine whose process is gone was killed.
+        """
+        state, start = "ended", {}
+        for event in self.events():
+            if event.get("event") in ("started", "resumed"):
+                state, start = "running", event
+            elif event.get("event") in ("ended", "stopped", "failed"):
+                state = event["event"]
+        is_here = start.get("host") == socket.gethostname() and isinstance(start.get("pid"), int)
+        return "killed" if state == "running" and is_here and not _is_alive(start) else state
+
+    def refresh(self, *, limit: int | None = None, wait: bool = True) -> bool:
+        """Reads new files of rollouts, the newest steps first, at most `limit`; False if there are more.
+
+        Without `wait` nothing is read while another thread reads, once there is something to show.
+        """
+        if not self._reading.acquire(blocking=wait or not self._parts):
+            return False
+        try:
+            present = self._files()
+            known = {name: part for name, part in self._parts.items() if present.get(name) == part[0]}
+            missing = sorted((name for name in present if name not in known), key=_newest_first)
+            now = missing if limit is None else missing[:limit]
+            with ThreadPoolExecutor(2) as threads:
+                tables = list(threads.map(self._summary, now))
+            known |= {name: (present[name], table) for name, table in zip(now, tables) if table is not None}
+            with self._lock:
+                if now or len(known) != len(self._parts):
+                    self._parts, self._index = known, None
+                    self._matches.clear()
+            return len(now) == len(missing)
+        finally:
+            self._reading.release()
+
+    def index(self) -> pa.Table:
+        """All rows that have been read, without tokens, with the first characters of texts."""
+        with self._lock:
+            if self._index is None:
+                tables = [self._parts[name][1] for name in self._names()]
+                table = pa.concat_tables(tables, promote_options="default").combine_chunks() if tables else _EMPTY
+                self._index = table
+            return self._index
+
+    def find(
+        self, selection: Selection, *, sort: str = "step", descending: bool = True, offset: int = 0, limit: int = 100
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """The number of rows that are selected, and some of them in order of a column."""
+        table = self.index()
+        texts = self._matching(selection.text, table) if selection.text else None
+        chosen = select(table, selection, texts)
+        return chosen.num_rows, ordered(chosen, sort, descending=descending, offset=offset, limit=limit).to_pylist()
+
+    def rows(
+        self, step: int, *, row: int | None = None, group: int | None = None, phase: str = TRAINING
+    ) -> list[dict[str, Any]]:
+        """The whole rows of a step of training or of an evaluation, or one row or group of them, with their tokens."""
+        found: list[dict[str, Any]] = []
+        for name in sorted(self._files()):
+            place = parse_rollout_file(os.path.basename(name))
+            if place is None or place[0] != step:
+                continue
+            table = self._read(name, None)
+            if table is None:
+                continue
+            for column, value in (("row", row), ("group", group), ("phase", phase)):
+                if value is not None and column in table.column_names:
+                    table = table.filter(pc.equal(table[column], value))
+            found += table.to_pylist()
+        return sorted(found, key=lambda item: item["row"])
+
+    def facets(self) -> dict[str, list[Any]]:
+        """Values to select by: finish reasons, tools, reward functions, and the first and last step."""
+        table, known = self.index(), self._facets
+        if known is None or known[0] is not table:
+            known = self._facets = (table, _facets(table))
+        return known[1]
+
+    def image(self, name: str) -> Path | None:
+        """The file of an image; None if there is none of this name, or the name is none."""
+        if not all(char.isalnum() or char == "_" for char in name):
+            return None
+        path = self.path / run_files.IMAGES / f"{name}.jpg"
+        return path if path.is_file() else None
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Time and size of each file of rollouts, by its path within the run's folder."""
+        found = {}
+        folders = [self.path / run_files.ROLLOUTS, *(self.path / run_files.EVAL_ROLLOUTS).glob("*/")]
+        for entry in (entry for folder in folders if folder.is_dir() for entry in os.scandir(folder)):
+            if parse_rollout_file(entry.name) is not None:
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:
+                    continue
+                found[os.path.relpath(entry.path, self.path)] = (status.st_mtime_ns, status.st_size)
+        return found
+
+    def _names(self) -> list[str]:
+        """The files that have been read, in the order of their rows in the index."""
+        return sorted(self._parts)
+
+    def _read(self, name: str, columns: Sequence[str] | None) -> pa.Table | None:
+        """A file of rollouts; None if it is damaged or has just been removed."""
+        try:
+            file = pq.ParquetFile(self.path / name)
+            names = file.schema_arrow.names
+            wanted = None if columns is None else [n for n in names if n in columns or n.startswith((REWARD, SECONDS))]
+            return file.read(columns=wanted, use_threads=False)
+        except (OSError, pa.ArrowException):
+            return None
+
+    def _summary(self, name: str) -> pa.Table | None:
+        table = self._read(name, (*_INDEXED, *_OPTIONAL))
+        if table is None or not set(_INDEXED) <= set(table.column_names):
+            return None
+        tools = pa.array(
+            ["\n".join(sorted({c["name"] for c in calls or ()})) for calls in table["tool_calls"].to_pylist()]
+        )
+        columns = {n: table[n] for n in table.column_names if n not in ("prompt", "completion", "tool_calls")}
+        for text in ("prompt", "completion"):
+            columns[text] = pc.utf8_slice_codeunits(table[text], 0, HEAD_CHARS)
+        if "phase" not in columns:
+            columns["phase"] = pa.array([TRAINING] * table.num_rows)
+        return pa.table({**columns, "tools": tools})
+
+    def _matching(self, text: str, table: pa.Table) -> pa.Array:
+        """(rows of the index,) true where prompt or completion holds a text, whatever its case."""
+        known = self._matches.get(text)
+        if known is not None and known[0] == table.num_rows:
+            return known[1]
+        with self._lock:
+            names = self._names()
+        with ThreadPoolExecutor(4) as threads:
+            masks = list(threads.map(lambda name: self._mask(name, text), names))
+        mask = pa.concat_arrays(masks) if masks else pa.array([], pa.bool_())
+        if len(mask) != table.num_rows:  # files have come or gone meanwhile
+            mask = pa.array([False] * table.num_rows)
+        self._matches = {**dict(list(self._matches.items())[-8:]), text: (table.num_rows, mask)}
+        return mask
+
+    def _mask(self, name: str, text: str) -> pa.Array:
+        count = self._parts[name][1].num_rows
+        table = self._read(name, ("prompt", "completion"))
+        if table is None or table.num_rows != count:
+            return pa.array([False] * count)
+        masks = [pc.match_substring(table[column], text, ignore_case=True) for column in ("prompt", "completion")]
+        return pc.or_(*masks).combine_chunks()
+
+
+_EMPTY = pa.table({name: pa.array([], pa.int32()) for name in ("step", "row")})
+
+
+def _newest_first(name: str) -> tuple[int, str]:
+    place = parse_rollout_file(os.path.basename(name))
+    return (0 if place is None else -place[0], name)
+
+
+def _has_values(table: pa.Table, column: str) -> bool:
+    return column in table.column_names and table[column].null_count < table.num_rows
+
+
+def _is_alive(start: dict[str, Any]) -> bool:
+    """True if the process that wrote the event of a start still runs; another process may have its number by now."""
+    try:
+        created = psutil.Process(start["pid"]).create_time()
+    except psutil.Error:
+        return False
+    known = start.get("process_started")
+    return not isinstance(known, (int, float)) or abs(created - known) < SAME_START_S
+
+
+def _facets(table: pa.Table) -> dict[str, list[Any]]:
+    if not table.num_rows:
+        return {
+            "finish_reasons": [],
+            "tools": [],
+            "rewards": [],
+            "seconds": [],
+            "phases": [],
+            "shares": [],
+            "steps": [],
+        }
+    tools = {tool for names in pc.unique(table["tools"]).to_pylist() for tool in (names or "").split("\n") if tool}
+    steps = pc.min_max(table["step"]).as_py()
+    return {
+        "finish_reasons": sorted(filter(None, pc.unique(table["finish_reason"]).to_pylist())),
+        "tools": sorted(tools),
+        "rewards": [name.removeprefix(REWARD) for name in table.column_names if name.startswith(REWARD)],
+        "seconds": [name.removeprefix(SECONDS) for name in table.column_names if name.startswith(SECONDS)],
+        "phases": sorted(pc.unique(table["phase"]).to_pylist(), key=lambda phase: (phase != TRAINING, phase)),
+        "shares": ["gradient_share"] if _has_values(table, "gradient_share") else [],
+        "steps": [steps["min"], steps["max"]],
+    }

@@ -1,0 +1,180 @@
+"""Serves the page of some runs on this machine. It needs Starlette and uvicorn (extra `view`)."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from groupgrad.cockpit import LOCAL_HOSTS, STATIC, views
+from groupgrad.cockpit.reading import RunFolder
+from groupgrad.cockpit.selection import Selection
+from groupgrad.telemetry.rollout_table import TRAINING
+from groupgrad.telemetry.run_files import finite
+
+FILES = {path.name: path for path in STATIC.iterdir() if path.suffix in (".js", ".css", ".html", ".svg")}
+"""The files that are served, by name: nothing else of the disk is."""
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+COOKIE = "groupgrad_token"
+MAX_ROWS = 500
+"""Rows in one answer."""
+
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """Answers requests for known hosts, with the token if there is one; adds headers that forbid foreign content.
+
+    A page of another site whose name is made to point to this machine sends its own name as `Host`.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str], token: str | None):
+        self._app, self._hosts, self._token = app, frozenset(hosts), token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        request = Request(scope)
+        response = self._refusal(request)
+        await (self._app if response is None else response)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        try:
+            host = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        except ValueError:  # no host has that name
+            return PlainTextResponse("this address is not served here", status_code=421)
+        if self._hosts and host not in self._hosts:
+            return PlainTextResponse("this address is not served here", status_code=421)
+        if self._token is None:
+            return None
+        given = request.query_params.get("token")
+        if given is not None and self._is_right(given):
+            answer = RedirectResponse(request.url.path, status_code=303)
+            answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+            return answer
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_right(request.cookies.get(COOKIE, "")) or self._is_right(bearer):
+            return None
+        return PlainTextResponse("open the address with ?token=... that `groupgrad view` has printed", status_code=401)
+
+    def _is_right(self, given: str) -> bool:
+        assert self._token is not None
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def make_app(runs: Sequence[RunFolder], *, hosts: Sequence[str] = LOCAL_HOSTS, token: str | None = None) -> Starlette:
+    """The application that serves the page of `runs`.
+
+    `hosts` are the names that requests may use, without ports; empty for any. With a `token` every request needs it.
+    """
+
+    def of_run(answer: Callable[[RunFolder, Request], Any]) -> Callable[[Request], Response]:
+        def endpoint(request: Request) -> Response:
+            number = request.path_params["run"]
+            if number >= len(runs):
+                return PlainTextResponse("there is no such run", status_code=404)
+            try:
+                return _json(answer(runs[number], request))
+            except ValueError as error:
+                return PlainTextResponse(str(error), status_code=400)
+
+        return endpoint
+
+    def image(request: Request) -> Response:
+        number = request.path_params["run"]
+        path = runs[number].image(request.path_params["name"]) if number < len(runs) else None
+        return PlainTextResponse("no image", status_code=404) if path is None else FileResponse(path)
+
+    def all_runs(request: Request) -> Response:
+        return _json([{"name": run.name, "path": str(run.path), "state": run.state()} for run in runs])
+
+    threading.Thread(target=_read_all, args=(runs,), name="groupgrad-index", daemon=True).start()
+    routes = [
+        Route("/", lambda request: _static("index.html")),
+        Route("/static/{name}", lambda request: _static(request.path_params["name"])),
+        Route("/api/runs", all_runs),
+        Route("/api/runs/{run:int}/summary", of_run(lambda run, request: views.summary(run))),
+        Route("/api/runs/{run:int}/metrics", of_run(_metrics)),
+        Route("/api/runs/{run:int}/rollouts", of_run(_rollouts)),
+        Route("/api/runs/{run:int}/group", of_run(_group)),
+        Route("/api/runs/{run:int}/images/{name}", image),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, token=token)])  # pyright: ignore
+
+
+def _read_all(runs: Sequence[RunFolder]) -> None:
+    """Reads the rollouts of all runs, the newest of each first, so that requests are answered meanwhile."""
+    for run in runs:
+        run.refresh(limit=views.FILES_AT_ONCE)
+    for run in runs:
+        run.refresh()
+
+
+def _metrics(run: RunFolder, request: Request) -> dict[str, Any]:
+    return views.metrics(run, request.query_params.get("start", "0"))
+
+
+def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
+    query = request.query_params
+    return views.rollouts(
+        run,
+        Selection.of(query),
+        sort=query.get("sort", "step"),
+        descending=query.get("order", "descending") != "ascending",
+        offset=max(0, _number(request, "offset", 0)),
+        limit=min(MAX_ROWS, max(1, _number(request, "limit", 100))),
+    )
+
+
+def _group(run: RunFolder, request: Request) -> dict[str, Any]:
+    return views.group(
+        run, _number(request, "step", 0), _number(request, "group", 0), request.query_params.get("phase", TRAINING)
+    )
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    value = request.query_params.get(name, str(default))
+    try:
+        return int(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={value!r} is no number") from error
+
+
+def _static(name: str) -> Response:
+    path = FILES.get(name)
+    if path is None:
+        return PlainTextResponse("there is no such file", status_code=404)
+    return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+
+
+def _json(value: Any) -> Response:
+    data = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"))
+    return Response(data.encode("utf-8", errors="replace"), media_type="application/json")

@@ -1,0 +1,155 @@
+// Charts of metrics over steps, drawn by uPlot.
+import { el, fill, runColor, short } from "./dom.js";
+
+const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+
+/** The charts of the overview: title, metrics (the first that a run has is drawn) and how values are read. */
+export const CHARTS = [
+  { title: "Reward", keys: ["reward", "eval_reward"], hint: "mean weighted reward; dashed: held-out prompts" },
+  { title: "Reward functions", prefix: "rewards/", suffix: "/mean", hint: "mean of each function" },
+  { title: "Effective groups", keys: ["frac_reward_zero_std"], map: (value) => 1 - value, hint: "share of groups whose rewards differ: only these teach" },
+  { title: "Completion length", keys: ["completions/mean_length", "completions/max_length"], hint: "tokens; dashed: the longest" },
+  { title: "Truncated", keys: ["completions/clipped_ratio"], hint: "share of completions that were cut" },
+  { title: "Entropy", keys: ["entropy"], hint: "nats a token" },
+  { title: "KL to the reference", keys: ["kl"], hint: "nats a token; only with beta above 0" },
+  { title: "Clipped tokens", keys: ["clip_ratio/high_mean", "clip_ratio/low_mean", "cispo_clip_ratio"], hint: "share above the trust region; dashed: below" },
+  { title: "Gradient norm", keys: ["grad_norm"], hint: "before clipping" },
+  { title: "Gradient signal to noise", keys: ["gradient/signal_to_noise"], hint: "1: as much signal as noise; with record_gradient_share" },
+  { title: "Sampler and trainer", keys: ["sampling/sampling_logp_difference/mean", "sampling/logp_mismatch"], hint: "difference of their log-probs, nats" },
+  { title: "Loss", keys: ["loss"], hint: "near 0 in an on-policy step, whatever is learned" },
+  { title: "Learning rate", keys: ["learning_rate"], hint: "" },
+  { title: "Tokens a second", derived: "tokens_per_second", hint: "prompt and sampled tokens over wall-clock time" },
+  { title: "Time of a step", keys: ["step_time"], hint: "seconds" },
+];
+
+/** Charts of the metrics that have no chart of their own. */
+export function otherCharts(runs) {
+  const known = new Set(CHARTS.flatMap((chart) => chart.keys ?? [chart.derived]));
+  const isOwn = (name) => known.has(name) || (name.startsWith("rewards/") && name.endsWith("/mean")) || ["time", "epoch", "tokens_per_second", "num_tokens"].includes(name);
+  const names = new Set(runs.flatMap((run) => Object.keys(run.columns.values)).filter((name) => !isOwn(name)));
+  return [...names].sort().map((name) => ({ title: name, keys: [name], hint: "" }));
+}
+
+/** Metrics of a run by name: `{step: [...], values: {name: [...]}}` of equal lengths, null where a line has none. */
+export function columnsOf(lines) {
+  const steps = [];
+  const values = {};
+  let previous = null;
+  for (const line of lines) {
+    let place = steps.length - 1;
+    if (place < 0 || steps[place] !== line.step) {
+      steps.push(line.step);
+      place += 1;
+    }
+    for (const [name, value] of Object.entries(line)) {
+      if (typeof value === "number" && name !== "step") (values[name] ??= [])[place] = value;
+    }
+    if (line.num_tokens !== undefined && line.time !== undefined && line.loss !== undefined) {
+      if (previous && line.time > previous.time) {
+        (values.tokens_per_second ??= [])[place] = Math.max(0, line.num_tokens - previous.num_tokens) / (line.time - previous.time);
+      }
+      previous = line;
+    }
+  }
+  for (const name of Object.keys(values)) {
+    const column = values[name];
+    values[name] = Array.from({ length: steps.length }, (_, place) => column[place] ?? null);
+  }
+  return { step: steps, values };
+}
+
+/** Exponential moving average; weight 0 leaves the values as they are. */
+export function smoothed(values, weight) {
+  if (!weight) return values;
+  let mean = null;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = mean === null ? value : weight * mean + (1 - weight) * value;
+    return mean;
+  });
+}
+
+/** The lines of a chart: `[{run, name, column}]` for the runs that are shown. */
+function seriesOf(chart, runs) {
+  const found = [];
+  for (const run of runs) {
+    let names = chart.derived ? [chart.derived] : chart.keys;
+    if (chart.prefix) {
+      names = Object.keys(run.columns.values).filter((name) => name.startsWith(chart.prefix) && name.endsWith(chart.suffix));
+    }
+    names.forEach((name, place) => {
+      const column = run.columns.values[name];
+      if (column) found.push({ run, name, column: chart.map ? column.map((v) => (v === null ? null : chart.map(v))) : column, place });
+    });
+  }
+  return found;
+}
+
+function label(series, chart, manyRuns) {
+  const name = chart.prefix ? series.name.slice(chart.prefix.length, -chart.suffix.length) : series.name;
+  return manyRuns ? `${series.run.name} · ${name}` : name;
+}
+
+/** A chart as a figure, or null if no run has its metrics. */
+export function makeChart(chart, runs, { weight, sync, onStep }) {
+  const series = seriesOf(chart, runs);
+  if (!series.length || series.every(({ column }) => column.every((value) => value === null))) return null;
+  const last = el("span", { class: "now" });
+  const holder = el("div", { class: "plot" });
+  const figure = el("figure", { class: "card chart" }, el("figcaption", {}, el("b", {}, chart.title), last, chart.hint && el("small", {}, chart.hint)), holder);
+  const tables = series.map(({ run, column }) => [run.columns.step, smoothed(column, weight)]);
+  const data = uPlot.join(tables);
+  const style = getComputedStyle(document.documentElement);
+  const ink = style.getPropertyValue("--quiet").trim();
+  const grid = { stroke: style.getPropertyValue("--grid").trim(), width: 1 };
+  const axis = { stroke: ink, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui", size: 26 };
+  const partColor = (s) => runColor(runs.length > 1 ? s.run.index : chart.prefix ? s.place : s.run.index);
+  const options = {
+    width: 320,
+    height: 170,
+    padding: [8, 10, 0, 0],
+    legend: { show: false },
+    cursor: { sync: { key: sync }, points: { size: 6 }, drag: { x: true, y: false } },
+    scales: { x: { time: false } },
+    axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((value) => short(value)) }],
+    series: [{ label: "step" }, ...series.map((s) => ({
+      label: label(s, chart, runs.length > 1),
+      stroke: partColor(s),
+      dash: DASHES[(chart.prefix && runs.length === 1 ? 0 : s.place) % DASHES.length],
+      width: 1.6,
+      spanGaps: true,
+      points: { show: s.column.filter((value) => value !== null).length < 3 },
+    }))],
+    hooks: { setCursor: [(plot) => readOut(plot)] },
+  };
+  const readOut = (plot) => {
+    const place = plot.cursor.idx ?? null;
+    const parts = series.map((s, index) => {
+      const values = data[index + 1];
+      let at = place;
+      if (at === null || at === undefined) for (at = values.length - 1; at > 0 && (values[at] ?? null) === null; at -= 1);
+      return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(partColor(s)), chart.prefix && (runs.length === 1 || s.run === runs[0]) ? `${label(s, chart, false)} ` : "", short(values[at]));
+    });
+    fill(last, place === null ? "" : `step ${data[0][place]} `, parts.slice(0, 6));
+  };
+  const plot = new uPlot(options, data, holder);
+  readOut(plot);
+  plot.over.addEventListener("click", () => {
+    const place = plot.cursor.idx;
+    if (onStep && place !== null && place !== undefined && plot.select.width === 0) onStep(data[0][place]);
+  });
+  const observer = new ResizeObserver(() => plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 }));
+  observer.observe(holder);
+  figure.dispose = () => { observer.disconnect(); plot.destroy(); };
+  const spoken = series.map((s) => `${label(s, chart, runs.length > 1)} ${short(s.column.findLast((value) => value !== null))}`);
+  holder.setAttribute("role", "img");
+  holder.setAttribute("aria-label", `${chart.title}: ${spoken.join(", ")}`);
+  return figure;
+}
+
+/** A small square of a colour. */
+export function swatch(color) {
+  const node = el("i", { class: "swatch" });
+  node.style.backgroundColor = color;
+  return node;
+}

@@ -1,0 +1,75 @@
+// Makes elements. Texts of a run become text nodes alone, so markup in them stays text.
+
+/** An element: `el("a", {class: "x", onclick: f}, "text", child)`. Attributes that are null or false are left out. */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "value") node.value = value;
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  append(node, children);
+  return node;
+}
+
+function append(node, children) {
+  for (const child of children) {
+    if (child === null || child === undefined || child === false) continue;
+    if (Array.isArray(child)) append(node, child);
+    else node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+}
+
+/** Puts children in the place of all that a node holds. */
+export function fill(node, ...children) {
+  node.replaceChildren();
+  append(node, children);
+}
+
+/** A number in a few characters; a dash for none. */
+export function short(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1);
+  if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
+  return Number(value.toFixed(size >= 100 ? 0 : size >= 10 ? Math.min(1, digits) : digits)).toString();
+}
+
+/** A share in per cent, with its sign. */
+export function percent(value) {
+  return `${value > 0 ? "+" : ""}${short(100 * value, 2)} %`;
+}
+
+/** Seconds as a duration. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 120) return `${short(seconds, 1)} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return `${short(seconds / 3600, 1)} h`;
+}
+
+/** The colour of a run's lines. */
+export function runColor(index) {
+  const style = getComputedStyle(document.documentElement);
+  return style.getPropertyValue(`--run-${index % 8}`).trim() || "#2f6fde";
+}
+
+/** The text of a prompt or completion: messages one below the other. */
+export function plainText(text, isMessages) {
+  if (!isMessages || text === null) return text ?? "";
+  try {
+    return JSON.parse(text).map((message) => `${message.role}: ${contentText(message)}`).join("\n");
+  } catch {
+    return text;
+  }
+}
+
+/** The content of a message, with its tool calls. */
+export function contentText(message) {
+  const { content } = message;
+  const blocks = Array.isArray(content) ? content.map((block) => block.text ?? `[${block.type ?? "block"}]`) : [content ?? ""];
+  const calls = (message.tool_calls ?? []).map((call) => `→ ${JSON.stringify(call.function ?? call)}`);
+  return [...blocks, ...calls].filter((part) => part !== "").join("\n");
+}

@@ -1,0 +1,150 @@
+// The first page: how the runs are doing, what calls for a change, charts, where the time went, what differs.
+import { CHARTS, makeChart, otherCharts, swatch } from "./charts.js";
+import { duration, el, fill, runColor, short } from "./dom.js";
+
+const PHASES = ["sampling", "weights", "rewards", "scoring", "training"];
+
+/** The page of the runs that are shown. Returns `{node, update, dispose}`; `update` draws anew after new metrics. */
+export function overview(state, { openStep }) {
+  const node = el("div", { class: "overview" });
+  const tiles = el("section", { class: "tiles", "aria-label": "Latest numbers" });
+  const notes = el("section", { class: "notes", "aria-label": "Warnings" });
+  const charts = el("section", { class: "charts", "aria-label": "Charts" });
+  const more = el("div", { class: "charts" });
+  const others = el("details", { class: "others", ontoggle: () => draw() }, el("summary", {}, el("h2", {}, "All other metrics")), more);
+  const rest = el("section", { class: "rest" });
+  const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smoothing, id: "smoothing", oninput: () => {
+    state.smoothing = Number(smoothing.value);
+    draw();
+  } });
+  const tools = el("div", { class: "tools" }, el("label", { for: "smoothing" }, "Smoothing"), smoothing,
+    el("span", { class: "quiet" }, "drag to zoom, double-click to reset, click a step for its rollouts"));
+  node.append(tiles, notes, tools, charts, others, rest);
+  let drawn = [];
+
+  function dispose() {
+    drawn.forEach((figure) => figure.dispose());
+    drawn = [];
+  }
+
+  function draw() {
+    dispose();
+    const runs = state.runs.filter((run) => run.shown);
+    const options = { weight: state.smoothing, sync: "steps", onStep: (step) => openStep(runs[0].index, step) };
+    const make = (wanted) => wanted.map((chart) => makeChart(chart, runs, options)).filter(Boolean);
+    const made = make(CHARTS);
+    const rare = others.open ? make(otherCharts(runs)) : [];
+    fill(more, rare);
+    fill(charts, made.length ? made : el("p", { class: "quiet" }, "No metrics yet: the first log event comes after logging_steps steps."));
+    drawn = [...made, ...rare];
+  }
+
+  function update() {
+    const runs = state.runs.filter((run) => run.shown);
+    fill(tiles, runs.map(tilesOf));
+    fill(notes, notesOf(runs));
+    draw();
+    fill(rest, timeCard(runs), runs.length > 1 ? differences(runs) : settingsCard(runs[0]), ...runs.map(eventsCard));
+  }
+
+  update();
+  return { node, update, dispose };
+}
+
+function latest(run, name) {
+  return (run.columns.values[name] ?? []).findLast((value) => value !== null) ?? null;
+}
+
+function tilesOf(run) {
+  const { step } = run.columns;
+  const steps = step.length ? step[step.length - 1] : 0;
+  const total = run.summary.max_steps;
+  const share = latest(run, "frac_reward_zero_std");
+  const tile = (name, value, extra) => el("div", { class: "tile" }, el("small", {}, name), el("b", {}, value), extra && el("small", {}, extra));
+  const perStep = latest(run, "step_time");
+  const left = total && run.summary.state === "running" && perStep && total > steps ? `about ${duration((total - steps) * perStep)} left` : run.summary.state;
+  const bar = el("div", { class: "bar", role: "progressbar", "aria-valuemin": 0, "aria-valuemax": total ?? steps, "aria-valuenow": steps }, el("i"));
+  bar.firstChild.style.width = `${total ? Math.min(100, (100 * steps) / total) : 100}%`;
+  bar.firstChild.style.backgroundColor = runColor(run.index);
+  return el("div", { class: "row" },
+    el("div", { class: "tile wide" }, el("small", {}, swatch(runColor(run.index)), run.name), el("b", {}, `step ${short(steps)}${total ? ` of ${short(total)}` : ""}`), bar, el("small", {}, left)),
+    tile("reward", short(latest(run, "reward")), `± ${short(latest(run, "reward_std"))}`),
+    latest(run, "eval_reward") !== null && tile("held-out reward", short(latest(run, "eval_reward"))),
+    tile("effective groups", share === null ? "–" : `${Math.round(100 * (1 - share))} %`),
+    tile("length", short(latest(run, "completions/mean_length"), 1), `${Math.round(100 * (latest(run, "completions/clipped_ratio") ?? 0))} % cut`),
+    tile("entropy", short(latest(run, "entropy"))),
+    tile("a step", duration(perStep), `${short(latest(run, "tokens_per_second"))} tokens/s`));
+}
+
+/** Warnings of all runs; those that several runs share are one. */
+function notesOf(runs) {
+  const mark = (run) => swatch(runColor(run.index));
+  const bad = runs.flatMap((run) => run.summary.events.filter((event) => ["failed", "stopped", "error"].includes(event.event)).slice(-1)
+    .map((event) => el("article", { class: "note bad" }, el("p", {}, mark(run), el("b", {}, `${run.name}: ${event.event} at step ${event.step}`)), el("p", {}, event.text ?? ""))));
+  const shared = new Map();
+  for (const run of runs) {
+    for (const found of run.summary.advice) shared.set(found.metric, [...(shared.get(found.metric) ?? []), { run, found }]);
+  }
+  const own = [...shared.values()].map((all) => el("article", { class: "note" },
+    all.map(({ run, found }) => el("p", {}, mark(run), el("b", {}, found.text))),
+    el("p", {}, all[0].found.setting),
+    el("small", {}, all[0].found.metric)));
+  return [...bad, ...own];
+}
+
+function timeCard(runs) {
+  const bars = runs.map((run) => {
+    const seconds = PHASES.map((phase) => mean(run.columns.values[`time/${phase}`]));
+    const total = seconds.reduce((sum, value) => sum + (value ?? 0), 0);
+    if (!total) return null;
+    const bar = el("div", { class: "stack" }, seconds.map((value, place) => {
+      if (!value) return null;
+      const part = el("i", { class: `phase-${PHASES[place]}`, title: `${PHASES[place]} ${duration(value)}` });
+      part.style.flexGrow = value;
+      return part;
+    }));
+    const words = PHASES.map((phase, place) => seconds[place] && el("span", {}, el("i", { class: `swatch phase-${phase}` }), `${phase} ${duration(seconds[place])} (${Math.round((100 * seconds[place]) / total)} %)`));
+    return el("div", {}, runs.length > 1 && el("small", {}, run.name), bar, el("p", { class: "keys" }, words));
+  }).filter(Boolean);
+  return bars.length ? el("section", { class: "card" }, el("h2", {}, "Where the time went"), el("small", {}, "mean of the last 50 log events"), bars) : null;
+}
+
+function mean(values) {
+  const known = (values ?? []).filter((value) => value !== null).slice(-50);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+}
+
+function settingsOf(run) {
+  const { settings = {}, model, rewards, processes, max_steps: steps } = run.summary.config;
+  return { model, rewards: (rewards ?? []).join(", "), processes, max_steps: steps, ...settings };
+}
+
+const text = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+
+function differences(runs) {
+  const all = runs.map(settingsOf);
+  const names = [...new Set(all.flatMap((settings) => Object.keys(settings)))];
+  const differing = names.filter((name) => name !== "output_dir" && name !== "run_name" && new Set(all.map((settings) => text(settings[name]))).size > 1);
+  const body = differing.length
+    ? el("div", { class: "scroll" }, el("table", {},
+      el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, swatch(runColor(run.index)), run.name)))),
+      el("tbody", {}, differing.map((name) => el("tr", {}, el("th", {}, name), all.map((settings) => el("td", {}, text(settings[name]))))))))
+    : el("p", { class: "quiet" }, "Their configurations are the same.");
+  return el("section", { class: "card" }, el("h2", {}, "What the configurations differ in"), body);
+}
+
+function settingsCard(run) {
+  if (!run) return null;
+  const entries = Object.entries(settingsOf(run)).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return el("section", { class: "card" }, el("details", {}, el("summary", {}, el("h2", {}, "Settings")),
+    el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, entries.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, text(value)))))))));
+}
+
+function eventsCard(run) {
+  const events = run.summary.events.slice(-40).reverse();
+  if (!events.length) return null;
+  const about = (event) => event.text ?? event.folder ?? event.checkpoint ?? "";
+  return el("section", { class: "card" }, el("h2", {}, swatch(runColor(run.index)), `Events of ${run.name}`),
+    el("ul", { class: "events" }, events.map((event) => el("li", { class: `event ${["warning", "error", "failed", "skipped_step"].includes(event.event) ? "bad" : ""}` },
+      el("span", { class: "quiet" }, `step ${event.step}`), el("b", {}, String(event.event).replace("_", " ")), el("span", {}, about(event))))));
+}

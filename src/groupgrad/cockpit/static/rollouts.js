@@ -1,0 +1,219 @@
+// The page of rollouts: filters, the list, and a group side by side.
+import { contentText, duration, el, fill, percent, plainText, short } from "./dom.js";
+import { SHADES, legend, tokenBlock } from "./tokens.js";
+import { VirtualList } from "./virtual.js";
+
+const FILTERS = ["text", "first_step", "last_step", "reward", "min_reward", "max_reward", "finish_reason", "tool", "phase", "prompt_id", "sort", "order"];
+
+/** The page. `query` are the parts of the address; `go(query)` changes them. Returns `{node, update, dispose}`. */
+export function rolloutsPage(state, query, { source, go }) {
+  const run = Number(query.run ?? 0);
+  const count = el("p", { class: "count", role: "status" });
+  const detail = el("section", { class: "detail", "aria-label": "Group" });
+  const form = el("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() });
+  const narrow = matchMedia("(max-width: 760px)").matches;
+  let known = "";
+
+  const list = new VirtualList({
+    rowHeight: narrow ? 66 : 44,
+    label: "Rollouts",
+    load: async (offset, limit) => {
+      const answer = await source.rollouts(run, { ...filters(), offset, limit });
+      fill(count, `${answer.total.toLocaleString("en-US")} rollouts`, !answer.complete && ", more are being read ...", !source.live && " of this report");
+      if (JSON.stringify(answer.facets) !== known) {
+        known = JSON.stringify(answer.facets);
+        drawFilters(answer.facets);
+      }
+      if (!answer.complete) setTimeout(() => list.reset(), 400);
+      return answer;
+    },
+    draw: drawItem,
+    open: (row) => {
+      const { of, ...rest } = query;
+      go({ ...rest, run, ...place(row) });
+    },
+  });
+
+  function filters() {
+    return Object.fromEntries(FILTERS.filter((name) => query[name]).map((name) => [name, query[name]]));
+  }
+
+  function change(name, value) {
+    const next = { ...query, [name]: value };
+    if (!value) delete next[name];
+    go(next, { replace: true });
+  }
+
+  function drawFilters(facets) {
+    const field = (name, label, attributes = {}) => el("label", {}, label, el("input", { name, value: query[name] ?? "", onchange: (event) => change(name, event.target.value.trim()), ...attributes }));
+    const choice = (name, label, options) => {
+      const select = el("select", { name, onchange: (event) => change(name, event.target.value) }, options.map(([value, text]) => el("option", { value }, text)));
+      select.value = query[name] ?? "";
+      return el("label", {}, label, select);
+    };
+    const named = (names, first) => [["", first], ...names.map((name) => [name, name])];
+    const number = { type: "number", step: "any" };
+    const focused = document.activeElement?.name;
+    const sorts = [["", "step"], ["reward", "reward"], ["advantage", "advantage"], ["num_tokens", "tokens"],
+      ...facets.shares.map((name) => [name, "gradient share"]),
+      ...facets.rewards.map((name) => [`reward/${name}`, `reward ${name}`]), ...facets.seconds.map((name) => [`seconds/${name}`, `seconds of ${name}`])];
+    fill(form,
+      field("text", "Text", { type: "search", placeholder: "in prompt or completion", class: "wide" }),
+      field("first_step", "From step", { type: "number", placeholder: facets.steps[0] ?? "" }),
+      field("last_step", "to", { type: "number", placeholder: facets.steps[1] ?? "" }),
+      choice("reward", "Reward", named(facets.rewards, "weighted")),
+      field("min_reward", "at least", number),
+      field("max_reward", "at most", number),
+      choice("finish_reason", "Ended by", named(facets.finish_reasons, "any")),
+      facets.tools.length > 0 && choice("tool", "Tool", named(facets.tools, "any")),
+      facets.phases.length > 1 && choice("phase", "Sampled in", [["", "all"], ...facets.phases.map((name) => [name, phaseName(name)])]),
+      choice("sort", "Order by", sorts),
+      choice("order", "", [["", "highest first"], ["ascending", "lowest first"]]),
+      query.prompt_id && el("button", { type: "button", onclick: () => change("prompt_id", "") }, "× one prompt"),
+      el("button", { type: "button", onclick: () => go({ run }) }, "Clear"));
+    form.querySelector(`[name="${CSS.escape(focused ?? "-")}"]`)?.focus();
+  }
+
+  async function drawDetail() {
+    if (query.step === undefined || query.group === undefined) {
+      fill(detail, el("p", { class: "quiet" }, "Choose a rollout to see its group, token by token."));
+      return;
+    }
+    const { rows } = await source.group(run, Number(query.step), Number(query.group), query.of);
+    if (!rows.length) {
+      fill(detail, el("p", { class: "quiet" }, `The rollouts of step ${query.step}, group ${query.group} are not stored.`));
+      return;
+    }
+    const readout = el("output", { class: "readout" }, "Point at a token, or move with the arrow keys.");
+    const scale = largest(rows);
+    const by = state.shade === "gradient_shares" && !scale ? "logprobs" : state.shade;
+    const shades = Object.entries(SHADES).filter(([value]) => value !== "gradient_shares" || scale);
+    const select = el("select", { id: "shade", onchange: () => { state.shade = select.value; drawDetail(); } }, shades.map(([value, text]) => el("option", { value }, text)));
+    select.value = by;
+    const cards = rows.map((row) => card(row, by, scale, (text) => fill(readout, text)));
+    const others = state.runs.filter((other) => other.index !== run);
+    fill(detail,
+      el("header", {},
+        el("h2", {}, `Step ${query.step}, group ${query.group}${query.of ? `, ${phaseName(query.of)}` : ""}`),
+        el("div", { class: "tools" }, el("label", { for: "shade" }, "Shade tokens by"), select, legend(by)),
+        promptBlock(rows[0]),
+        el("p", { class: "links" },
+          link({ run, prompt_id: rows[0].prompt_id }, "this prompt in all steps"),
+          others.map((other) => link({ run: other.index, prompt_id: rows[0].prompt_id }, `in ${other.name}`))),
+        imagesOf(rows[0])),
+      el("div", { class: "cards" }, cards), readout);
+    detail.scrollTop = 0;
+    if (narrow) detail.scrollIntoView({ block: "start" });
+  }
+
+  function link(target, text) {
+    return el("a", { href: `#/rollouts?${new URLSearchParams(target)}` }, text);
+  }
+
+  function imagesOf(row) {
+    const images = (row.images ?? []).map((name) => source.image(run, name)).filter(Boolean);
+    return images.length > 0 && el("div", { class: "images" }, images.map((src, place) => el("img", { src, alt: `image ${place + 1} of the prompt`, loading: "lazy" })));
+  }
+
+  function card(row, by, scale, say) {
+    const rewards = Object.keys(row).filter((name) => name.startsWith("reward/"));
+    const seconds = Object.entries(row).filter(([name, value]) => name.startsWith("seconds/") && value > 0.05);
+    const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
+    const chosen = String(row.row) === String(query.row);
+    const extras = [["data", row.data], ["logged", row.extra]].filter(([, value]) => value);
+    return el("article", { class: `card rollout${chosen ? " chosen" : ""}`, id: `row-${row.row}` },
+      el("header", {},
+        el("a", { class: "anchor", href: `#/rollouts?${new URLSearchParams({ run, ...place(row) })}`, title: "link to this rollout" }, `row ${row.row}`),
+        el("span", {}, "reward ", el("b", {}, short(row.reward))),
+        el("span", { class: sign }, "advantage ", el("b", {}, `${row.advantage > 0 ? "+" : ""}${short(row.advantage)}`)),
+        (row.gradient_share ?? null) !== null && el("span", { class: row.gradient_share > 0 ? "up" : row.gradient_share < 0 ? "down" : "", title: "share of this rollout in the gradient of its step" }, "taught ", el("b", {}, percent(row.gradient_share))),
+        el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason),
+        el("span", { class: "quiet" }, `${row.num_tokens} tokens`)),
+      rewards.length > 1 && el("p", { class: "parts" }, rewards.map((name) => el("span", {}, name.slice(7), " ", el("b", {}, short(row[name]))))),
+      row.problem && el("p", { class: "bad" }, row.problem),
+      tokenBlock(row, by, scale, say),
+      (row.tool_calls ?? []).length > 0 && el("details", {}, el("summary", {}, `${row.tool_calls.length} tool call${row.tool_calls.length > 1 ? "s" : ""}, ${duration(row.wait_s)} of waiting`),
+        el("ul", {}, row.tool_calls.map((call) => el("li", { class: call.failed ? "bad" : "" }, `${call.name} ${duration(call.seconds)}${call.timed_out ? ", out of time" : call.failed ? ", failed" : ""}`)))),
+      row.is_messages && messages(row),
+      (extras.length > 0 || seconds.length > 0) && el("details", {}, el("summary", {}, "data and rewards"),
+        extras.map(([name, value]) => el("pre", {}, `${name}: ${pretty(value)}`)),
+        seconds.map(([name, value]) => el("p", { class: "quiet" }, `${name.slice(8)} took ${duration(value)} for its rows`))));
+  }
+
+  function update() {
+    if (list.node.scrollTop === 0) list.reset();
+  }
+
+  const node = el("div", { class: "rollouts" },
+    state.runs.length > 1 && el("nav", { class: "pills", "aria-label": "Run" }, state.runs.map((other) => el("a", { href: `#/rollouts?run=${other.index}`, "aria-current": other.index === run ? "true" : null }, other.name))),
+    form, el("div", { class: "columns" }, el("div", { class: "left" }, count, list.node), detail));
+  drawFilters({ finish_reasons: [], tools: [], rewards: [], seconds: [], phases: [], shares: [], steps: [] });
+  drawDetail();
+  return {
+    node,
+    update,
+    dispose: () => list.dispose(),
+    /** Shows another group without a new list; false if the filters or the run are others. */
+    retarget(next) {
+      const same = Number(next.run ?? 0) === run && FILTERS.every((name) => (next[name] ?? "") === (query[name] ?? ""));
+      if (same) {
+        query = next;
+        drawDetail();
+      }
+      return same;
+    },
+  };
+}
+
+function promptBlock(row) {
+  const text = plainText(row.prompt, row.is_messages);
+  const long = text.length > 400;
+  return el("details", { class: "prompt", open: !long }, el("summary", {}, "Prompt"), el("pre", {}, text));
+}
+
+function messages(row) {
+  let parts;
+  try {
+    parts = JSON.parse(row.completion);
+  } catch {
+    return null;
+  }
+  return el("details", {}, el("summary", {}, `as ${parts.length} messages`), parts.map((message) =>
+    el("div", { class: `message ${message.role === "tool" ? "tool" : ""}` }, el("small", {}, message.role), el("pre", {}, contentText(message)))));
+}
+
+function pretty(value) {
+  try {
+    return JSON.stringify(JSON.parse(value), null, 1);
+  } catch {
+    return value;
+  }
+}
+
+/** What names a row in the address; `of` only for a rollout of an evaluation. */
+function place(row) {
+  const of = row.phase && row.phase !== "train" ? { of: row.phase } : {};
+  return { ...of, step: row.step, group: row.group, row: row.row };
+}
+
+function phaseName(phase) {
+  return phase === "train" ? "training" : `evaluation ${phase}`;
+}
+
+/** The largest gradient share of a token of these rows. */
+function largest(rows) {
+  return rows.reduce((most, row) => (row.gradient_shares ?? []).reduce((now, value) => Math.max(now, Math.abs(value ?? 0)), most), 0);
+}
+
+function drawItem(node, row) {
+  if (!row) {
+    fill(node, el("span", { class: "quiet" }, "..."));
+    return;
+  }
+  const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
+  fill(node,
+    el("span", { class: "where" }, el("b", {}, row.step), ` · ${row.row}`, row.phase && row.phase !== "train" && el("small", {}, ` ${row.phase}`)),
+    el("span", { class: `number ${sign}` }, short(row.reward, 2)),
+    el("span", { class: "text" }, el("span", { class: "quiet" }, plainText(row.prompt, false)), el("span", {}, row.completion)),
+    el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason));
+}

@@ -1,0 +1,72 @@
+// Where the page gets its data: from the server, or from a report that holds all of it.
+
+/** The data of a report, if this page is one; else the server's. */
+export function makeSource() {
+  const embedded = document.getElementById("report");
+  return embedded ? new ReportSource(JSON.parse(embedded.textContent)) : new ServerSource();
+}
+
+class ServerSource {
+  live = true;
+
+  async #get(path, query = {}) {
+    const filled = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+    const answer = await fetch(`/api/${path}?${new URLSearchParams(filled)}`);
+    if (!answer.ok) throw new Error(await answer.text());
+    return answer.json();
+  }
+
+  runs() { return this.#get("runs"); }
+  summary(run) { return this.#get(`runs/${run}/summary`); }
+  metrics(run, start) { return this.#get(`runs/${run}/metrics`, { start }); }
+  rollouts(run, query) { return this.#get(`runs/${run}/rollouts`, query); }
+  group(run, step, group, phase) { return this.#get(`runs/${run}/group`, { step, group, phase }); }
+  image(run, name) { return `/api/runs/${run}/images/${encodeURIComponent(name)}`; }
+}
+
+class ReportSource {
+  live = false;
+
+  constructor(report) { this.report = report; }
+
+  async runs() { return this.report.runs; }
+  async summary(run) { return this.report.runs[run]; }
+  async metrics(run) { return { lines: this.report.runs[run].metrics, next: "0", reset: true }; }
+  async group(run, step, group, phase = "train") {
+    return { rows: this.report.runs[run].rollouts.filter((row) => row.step === step && row.group === group && (row.phase ?? "train") === phase) };
+  }
+  image() { return null; }
+
+  async rollouts(run, query) {
+    const { rollouts, facets } = this.report.runs[run];
+    const found = rollouts.filter((row) => matches(row, query)).map((row) => ({ ...row, tools: toolNames(row).join("\n") }));
+    const column = query.sort ?? "step";
+    const sign = query.order === "ascending" ? 1 : -1;
+    const rank = (row) => row[column] ?? -Infinity * sign;
+    const compare = (a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : 0);
+    found.sort((a, b) => sign * compare(a, b) || a.step - b.step || a.row - b.row);
+    const offset = query.offset ?? 0;
+    return { total: found.length, rows: found.slice(offset, offset + (query.limit ?? 100)), complete: true, facets };
+  }
+}
+
+function toolNames(row) {
+  return [...new Set((row.tool_calls ?? []).map((call) => call.name))].sort();
+}
+
+function matches(row, query) {
+  const set = (name) => query[name] !== undefined && query[name] !== null && query[name] !== "";
+  const reward = row[set("reward") ? `reward/${query.reward}` : "reward"];
+  const text = set("text") ? query.text.toLowerCase() : "";
+  return (
+    (!set("first_step") || row.step >= Number(query.first_step)) &&
+    (!set("last_step") || row.step <= Number(query.last_step)) &&
+    (!set("min_reward") || (reward !== null && reward >= Number(query.min_reward))) &&
+    (!set("max_reward") || (reward !== null && reward <= Number(query.max_reward))) &&
+    (!set("finish_reason") || row.finish_reason === query.finish_reason) &&
+    (!set("prompt_id") || row.prompt_id === query.prompt_id) &&
+    (!set("phase") || (row.phase ?? "train") === query.phase) &&
+    (!set("tool") || toolNames(row).includes(query.tool)) &&
+    (!text || row.prompt.toLowerCase().includes(text) || row.completion.toLowerCase().includes(text))
+  );
+}

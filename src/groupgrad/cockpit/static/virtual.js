@@ -1,0 +1,122 @@
+// A list of any length that keeps only the visible rows in the page.
+import { el } from "./dom.js";
+
+const PAGE = 100;
+const KEPT_PAGES = 30;
+
+/**
+ * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows}`; `draw(node, row)` fills a row's
+ * node, with null for a row that is still being loaded; `open(row)` is called for a click or Enter.
+ */
+export class VirtualList {
+  constructor({ rowHeight, load, draw, open, label }) {
+    Object.assign(this, { rowHeight, load, draw, open });
+    this.space = el("div", { class: "space" });
+    this.node = el("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": label }, this.space);
+    this.pool = [];
+    this.current = -1;
+    this.reset();
+    this.node.addEventListener("scroll", () => this.#schedule(), { passive: true });
+    this.node.addEventListener("keydown", (event) => this.#key(event));
+    this.observer = new ResizeObserver(() => this.#schedule());
+    this.observer.observe(this.node);
+  }
+
+  /** Forgets all rows and loads the first ones. */
+  reset() {
+    this.version = (this.version ?? 0) + 1;
+    this.pages = new Map();
+    this.total = 0;
+    this.current = -1;
+    this.node.scrollTop = 0;
+    return this.#need(0);
+  }
+
+  dispose() { this.observer.disconnect(); }
+
+  row(index) { return this.pages.get(Math.floor(index / PAGE))?.[index % PAGE] ?? null; }
+
+  async #need(page) {
+    if (this.pages.has(page)) return;
+    this.pages.set(page, []);
+    if (this.pages.size > KEPT_PAGES) this.pages.delete(this.pages.keys().next().value);
+    const { version } = this;
+    const answer = await this.load(page * PAGE, PAGE);
+    if (version !== this.version) return;
+    this.pages.set(page, answer.rows);
+    if (answer.total !== this.total) {
+      this.total = answer.total;
+      this.space.style.height = `${this.total * this.rowHeight}px`;
+    }
+    this.#render();
+  }
+
+  #schedule() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => {
+      this.waiting = false;
+      this.#render();
+    });
+  }
+
+  #render() {
+    const { rowHeight, total } = this;
+    const first = Math.max(0, Math.floor(this.node.scrollTop / rowHeight) - 4);
+    const count = Math.min(total - first, Math.ceil(this.node.clientHeight / rowHeight) + 8);
+    while (this.pool.length < count) {
+      const node = el("div", { class: "item", role: "option" });
+      node.style.height = `${rowHeight}px`;
+      node.addEventListener("click", () => this.#choose(node.index));
+      this.pool.push(node);
+      this.space.append(node);
+    }
+    this.pool.forEach((node, place) => {
+      const index = first + place;
+      node.hidden = place >= count;
+      if (node.hidden) return;
+      const row = this.row(index);
+      if (node.index !== index || node.row !== row) {
+        node.index = index;
+        node.row = row;
+        node.id = `item-${index}`;
+        node.setAttribute("aria-setsize", total);
+        node.setAttribute("aria-posinset", index + 1);
+        node.style.transform = `translateY(${index * rowHeight}px)`;
+        this.draw(node, row);
+      }
+      node.setAttribute("aria-selected", index === this.current);
+    });
+    if (!count) return;
+    for (const page of new Set([Math.floor(first / PAGE), Math.floor((first + count - 1) / PAGE)])) this.#need(page);
+  }
+
+  #choose(index) {
+    const row = this.row(index);
+    if (!row) return;
+    this.#move(index);
+    this.open(row);
+  }
+
+  #move(index) {
+    this.current = Math.max(0, Math.min(this.total - 1, index));
+    this.node.setAttribute("aria-activedescendant", `item-${this.current}`);
+    const top = this.current * this.rowHeight;
+    if (top < this.node.scrollTop) this.node.scrollTop = top;
+    const below = top + this.rowHeight - this.node.clientHeight;
+    if (below > this.node.scrollTop) this.node.scrollTop = below;
+    this.#render();
+  }
+
+  #key(event) {
+    const rows = Math.max(1, Math.floor(this.node.clientHeight / this.rowHeight) - 1);
+    const steps = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1, PageDown: rows, PageUp: -rows, Home: -this.total, End: this.total };
+    if (event.key in steps && !event.ctrlKey && !event.metaKey) {
+      event.preventDefault();
+      this.#move(this.current + steps[event.key]);
+    } else if (event.key === "Enter" && this.current >= 0) {
+      event.preventDefault();
+      this.#choose(this.current);
+    }
+  }
+}

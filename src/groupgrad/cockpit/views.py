@@ -1,0 +1,87 @@
+"""Values of a run for the page, as plain types for JSON. The live page and the static report read the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from groupgrad.cockpit.advice import advice
+from groupgrad.cockpit.reading import RunFolder
+from groupgrad.cockpit.selection import Selection
+
+MAX_POINTS = 4000
+"""Log events of a run that the page gets; of a longer run every second, third, ... one."""
+MAX_EVENTS = 300
+FILES_AT_ONCE = 32
+"""Files of rollouts that one answer waits for."""
+REPORT_GROUPS = 40
+"""Groups of rollouts of each run in a static report."""
+
+
+def summary(run: RunFolder) -> dict[str, Any]:
+    """Name, state, settings, events and warnings of a run."""
+    events = run.events()
+    config = run.config()
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "state": run.state(),
+        "config": config,
+        "max_steps": config.get("max_steps"),
+        "events": events[-MAX_EVENTS:],
+        "advice": advice(run.metrics()),
+    }
+
+
+def metrics(run: RunFolder, start: str = "0") -> dict[str, Any]:
+    """The log events from a position on, thinned if they are many, and the position to go on from.
+
+    `reset` says that they are all of the file, since it has been written anew.
+    """
+    found = run.metrics_from(start)
+    lines, position = run.metrics_from("0") or ([], "0") if found is None else found
+    reset = start == "0" or found is None
+    stride = math.ceil(len(lines) / MAX_POINTS)
+    if stride > 1:
+        train = [line for line in lines if "loss" in line]
+        kept = {id(line) for line in [*train[::stride], *train[-1:]]}
+        lines = [line for line in lines if "loss" not in line or id(line) in kept]
+    return {"lines": lines, "next": position, "reset": reset}
+
+
+def rollouts(
+    run: RunFolder, selection: Selection, *, sort: str, descending: bool, offset: int, limit: int
+) -> dict[str, Any]:
+    """Some of the rows that are selected, and the number of all of them."""
+    complete = run.refresh(limit=FILES_AT_ONCE, wait=False)
+    total, rows = run.find(selection, sort=sort, descending=descending, offset=offset, limit=limit)
+    return {"total": total, "rows": rows, "complete": complete, "facets": run.facets()}
+
+
+def group(run: RunFolder, step: int, number: int, phase: str) -> dict[str, Any]:
+    """The whole rows of a group of training or of an evaluation."""
+    return {"rows": run.rows(step, group=number, phase=phase)}
+
+
+def report(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """All that a static report holds: metrics, settings, and some groups of rollouts over the whole run."""
+    parts = []
+    for run in runs:
+        run.refresh()
+        steps = sorted(set(run.index()["step"].to_pylist()))
+        chosen = _spread(steps, REPORT_GROUPS)
+        rows = []
+        for place, step in enumerate(chosen):
+            of_step = run.rows(step)
+            groups = sorted({row["group"] for row in of_step})
+            rows += [row for row in of_step if row["group"] == groups[place % len(groups)]]
+        parts.append({**summary(run), "metrics": metrics(run)["lines"], "rollouts": rows, "facets": run.facets()})
+    return {"runs": parts}
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` steps, evenly, the first and the last among them."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]

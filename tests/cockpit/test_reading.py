@@ -1,0 +1,161 @@
+"""A run folder as it is read: rows by conditions, and files that change under the reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from synthetic_run import HOSTILE, write_run
+
+from groupgrad.cli.main import main
+from groupgrad.cockpit.reading import NoRun, RunFolder
+from groupgrad.cockpit.selection import Selection
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first", steps=12, rows=32, hostile=True)
+
+
+@pytest.fixture
+def run(folder: Path) -> RunFolder:
+    run = RunFolder(folder)
+    run.refresh()
+    return run
+
+
+def test_rows_are_found_by_each_condition(run):
+    total, rows = run.find(Selection(), limit=5)
+    assert total == 12 * 32 and [(row["step"], row["row"]) for row in rows] == [(12, number) for number in range(5)]
+    everything = run.find(Selection(), limit=1000)[1]
+    cases = [
+        (Selection(first_step=3, last_step=4), lambda row: row["step"] in (3, 4)),
+        (Selection(min_reward=0.5, max_reward=1.1), lambda row: 0.5 <= row["reward"] <= 1.1),
+        (Selection(reward="correct", min_reward=1.0), lambda row: row["reward/correct"] == 1.0),
+        (Selection(finish_reason="length"), lambda row: row["finish_reason"] == "length"),
+        (Selection(tool="calculator"), lambda row: row["tools"] == "calculator"),
+        (Selection(tool="calc"), lambda row: False),
+        (Selection(group=2, first_step=5), lambda row: row["group"] == 2 and row["step"] >= 5),
+        (Selection(text="<SCRIPT"), lambda row: row["row"] == 0),
+        (Selection(text="what is 3"), lambda row: row["group"] == 3),
+        (Selection(prompt_id=rows[0]["prompt_id"]), lambda row: row["prompt"] == rows[0]["prompt"]),
+    ]
+    for selection, wanted in cases:
+        count, found = run.find(selection, limit=1000)
+        assert count == len(found) == sum(map(wanted, everything)), selection
+        assert all(map(wanted, found)), selection
+    best = run.find(Selection(), sort="reward", limit=3)[1]
+    assert [row["reward"] for row in best] == sorted((row["reward"] for row in everything), reverse=True)[:3]
+    assert run.facets() == {
+        "finish_reasons": ["eos", "length"], "tools": ["calculator"], "rewards": ["correct", "short"],
+        "seconds": ["correct", "short"], "steps": [1, 12], "phases": ["train"], "shares": ["gradient_share"],
+    }  # fmt: skip
+
+
+def test_whole_rows_have_their_tokens(run):
+    (row,) = run.rows(7, row=0)
+    assert row["tokens"][0] == HOSTILE and len(row["tokens"]) == len(row["logprobs"])
+    assert [other["row"] for other in run.rows(7, group=1)] == list(range(8, 16))
+    assert run.rows(99) == []
+
+
+def test_a_run_that_is_being_written_is_read_as_far_as_it_is_whole(tmp_path):
+    folder = write_run(tmp_path / "live", steps=4, rows=8, ended=False)
+    run = RunFolder(folder)
+    assert not run.refresh(limit=1)  # the newest first
+    assert run.facets()["steps"] == [4, 4] and run.state() == "running"
+    assert run.refresh() and run.facets()["steps"] == [1, 4]
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "resumed", "step": 4, "host": socket.gethostname(), "pid": 2**22 + 1}) + "\n")
+    assert run.state() == "killed"
+    own = {"event": "resumed", "step": 4, "host": socket.gethostname(), "pid": os.getpid()}
+    for started, state in ((psutil.Process().create_time(), "running"), (1.7e9, "killed")):  # another with its number
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({**own, "process_started": started}) + "\n")
+        assert run.state() == state
+    (folder / "rollouts" / "step_000005.0.parquet").write_bytes(b"PAR1 half a file")
+    os.unlink(folder / "rollouts" / "step_000004.0.parquet")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    assert run.refresh() and run.facets()["steps"] == [1, 3]
+    lines, end = run.metrics_from("0")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('ard": 1}\n')
+    assert run.metrics_from(end)[0] == [{"step": 5, "reward": 1}]
+    assert run.metrics_from(f"{10**6}-00000000") is None
+    with pytest.raises(NoRun, match="output_dir of a run"):
+        RunFolder(tmp_path)
+
+
+def test_images_are_found_by_name_alone(run, folder):
+    (folder / "rollout_images").mkdir(exist_ok=True)
+    (folder / "rollout_images" / "ab_0.jpg").write_bytes(b"x")
+    assert run.image("ab_0") is not None
+    assert run.image("../config") is None and run.image("..") is None and run.image("none") is None
+
+
+def test_the_command_prints_rollouts(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["rollouts", str(folder), "--step", "7", "--search", "onerror", "--tokens", "entropy"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 1 rollouts" in printed and "<script>" in printed and "step 7 row 0" in printed
+    assert main(["rollouts", str(folder), "--step", "3:4", "--min-reward", "0.9", "--limit", "3", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 3 and all(row["reward"] >= 0.9 and row["step"] in (3, 4) and row["tokens"] for row in rows)
+    assert main(["rollouts", str(folder), "--min-reward", "9"]) == 1
+    assert "steps 1 to 12" in capsys.readouterr().err
+    assert main(["rollouts", str(folder), "--step", "x"]) == main(["rollouts", str(folder / "none")]) == 2
+
+
+def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = write_run(tmp_path / "run", steps=3, rows=16, evaluated=True)
+    run = RunFolder(folder)
+    run.refresh()
+    assert run.facets()["phases"] == ["train", "eval"] and run.facets()["shares"] == ["gradient_share"]
+    total, rows = run.find(Selection(phase="eval"))
+    assert total == 8 and {row["step"] for row in rows} == {3} and {row["gradient_share"] for row in rows} == {None}
+    assert [row["phase"] for row in run.rows(3, row=0)] == ["train"]
+    assert [row["phase"] for row in run.rows(3, row=0, phase="eval")] == ["eval"]
+    taught = run.find(Selection(phase="train"), sort="gradient_share")[1]
+    shares = [row["gradient_share"] for row in taught]
+    assert shares == sorted(shares, reverse=True) and len(shares) == 48
+
+    command = ["rollouts", str(folder), "--sort", "gradient_share", "--limit", "2", "--tokens", "gradient_shares"]
+    assert main([*command, "--phase", "train"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("by gradient_shares (shares of the largest)") == 2 and "gradient" in printed.partition("by ")[0]
+    )
+    assert main(["rollouts", str(folder), "--phase", "eval", "--json"]) == 0
+    assert {json.loads(line)["phase"] for line in capsys.readouterr().out.splitlines()} == {"eval"}
+
+
+def test_files_without_shares_and_phases_are_read(tmp_path):
+    """As an earlier release has written them."""
+    folder = write_run(tmp_path / "run", steps=1, rows=8)
+    path = folder / "rollouts" / "step_000001.0.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["phase", "gradient_share", "gradient_shares"]), path)
+    run = RunFolder(folder)
+    run.refresh()
+    assert run.facets()["phases"] == ["train"] and run.facets()["shares"] == []
+    assert run.find(Selection(phase="train"))[0] == 8 and len(run.rows(1, group=0)) == 8
+    assert main(["rollouts", str(folder), "--sort", "gradient_share"]) == 2
+
+
+def test_the_page_on_curves_has_the_bounds_of_the_advice() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "reading-a-run.md").read_text()
+    code = (root / "src" / "groupgrad" / "cockpit" / "advice.py").read_text()
+    bounds = re.findall(r"(?:share|gap) < (0[.]\d+)", code)
+    assert len(bounds) == 5  # the last one is that of tools, which have no row there
+    for name, bound in zip(("frac_reward_zero_std", "clipped_ratio", "clip_ratio", "sampling_logp_difference"), bounds):
+        (line,) = [line for line in page.splitlines() if line.startswith("|") and f"{name}" in line and "above" in line]
+        assert f"above {bound}:" in line, name

@@ -1,0 +1,164 @@
+"""The server of the page: what it answers to whom, and what the command serves."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from synthetic_run import HOSTILE, write_run
+
+from groupgrad.cli import view
+from groupgrad.cli.main import main
+from groupgrad.cockpit.advice import advice
+from groupgrad.cockpit.reading import RunFolder
+from groupgrad.cockpit.server import FILES, make_app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first", steps=12, rows=16, hostile=True)
+
+
+@pytest.fixture
+def client(folder: Path) -> TestClient:
+    return TestClient(make_app([RunFolder(folder)]), base_url="http://127.0.0.1:8765", follow_redirects=False)
+
+
+def test_the_page_and_its_data_are_served(client):
+    assert "<title>groupgrad</title>" in client.get("/").text
+    for name in re.findall(r'"/static/([^"]+)"', client.get("/").text):
+        assert client.get(f"/static/{name}").status_code == 200, name
+    assert client.get("/api/runs").json()[0]["name"] == "first"
+    metrics = client.get("/api/runs/0/metrics").json()
+    assert [line["step"] for line in metrics["lines"]] == list(range(1, 13)) and metrics["reset"]
+    assert client.get("/api/runs/0/metrics", params={"start": metrics["next"]}).json()["lines"] == []
+    summary = client.get("/api/runs/0/summary").json()
+    assert summary["state"] == "ended" and summary["config"]["settings"]["loss_type"] == "dapo"
+    while not (found := client.get("/api/runs/0/rollouts", params={"tool": "calculator", "limit": 5}).json())[
+        "complete"
+    ]:
+        pass
+    assert found["total"] == 12 and found["rows"][0]["row"] == 5
+    rows = client.get("/api/runs/0/group", params={"step": 3, "group": 0}).json()["rows"]
+    assert rows[0]["tokens"][0] == HOSTILE and len(rows) == 8
+
+
+def test_a_policy_keeps_foreign_content_out(client):
+    for address in ("/", "/static/app.js", "/api/runs", "/none"):
+        headers = client.get(address).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8765", "", "localhost@evil.example"])
+def test_a_foreign_name_that_points_here_is_refused(client, host):
+    assert client.get("/api/runs", headers={"host": host}).status_code == 421
+    assert client.get("/api/runs", headers={"host": "localhost:1"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("/static/..%2fserver.py", "/static/%2e%2e/server.py", "/static/../server.py", "/static/server.py"),
+        *("/api/runs/0/images/..%2f..%2fconfig.json", "/api/runs/0/images/%2e%2e%2fconfig", "/api/runs/9/summary"),
+    ],
+)
+def test_no_path_leads_out(client, address):
+    assert client.get(address).status_code == 404
+
+
+def test_a_bad_number_is_named(client):
+    answer = client.get("/api/runs/0/rollouts", params={"min_reward": "<b>"})
+    assert answer.status_code == 400 and "min_reward" in answer.text
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert client.get("/api/runs/0/metrics", params={"start": "x"}).status_code == 400
+
+
+def test_a_token_is_needed_where_there_is_one(folder):
+    app = make_app([RunFolder(folder)], hosts=(), token="right")
+    client = TestClient(app, base_url="http://machine:8765", follow_redirects=False)
+    assert client.get("/").status_code == client.get("/api/runs", params={"token": "wrong"}).status_code == 401
+    assert client.get("/api/runs", headers={"authorization": "Bearer right"}).status_code == 200
+    first = client.get("/", params={"token": "right"})
+    assert first.status_code == 303 and first.headers["location"] == "/"  # the token leaves the address
+    assert {"HttpOnly", "SameSite=strict"} <= set(first.headers["set-cookie"].split("; "))
+    assert client.get("/").status_code == 200  # by the cookie
+
+
+def test_the_command_serves_here_alone_unless_told(folder, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "groupgrad.cli.main", "view", str(folder.parent)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert address is not None and line.startswith("first at ")
+        with urllib.request.urlopen(address[0] + "api/runs") as answer:
+            assert json.load(answer)[0]["name"] == "first"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
+    assert main(["view", str(tmp_path)]) == 2
+    assert "output_dir of a run" in capsys.readouterr().err
+    assert main(["view", str(folder), "--export", str(tmp_path / "none" / "x.html")]) == 2
+    message = capsys.readouterr().err
+    assert "--export" in message and "there is no folder" in message and str(tmp_path / "none") in message
+    monkeypatch.setattr(view.importlib.util, "find_spec", lambda name: None)
+    assert main(["view", str(folder)]) == 1
+    assert "pip install 'starlette>=0.40' 'uvicorn>=0.30'" in capsys.readouterr().err
+
+
+def test_a_report_is_one_file_that_loads_nothing(folder, tmp_path):
+    path = tmp_path / "report.html"
+    assert main(["view", str(folder), "--export", str(path)]) == 0
+    text = path.read_text()
+    assert HOSTILE not in text and "<script>window" not in text
+    assert not re.search(r"(src|href)=[\"']?(https?:|/)", text.split("<script>")[0])
+    policy = re.search(r'Policy" content="([^"]*)"', text)
+    assert policy is not None and policy[1].startswith("default-src 'none'")
+    for script in re.findall(r"<script(?: type=\"module\")?>(.*?)</script>", text, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+    data = json.loads(re.findall(r'id="report">(.*?)</script>', text, re.DOTALL)[0])
+    (run,) = data["runs"]
+    assert len(run["metrics"]) == 12 and {row["step"] for row in run["rollouts"]} == set(range(1, 13))
+
+
+def test_numbers_that_call_for_a_change_are_put_in_words():
+    healthy = [{"loss": 0.0, "frac_reward_zero_std": 0.1, "entropy": 1.0, "grad_norm": 1.0, "reward": 0.5}] * 60
+    assert advice(healthy) == []
+    cases = {
+        "frac_reward_zero_std": [{"frac_reward_zero_std": 0.73}] * 30,
+        "completions/clipped_ratio": [{"completions/clipped_ratio": 0.4}] * 5,
+        "entropy": [*[{"entropy": 1.0}] * 20, *[{"entropy": 0.05}] * 30],
+        "clip_ratio/region_mean": [{"clip_ratio/region_mean": 0.5}],
+        "grad_norm": [*[{"grad_norm": 1.0}] * 30, {"grad_norm": 90.0}],
+        "nonfinite_steps": [{"nonfinite_steps": 2.0}],
+        "sampling/sampling_logp_difference/mean": [{"sampling/sampling_logp_difference/mean": 0.2}],
+        "time/rewards": [{"time/rewards": 4.0, "step_time": 10.0}],
+        "tools/failure_frequency": [{"tools/failure_frequency": 0.6}],
+    }
+    for metric, lines in cases.items():
+        (found,) = advice([{"loss": 0.0, **line} for line in lines])
+        assert found["metric"] == metric and found["text"].endswith(".") and found["setting"]
+    assert advice([{"loss": 0.0, "frac_reward_zero_std": 0.73}])[0]["text"].startswith(
+        "73 % of groups have no variance"
+    )
+
+
+def test_the_chart_library_has_its_licence():
+    assert "MIT" in (FILES["app.js"].parent / "uPlot.LICENSE").read_text()
+    assert all("innerHTML" not in path.read_text() for name, path in FILES.items() if not name.startswith("uPlot"))
