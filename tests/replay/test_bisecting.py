@@ -1,0 +1,157 @@
+"""Two runs are compared step by step, and a fault is found in as few replays as a binary search would need."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repeatable_runs import FlippedBit, letters_reward, make_trainer
+
+from groupgrad.replay import bisect
+from groupgrad.replay.report import bisection_report
+
+STEPS = 12
+
+
+class OneReward:
+    """Changes one reward of one step."""
+
+    __name__ = "letters_reward"
+
+    def __init__(self, step: int):
+        self._step = step
+
+    def __call__(self, completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
+        rewards = letters_reward(completion_ids)
+        if trainer_state.global_step == self._step - 1:
+            rewards[6] += 0.5
+        return rewards
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps with nothing wrong."""
+    folder = tmp_path_factory.mktemp("runs") / "clean"
+    make_trainer(folder, max_steps=STEPS).train()
+    return folder
+
+
+def faulty(folder: Path, step: int, kind: str) -> Callable[[], Any]:
+    """Makes a trainer with a fault at a step."""
+    if kind == "bit":
+        return lambda: make_trainer(folder, max_steps=STEPS, callbacks=[FlippedBit(step)])
+    return lambda: make_trainer(folder, max_steps=STEPS, reward=OneReward(step))
+
+
+def without_records(folder: Path, to: Path) -> Path:
+    """A copy of a run with its checkpoints alone."""
+    shutil.copytree(folder, to)
+    shutil.rmtree(to / "rollouts")
+    (to / "weights.jsonl").unlink()
+    lines = (to / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (to / "metrics.jsonl").write_text("".join(lines[-1:]))
+    return to
+
+
+def test_equal_runs_have_no_difference(clean, tmp_path):
+    make_trainer(tmp_path / "again", max_steps=STEPS).train()
+    result = bisect(clean, tmp_path / "again")
+    assert result.first_step is None and not result.settings
+    assert result.known_same == STEPS and result.compared.rows == 8 * STEPS
+    assert [step for step, (count, found) in result.weights.items() if count > 1000 and found is None] == [4, 8, 12]
+    report = bisection_report(result)
+    assert "No difference was found." in report and "configuration: the same" in report
+
+
+def test_settings_are_named_first(clean, tmp_path):
+    make_trainer(tmp_path / "other", max_steps=2, learning_rate=5e-3, model_seed=1).train()
+    result = bisect(clean, tmp_path / "other")
+    assert result.settings["learning_rate"] == (1e-2, 5e-3) and result.settings["max_steps"] == (12, 2)
+    assert result.weights_at_start.startswith("different") and result.first_step == 1
+    report = bisection_report(result)
+    assert "learning_rate: 0.01 in" in report
+    assert f"steps 1 to 1; {clean} has 12 and {tmp_path / 'other'} 2" in report
+
+
+def test_a_flipped_bit_is_found_without_a_replay(clean, tmp_path):
+    faulty(tmp_path / "bit", 6, "bit")().train()
+    result = bisect(clean, tmp_path / "bit")
+    assert (result.first_step, result.replays, result.open_steps) == (6, 0, [])
+    assert result.compared.differences[0].what == "digest of the weights after the step"
+    assert "The runs part in step 6." in bisection_report(result)
+
+
+def test_a_changed_reward_is_found_without_a_replay(clean, tmp_path):
+    faulty(tmp_path / "reward", 5, "reward")().train()
+    result = bisect(clean, tmp_path / "reward")
+    first = result.compared.differences[0]
+    assert (first.step, first.row, first.what) == (5, 6, "reward of letters_reward")
+    assert first.second - first.first == 0.5
+    assert (result.first_step, result.replays) == (5, 0)
+
+
+def test_checkpoints_alone_leave_steps_open_which_replays_close(clean, tmp_path):
+    make = faulty(tmp_path / "bit", 6, "bit")
+    make().train()
+    one, two = without_records(clean, tmp_path / "one"), without_records(tmp_path / "bit", tmp_path / "two")
+    result = bisect(one, two)
+    assert (result.known_same, result.first_step, result.open_steps) == (4, 8, [5, 6, 7])
+    assert "weights that it left are not recorded" in bisection_report(result)
+    again = tmp_path / "again"
+    result = bisect(
+        one, two, make_first=lambda: make_trainer(again, max_steps=STEPS), make_second=faulty(again, 6, "bit")
+    )
+    assert (result.first_step, result.replays) == (6, 2)
+    assert "the replays part at step 6" in bisection_report(result)
+
+
+def test_a_run_that_does_not_repeat_itself_is_named(clean, tmp_path):
+    """A bit that a machine has flipped is not flipped in a replay."""
+    faulty(tmp_path / "bit", 6, "bit")().train()
+    make = lambda: make_trainer(tmp_path / "again", max_steps=STEPS)  # noqa: E731
+    result = bisect(clean, tmp_path / "bit", make_first=make, make_second=make)
+    assert result.first_step == 6 and result.replays == 2
+    report = bisection_report(result)
+    assert f"{clean} repeated from checkpoint-4 to step 6 is what it recorded, 0 bits differ" in report
+    assert f"{tmp_path / 'bit'} repeated from checkpoint-4 to step 6 is NOT what it recorded" in report
+    assert "the difference does not repeat" in report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1400)
+@pytest.mark.parametrize("records", ["all", "checkpoints"])
+def test_random_faults_are_found_in_at_most_log2_of_the_steps(clean, tmp_path, capsys, records):
+    generator, most = random.Random(18), 0
+    for place in range(10):
+        kind, step = ("bit", "reward")[place % 2], generator.randint(1, STEPS - 1)
+        folder = tmp_path / f"{place}"
+        faulty(folder, step, kind)().train()
+        one, two = clean, folder
+        if records == "checkpoints":
+            one, two = (without_records(run, tmp_path / f"{place}-{run.name}-bare") for run in (one, two))
+        again = tmp_path / "again"
+        makers = {
+            "make_first": partial(make_trainer, again, max_steps=STEPS),
+            "make_second": faulty(again, step, kind),
+        }
+        result = bisect(one, two, **(makers if records == "checkpoints" else {}))
+        assert result.first_step == step, f"{kind} at {step}: {bisection_report(result)}"
+        most = max(most, result.replays)
+    assert most <= math.ceil(math.log2(STEPS))
+    with capsys.disabled():
+        print(f"\n10 faults, records: {records}: each found at its step, at most {most} replays (log2 of {STEPS} "
+              f"steps: {math.log2(STEPS):.1f})")  # fmt: skip
+
+
+def test_what_only_one_run_records_is_no_difference(clean, tmp_path):
+    """Other logging steps mean other windows of logged means, and gradient shares are recorded on request."""
+    other = tmp_path / "other"
+    make_trainer(other, max_steps=STEPS, logging_steps=3, record_gradient_share=True).train()
+    found = bisect(clean, other)
+    assert found.first_step is None and found.last_compared == STEPS
