@@ -1,0 +1,1 @@
+"""Many configurations trained in turns on one machine, compared on the same prompts; see docs/sweep.md."""

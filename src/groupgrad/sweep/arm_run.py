@@ -1,0 +1,136 @@
+"""One arm in training: its trainer, kept between turns, and the turns themselves."""
+
+from __future__ import annotations
+
+import gc
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
+from groupgrad.checkpoints.saving import step_of
+from groupgrad.rollout.collector import Experience
+from groupgrad.stopping import Paused, Stopped
+from groupgrad.sweep.compare import COMBINED
+from groupgrad.sweep.store import PromptRewards, Turn
+
+
+class StepClock(TrainerCallback):
+    """The seconds from the beginning of a turn's first step to the end of its last one."""
+
+    began: float | None = None
+    ended = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the first step's time."""
+        if self.began is None:
+            self.began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the time of the last step so far."""
+        self.ended = time.perf_counter()
+
+    def take(self) -> float:
+        """The seconds, and a new beginning."""
+        seconds = 0.0 if self.began is None else self.ended - self.began
+        self.began = None
+        return seconds
+
+
+class ArmRun:
+    """The trainer of an arm. Each turn resumes the run from its checkpoint and ends with the next one.
+
+    A turn is therefore nothing but a run that is interrupted and resumed, which leaves its numbers as they are.
+    """
+
+    def __init__(self, trainer: Any, folder: Path):
+        self.trainer, self.folder = trainer, folder
+        self.stopped: Stopped | None = None
+        """The signal that has ended the last turn before its time."""
+        self._clock = StepClock()
+        self._rewards: dict[int, PromptRewards] = {}
+        trainer.args.save_total_limit = None  # the checkpoint of the last turn stays until the next turn has ended
+        trainer.add_callback(self._clock)
+        trainer.on_experience = self._note_rewards
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained weights, their gradients and the two moments of Adam."""
+        return sum(4 * p.nbytes for p in self.trainer.model.parameters() if p.requires_grad)
+
+    def turn(self, step: int, until: Callable[[int], int]) -> tuple[Turn, int, dict[int, PromptRewards]]:
+        """Trains from `step` to the step that `until` gives for the run's length; the turn, the run's length, and the
+        rewards of the turn's steps. The model is saved after the last step of all."""
+        trainer, started = self.trainer, time.perf_counter()
+        self._rewards, trainer.pause_at = {}, until
+        resume_from = str(self.folder / f"checkpoint-{step}") if step else None
+        with _few_objects_to_search():
+            try:
+                trainer.train(resume_from_checkpoint=resume_from)
+                last_step = trainer.state.global_step
+                trainer.save_model(str(self.folder))
+            except Paused as pause:
+                last_step = pause.step
+            except Stopped as stop:
+                self.stopped, last_step = stop, max(step, trainer.state.global_step)
+                if not (self.folder / f"checkpoint-{last_step}").is_dir():
+                    last_step = step  # nothing later could be saved
+        train_s = self._clock.take()
+        switch_s = max(0.0, time.perf_counter() - started - train_s)
+        rewards = {step: found for step, found in self._rewards.items() if step <= last_step}
+        return Turn(step, last_step, train_s, switch_s), trainer.state.max_steps, rewards
+
+    def remove_checkpoints(self, before: int) -> None:
+        """Removes the checkpoints of steps before the last turn's end that the arm's own settings do not ask for."""
+        args, state = self.trainer.args, self.trainer.state
+        if args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
+            return  # whether the settings have asked for a checkpoint cannot be told from its step
+        every = state.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
+        for folder in self.folder.glob("checkpoint-*"):
+            step = step_of(folder)
+            if -1 < step < before and not (every and step % every == 0):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _note_rewards(self, experience: Experience) -> None:
+        """Keeps the mean reward of each group of a generation batch."""
+        table, step = experience.table, self.trainer.state.global_step + 1
+        if table is None or not experience.rollouts:
+            return
+        groups: dict[int, list[int]] = {}
+        for place, rollout in enumerate(experience.rollouts):
+            groups.setdefault(rollout.prompt.group, []).append(place)
+        columns = {COMBINED: experience.rewards}
+        columns |= {name: table.rewards[:, index].tolist() for index, name in enumerate(table.names)}
+        before = self._rewards.get(step, PromptRewards((), {}))
+        prompts = tuple(_digest(experience.rollouts[places[0]].prompt.identity) for places in groups.values())
+        means = {
+            name: before.means.get(name, ()) + tuple(_mean([column[i] for i in places]) for places in groups.values())
+            for name, column in columns.items()
+        }
+        self._rewards[step] = PromptRewards(before.prompts + prompts, means)
+
+
+def _mean(values: list[float]) -> float:
+    scored = [value for value in values if not math.isnan(value)]
+    return sum(scored) / len(scored) if scored else math.nan
+
+
+def _digest(identity: Any) -> str:
+    return blake2b(repr(identity).encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _few_objects_to_search() -> Iterator[None]:
+    """Sets the objects that exist aside, so that the garbage collection which begins each training passes them by."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

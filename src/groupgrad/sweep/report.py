@@ -1,0 +1,92 @@
+"""Reports on a sweep: its arms in order, and its cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from groupgrad.sweep import compare
+from groupgrad.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
+
+LAST_SHARE = 0.1
+"""Share of an arm's run whose last steps are averaged."""
+
+_ORDER = {DONE: 0, WAITING: 1, STOPPED: 1, DROPPED: 2, FAILED: 3}
+
+
+@dataclass(slots=True, frozen=True)
+class Result:
+    """An arm and its mean reward in the last tenth of the run that it has made."""
+
+    name: str
+    state: str
+    step: int
+    max_steps: int | None
+    changes: dict[str, Any]
+    reward: float
+    """NaN where nothing was scored yet."""
+    behind: compare.Difference | None
+    """The best arm's lead in the same steps, if both have made them."""
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class Cost:
+    """The cost of a sweep."""
+
+    steps: int
+    """Optimizer steps that arms have made."""
+    all_steps: int
+    """Optimizer steps if all arms were trained to their end."""
+    train_s: float
+    switch_s: float
+
+    @property
+    def switch_share(self) -> float:
+        """Share of the time that went into switching between arms."""
+        total = self.train_s + self.switch_s
+        return self.switch_s / total if total else 0.0
+
+
+def results(store: Store) -> list[Result]:
+    """All arms, the best one first: those that came further before those that were dropped on the way."""
+    metric = store.fact("metric") or compare.COMBINED
+    found = [(arm, *_last_rewards(store, arm, metric)) for arm in store.arms()]
+    found.sort(key=lambda row: (_ORDER[row[0].state], -row[0].rung, -row[1] if math.isfinite(row[1]) else math.inf))
+    best = next((row for row in found if math.isfinite(row[1])), None)
+    rows = []
+    for arm, reward, _ in found:
+        behind = None if best is None or arm.id == best[0].id else _behind(store, best[0], arm, metric)
+        rows.append(Result(arm.name, arm.state, arm.step, arm.max_steps, arm.changes, reward, behind, arm.reason))
+    return rows
+
+
+def cost(store: Store) -> Cost:
+    """The steps and seconds of all turns."""
+    arms, turns = store.arms(), store.turns()
+    lengths = [arm.max_steps for arm in arms if arm.max_steps]
+    longest = max(lengths, default=0)
+    return Cost(
+        steps=sum(turn.last_step - turn.first_step for turn in turns),
+        all_steps=sum(arm.max_steps or longest for arm in arms),
+        train_s=sum(turn.train_s for turn in turns),
+        switch_s=sum(turn.switch_s for turn in turns),
+    )
+
+
+def _window(arm: Arm) -> int:
+    """Number of the arm's last steps that are compared."""
+    return max(1, math.ceil(LAST_SHARE * (arm.max_steps or 1)))
+
+
+def _last_rewards(store: Store, arm: Arm, metric: str) -> tuple[float, int]:
+    steps = store.rewards(arm.id, arm.step - _window(arm), arm.step)
+    return (compare.mean(steps, metric) if steps else math.nan), arm.step
+
+
+def _behind(store: Store, best: Arm, arm: Arm, metric: str) -> compare.Difference | None:
+    """The best arm's lead over an arm in the last steps that both have made."""
+    until = min(best.step, arm.step)
+    better, worse = (store.rewards(each.id, until - _window(arm), until) for each in (best, arm))
+    return compare.difference(better, worse, metric) if better and worse else None

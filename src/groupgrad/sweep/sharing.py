@@ -1,0 +1,110 @@
+"""Shares the memory of frozen weights and the values of reward functions between arms."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+
+_PASSED_ANEW = ("trainer_state", "log_extra", "log_metric")
+"""Arguments of reward functions that are no part of a row."""
+
+
+class SharedWeights:
+    """Frozen weights of the arms' models, each distinct tensor once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def share(self, model: nn.Module) -> int:
+        """Lets the frozen weights of a model use the memory of equal ones that are known; the bytes that this frees.
+
+        Only weights without a gradient are shared, since nothing writes to them, and only those that are equal bit for
+        bit.
+        """
+        freed = 0
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.requires_grad or tensor.device.type != "cpu" or type(tensor.data) is not torch.Tensor:
+                continue
+            same_name = self._known.setdefault((name, tuple(tensor.shape), tensor.dtype, tensor.stride()), [])
+            for known in same_name:
+                if known.data_ptr() == tensor.data_ptr():
+                    break
+                if _equal_bits(known, tensor):
+                    freed += tensor.nbytes
+                    tensor.data = known
+                    break
+            else:
+                same_name.append(tensor.data)
+        return freed
+
+
+def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8))
+
+
+class RewardCache:
+    """Values of reward functions that depend on their row alone, for all arms."""
+
+    def __init__(self, max_rows: int = 1_000_000):
+        self._max_rows = max_rows
+        self._values: dict[bytes, Any] = {}
+        self.num_hits = 0
+        self.num_calls = 0
+
+    def cached(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The function, called only with rows that no arm has had scored. TypeError for one that cannot be cached."""
+        parameters = inspect.signature(function).parameters
+        used = [argument for argument in _PASSED_ANEW if argument in parameters]
+        if used or inspect.iscoroutinefunction(function) or not callable(function):
+            what = f"takes {', '.join(used)}" if used else "is asynchronous"
+            raise TypeError(f"cache_rewards names {name!r}, which {what}; its values are no function of a row alone")
+
+        @functools.wraps(function)
+        def call(**kwargs: Any) -> list[Any]:
+            num_rows = len(kwargs["completions"])
+            columns = {key: value for key, value in kwargs.items() if _is_column(value, num_rows)}
+            columns = {key: value for key, value in columns.items() if key not in _PASSED_ANEW}
+            keys = [self._key(name, columns, row) for row in range(num_rows)]
+            missing = [row for row, key in enumerate(keys) if key not in self._values]
+            self.num_calls += num_rows
+            self.num_hits += num_rows - len(missing)
+            found: dict[bytes, Any] = {}
+            if missing:
+                chosen = {key: [value[row] for row in missing] for key, value in columns.items()}
+                scored = function(**{**kwargs, **chosen})
+                if len(scored) != len(missing):
+                    return scored  # the runner says what is wrong with it
+                found = {keys[row]: value for row, value in zip(missing, scored)}
+                if len(self._values) + len(found) <= self._max_rows:
+                    self._values.update(found)
+            return [found[key] if key in found else self._values[key] for key in keys]
+
+        return call
+
+    @staticmethod
+    def _key(name: str, columns: Mapping[str, Any], row: int) -> bytes:
+        content = [(key, columns[key][row]) for key in sorted(columns)]
+        return blake2b(pickle.dumps((name, content)), digest_size=16).digest()
+
+
+def _is_column(value: Any, num_rows: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == num_rows
+
+
+def cached_functions(functions: Any, names: Iterable[str], cache: RewardCache) -> list[Any]:
+    """The reward functions, those of some names with the cache. ValueError for a name that none of them has."""
+    items = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+    wanted, own = set(names), [getattr(function, "__name__", str(function)) for function in items]
+    missing = sorted(wanted - set(own))
+    if missing:
+        raise ValueError(
+            f"cache_rewards names {missing[0]!r}, which is no reward function; name some of {', '.join(own)}"
+        )
+    return [cache.cached(item, name) if name in wanted else item for item, name in zip(items, own)]

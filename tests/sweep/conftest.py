@@ -1,0 +1,106 @@
+"""Small sweeps of a few fast steps, and the same runs made alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+
+from groupgrad import GRPOConfig, GRPOTrainer, Sweep
+from groupgrad.telemetry.run_files import read_lines
+
+WORDS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz", "A", "BC", "DE", "F"]
+TIMES = ("runtime", "per_second", "step_time", "time/", "latency_s")
+
+BASE: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "max_steps": 6,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "learning_rate": 1e-2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def letters_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Reward that depends on the tokens alone and differs within most groups."""
+    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
+
+
+def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Reward of short completions."""
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def equal_files(first: Path, second: Path, name: str = "model.safetensors") -> bool:
+    """True if two folders hold the same weights, bit for bit."""
+    one, other = load_file(first / name), load_file(second / name)
+    return set(one) == set(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def logs(path: Path) -> list[dict[str, Any]]:
+    """The metrics of a run folder without measured times and without the summary of the end."""
+    rows = [row for row in read_lines(path / "metrics.jsonl") if "train_runtime" not in row]
+    return [{k: v for k, v in row.items() if k != "time" and not any(t in k for t in TIMES)} for row in rows]
+
+
+@pytest.fixture
+def arguments(make_model: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
+    """Arguments of a trainer, whose model ends a fifth of its completions at each token."""
+    model = make_model(0, initializer_range=0.15)
+    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    return {
+        "model": model,
+        "reward_funcs": [letters_reward],
+        "train_dataset": Dataset.from_dict({"prompt": WORDS}),
+        "processing_class": tokenizer,
+    }
+
+
+@pytest.fixture
+def make_sweep(arguments: dict[str, Any], tmp_path: Path) -> Callable[..., Sweep]:
+    """`make_sweep(vary, args={...}, **keywords)`: a sweep in `tmp_path / "sweep"`."""
+
+    def make(vary: Any = None, *, folder: str = "sweep", args: Any = None, **keywords: Any) -> Sweep:
+        return Sweep(tmp_path / folder, vary, args={**BASE, **(args or {})}, **{**arguments, **keywords})
+
+    return make
+
+
+@pytest.fixture
+def train_alone(arguments: dict[str, Any], tmp_path: Path) -> Callable[..., GRPOTrainer]:
+    """`train_alone(folder, **settings)`: the trainer after a run without a sweep."""
+
+    def train(folder: str, trainer: Any = None, **settings: Any) -> GRPOTrainer:
+        given = {**arguments, "model": copy.deepcopy(arguments["model"]), **(trainer or {})}
+        alone = GRPOTrainer(**given, args=GRPOConfig(**{**BASE, **settings, "output_dir": str(tmp_path / folder)}))
+        alone.train()
+        alone.save_model(str(tmp_path / folder))
+        return alone
+
+    return train
+
+
+@pytest.fixture
+def tools() -> SimpleNamespace:
+    """Returns the helper functions of this module."""
+    return SimpleNamespace(
+        logs=logs, equal_files=equal_files, letters_reward=letters_reward, length_reward=length_reward, base=BASE
+    )

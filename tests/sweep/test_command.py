@@ -1,0 +1,162 @@
+"""`groupgrad sweep` from a file: a run, a kill in the middle, actions, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from groupgrad.cli import main as cli
+from groupgrad.sweep.store import Store
+
+REWARD = """
+def letters(completion_ids, **kwargs):
+    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def content(tmp_path, monkeypatch, tools, arguments) -> dict[str, Any]:
+    """The content of a file that works, in a folder with everything that it names."""
+    arguments["model"].save_pretrained(tmp_path / "base")
+    arguments["processing_class"].save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": word}) for word in "abcdefgh"))
+    (tmp_path / "sweep_rewards.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    base = {
+        **tools.base,
+        "model_name_or_path": "base",
+        "dataset_name": "rows.jsonl",
+        "reward_funcs": ["sweep_rewards.letters"],
+    }
+    return {"base": base, "output_dir": "out", "vary": {"learning_rate": ["1e-2", "3e-2"]}, "turn_steps": 2}
+
+
+def write(content: dict[str, Any]) -> str:
+    Path("sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return "sweep.yaml"
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_exactly(content, tools, capsys):
+    command = [sys.executable, "-m", "groupgrad", "sweep", write({**content, "turn_steps": 1})]
+    source = str(Path(__file__).parents[2] / "src")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and process.poll() is None:
+            if Path("out/sweep.sqlite").is_file() and sum(arm.step for arm in Store("out").arms()) >= 3:
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    steps = [arm.step for arm in Store("out").arms()]
+    assert 3 <= sum(steps) < 12, "it was not killed in the middle"
+    assert cli.main(["sweep", write({**content, "turn_steps": 1})]) == 0
+    assert "behind the best" in capsys.readouterr().out
+    for arm in Store("out").arms():
+        assert (arm.state, arm.step) == ("done", 6)
+        folder, alone = Path("out/arms") / arm.name, Path("alone") / arm.name
+        run = [str(folder / "run.yaml"), "--output_dir", str(alone)]
+        assert cli.main(["train", "--config", *run]) == 0
+        assert tools.equal_files(folder, alone)
+        assert tools.logs(folder) == tools.logs(alone)
+
+
+def test_actions_on_a_sweep_that_is_not_running(content, capsys):
+    content["base"]["max_steps"] = 2
+    assert cli.main(["sweep", write(content)]) == 0
+    assert cli.main(["sweep", "clone", "out", "2", "--set", "learning_rate=1e-3", "--set", "beta=0.1"]) == 0
+    assert "done, the new arm is 03-learning_rate=0.001-beta=0.1" in capsys.readouterr().out
+    assert cli.main(["sweep", "clone", "out", "2", "--set", "beta=-1"]) == 2
+    assert "beta" in capsys.readouterr().err
+    assert cli.main(["sweep", "clone", "out", "2", "--from-weights"]) == 0
+    assert cli.main(["sweep", "stop", "out", "1"]) == 2
+    assert "only an arm that is waiting can be stopped" in capsys.readouterr().err
+    assert cli.main(["sweep", "delete", "out", "01"]) == 0
+    assert cli.main(["sweep", "sweep.yaml"]) == 0
+    capsys.readouterr()
+    assert cli.main(["sweep", "status", "out"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(" done ") == 3
+    assert "01-learning_rate=0.01" not in shown
+    assert cli.main(["view", "out", "--export", "report.html"]) == 0
+    assert "04-learning_rate=0.03" in Path("report.html").read_text()
+    assert sorted(path.name for path in Path("out/arms").iterdir()) == [
+        "02-learning_rate=0.03",
+        "03-learning_rate=0.001-beta=0.1",
+        "04-learning_rate=0.03",
+    ]
+
+
+def test_actions_wait_while_a_process_trains(content, capsys):
+    from groupgrad.trainer.run_lock import locked
+
+    store = Store("out", create=True)
+    store.set_fact("plan", {"kind": "command line", "base": content["base"], "vary": content["vary"]})
+    store.set_fact("base", content["base"])
+    store.add_arms([("01-a", 0, {"beta": 0.1})])
+    with locked("out"):
+        assert cli.main(["sweep", "stop", "out", "1"]) == 0
+    assert "queued; the sweep takes it after the present turn" in capsys.readouterr().out
+    assert [command.kind for command in store.queued()] == ["stop"]
+    assert store.arms()[0].state == "waiting"
+
+
+def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
+    content["vary"]["beta"] = [0.0, -1.0]
+    assert cli.main(["sweep", write(content), "--dry-run"]) == 2
+    shown = capsys.readouterr().out
+    assert "01-learning_rate=0.01-beta=0\n" in shown
+    assert "02-learning_rate=0.01-beta=-1  cannot work: beta=-1" in shown
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"base": "nowhere.yaml"}, "base: nowhere.yaml cannot be read"),
+        ({"base": None}, "base=None; set it to settings of `groupgrad train`"),
+        ({"output_dir": None}, "output_dir is not set"),
+        ({"halvnig": True}, "unknown key 'halvnig'; did you mean 'halving'"),
+        ({"vary": {"learning_rat": [1, 2]}}, "unknown field 'learning_rat'; did you mean learning_rate?"),
+        ({"vary": {"learning_rate": ["fast", 2]}}, "learning_rate='fast'"),
+        ({"vary": {"resume_from_checkpoint": [True, False]}}, "resume_from_checkpoint is set, but the sweep resumes"),
+        ({"vary": {"reward_funcs": [["letterz"], ["sweep_rewards.letters"]]}, "metric": "letters"}, "'letterz'"),
+    ],
+)
+def test_mistakes_in_the_file_end_with_a_sentence(content, capsys, change, text):
+    assert cli.main(["sweep", write({**content, **change})]) == 2
+    assert text in capsys.readouterr().err
+    assert not Path("out/arms").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["stpo", "out", "1"], "there is no action 'stpo'; did you mean 'stop'"),
+        (["status"], "status needs the folder of a sweep"),
+        (["status", "nowhere"], "'nowhere' holds no sweep"),
+        (["nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["sweep.yaml", "--set", "a=b"], "belong to clone"),
+    ],
+)
+def test_mistakes_on_the_command_line_end_with_a_sentence(capsys, tmp_path, monkeypatch, argv, text):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sweep", *argv]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_example_file_names_arms_that_work(monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert cli.main(["sweep", "examples/sweep.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("learning_rate=") == 8

@@ -1,0 +1,164 @@
+"""Sweeps from a script: halving, failures, commands between turns, clones, sharing, Optuna."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.sweep.sharing import RewardCache, SharedWeights
+from groupgrad.sweep.store import Store
+
+RATES = {"learning_rate": [1e-2, 3e-2]}
+
+
+def test_halving_drops_arms_and_says_why(make_sweep, tmp_path):
+    results = make_sweep({"learning_rate": [1e-4, 1e-2, 2e-2, 3e-2]}, halving={"first": 0.34}).run()
+    assert [result.state for result in results] == ["done", "dropped", "dropped", "dropped"]
+    assert sorted(result.step for result in results) == [3, 3, 5, 6]
+    store = Store(tmp_path / "sweep")
+    assert len(store.decisions()) == 6
+    dropped = [result for result in results if result.state == "dropped"]
+    assert all("behind the best on" in result.reason and "paired prompts" in result.reason for result in dropped)
+    assert sum(turn.last_step - turn.first_step for turn in store.turns()) == 3 + 3 + 5 + 6
+
+
+def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_path):
+    def fails(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.global_step == 3:
+            raise RuntimeError("no such thing")
+        return [0.0] * len(completion_ids)
+
+    rewards = {"letters": [tools.letters_reward], "failing": [fails, tools.letters_reward]}
+    results = make_sweep({"reward_funcs": rewards}, metric="letters_reward", turn_steps=2).run()
+    assert [result.state for result in results] == ["done", "failed"]
+    assert "RewardError" in results[1].reason
+    assert results[1].step == 2
+    assert "no such thing" in (tmp_path / "sweep/arms" / results[1].name / "error.txt").read_text()
+
+
+def test_arms_that_break_a_rule_are_refused_before_anything_is_trained(make_sweep, tmp_path):
+    with pytest.raises(ValueError, match="02-beta=-1: ") as error:
+        make_sweep({"beta": [0.0, -1.0]})
+    assert "01-" not in str(error.value)
+    with pytest.raises(ValueError, match="unknown field 'learning_rat'; did you mean 'learning_rate'"):
+        make_sweep({"learning_rat": [0.0, -1.0]})
+    assert not (tmp_path / "sweep/arms").exists()
+
+
+@pytest.mark.slow
+def test_commands_are_taken_between_turns(make_sweep, tools, tmp_path):
+    sweep = make_sweep({"learning_rate": [1e-2, 2e-2, 3e-2]}, turn_steps=2)
+    sweeper, store = sweep._sweeper, Store(tmp_path / "sweep")
+    for _ in range(3):
+        sweeper._turn(sweeper._next())
+    store.queue("stop", 1)
+    store.queue("delete", 2)
+    store.queue("clone", 3, {"learning_rate": 5e-3})
+    store.queue("clone", 3, {"learning_rate": 5e-3}, from_weights=True)
+    wrong = store.queue("clone", 3, {"learning_rate": -1.0})
+    sweep.run()
+    arms = {arm.id: arm for arm in store.arms()}
+    assert {number: arm.state for number, arm in arms.items()} == {1: "stopped", 3: "done", 4: "done", 5: "done"}
+    assert arms[1].step == 2
+    assert not (tmp_path / "sweep/arms/02-learning_rate=0.02").exists()
+    state, message = store.command_state(wrong)
+    assert state == "refused"
+    assert "learning_rate" in message
+    store.queue("resume", 1)
+    assert {result.state for result in sweep.run()} == {"done"}
+    assert not tools.equal_files(*(tmp_path / "sweep/arms" / arms[number].name for number in (4, 5)))
+
+
+def test_a_stopped_and_resumed_arm_and_clones_equal_runs_alone(make_sweep, train_alone, tools, tmp_path):
+    sweep = make_sweep(RATES, turn_steps=2)
+    sweeper, store = sweep._sweeper, Store(tmp_path / "sweep")
+    sweeper._turn(sweeper._next())
+    store.queue("stop", 1)
+    store.queue("clone", 1, {"learning_rate": 5e-3})
+    store.queue("clone", 1, {"learning_rate": 5e-3}, from_weights=True)
+    sweep.run()
+    store.queue("resume", 1)
+    sweep.run()
+    folders = {arm.id: tmp_path / "sweep/arms" / arm.name for arm in store.arms()}
+    train_alone("stopped", learning_rate=1e-2)
+    train_alone("clone", learning_rate=5e-3)
+    train_alone("from_weights", {"model": str(folders[4] / "start")}, learning_rate=5e-3)
+    for number, name in ((1, "stopped"), (3, "clone"), (4, "from_weights")):
+        assert tools.equal_files(folders[number], tmp_path / name), name
+
+
+def test_a_sweep_made_again_goes_on_and_refuses_to_become_another_one(make_sweep, train_alone, tools, tmp_path):
+    sweep = make_sweep(RATES, turn_steps=2)
+    for _ in range(3):
+        sweep._sweeper._turn(sweep._sweeper._next())
+    # A process that was killed in a turn has left a checkpoint that the sweep does not know of.
+    arm = sweep._sweeper._next()
+    sweep._sweeper._run_of(arm).turn(arm.step, lambda length: 4)
+    with pytest.raises(ValueError, match="holds a sweep with another vary"):
+        make_sweep({"learning_rate": [1e-2, 4e-2]}, turn_steps=2)
+    torch.manual_seed(123)
+    for result in make_sweep(RATES, turn_steps=2).run():
+        train_alone(result.name, **result.changes)
+        assert tools.equal_files(tmp_path / "sweep/arms" / result.name, tmp_path / result.name)
+        assert tools.logs(tmp_path / "sweep/arms" / result.name) == tools.logs(tmp_path / result.name)
+
+
+def test_an_unknown_metric_is_reported(make_sweep):
+    results = make_sweep(RATES, metric="letter_reward").run()
+    assert [result.state for result in results] == ["failed", "failed"]
+    assert "set it to reward, or to one of letters_reward" in results[0].reason
+
+
+@pytest.mark.slow
+def test_optuna_proposes_arms_from_earlier_results(make_sweep, tmp_path):
+    pytest.importorskip("optuna")
+    vary = {"learning_rate": {"range": [1e-3, 3e-2], "scale": "log"}, "loss_type": ["grpo", "dapo"]}
+    results = make_sweep(vary, sample={"optuna": 3, "parallel": 2}, args={"max_steps": 2}).run()
+    assert [result.state for result in results] == ["done"] * 3
+    assert len({result.changes["learning_rate"] for result in results}) == 3
+    assert [arm.cohort for arm in Store(tmp_path / "sweep").arms()] == [1, 1, 2]
+
+
+def test_frozen_weights_are_held_once(make_model):
+    models = [make_model(0), make_model(0), make_model(1)]
+    for model in models:
+        model.requires_grad_(False)
+        model.lm_head.weight.requires_grad_(True)
+    shared = SharedWeights()
+    freed = [shared.share(model) for model in models]
+    frozen = sum(p.nbytes for p in models[0].parameters() if not p.requires_grad)
+    assert freed[0] == 0
+    assert freed[1] >= frozen
+    places = [{name: p.data_ptr() for name, p in model.named_parameters()} for model in models]
+    assert [name for name in places[0] if places[0][name] != places[1][name]] == ["lm_head.weight"]
+    assert places[2]["model.embed_tokens.weight"] != places[0]["model.embed_tokens.weight"]
+    assert not torch.equal(models[2].model.embed_tokens.weight, models[0].model.embed_tokens.weight)
+
+
+@pytest.mark.slow
+def test_cached_rewards_are_computed_once_for_all_arms(make_sweep, tools, tmp_path):
+    calls: list[int] = []
+
+    def counted(completion_ids: list[list[int]], prompts: list[str], **kwargs: Any) -> list[float]:
+        calls.append(len(completion_ids))
+        return tools.letters_reward(completion_ids)
+
+    given = {"reward_funcs": [counted], "args": {"max_steps": 2}}
+    make_sweep({"loss_type": ["grpo", "dapo"]}, folder="cached", cache_rewards=["counted"], **given).run()
+    cached, calls[:] = sum(calls), []
+    make_sweep({"loss_type": ["grpo", "dapo"]}, folder="plain", **given).run()
+    assert cached <= sum(calls) - 8  # the first step of both arms has the same completions
+    for arm in Store(tmp_path / "plain").arms():
+        assert tools.equal_files(tmp_path / "plain/arms" / arm.name, tmp_path / "cached/arms" / arm.name)
+
+
+def test_what_is_no_function_of_a_row_cannot_be_cached(make_sweep):
+    def stateful(completions: list[str], trainer_state: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(TypeError, match="takes trainer_state"):
+        RewardCache().cached(stateful, "stateful")
+    results = make_sweep(RATES, cache_rewards=["letter_reward"]).run()
+    assert "cache_rewards names 'letter_reward', which is no reward function" in results[0].reason
