@@ -1,0 +1,159 @@
+"""Compares the memory that `groupgrad plan` predicts with what training takes: `python bench/plan_accuracy.py`.
+
+Each configuration trains two steps on a CPU in a process of its own. What is measured is the most resident memory
+during training, less that of the process before the model is made. The allocator of glibc is told to give memory back
+at once (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`); otherwise freed blocks stay resident and count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+CASES: dict[str, dict[str, Any]] = {
+    "8 layers": {},
+    "checkpointing": {"checkpointing": True, "layers": 12},
+    "LoRA": {"adapter": "lora", "hidden": 768},
+    "wide vocabulary": {"vocab": 65536, "completion": 96},
+    "long completions": {"completion": 512, "group": 4, "layers": 6},
+    "KL to a reference": {"reference": True, "hidden": 768},
+    "bf16": {"half": True, "layers": 6},
+    "many short rows": {"completion": 32, "group": 32, "prompt": 16},
+    "deep and narrow": {"layers": 20, "hidden": 256},
+    "Adafactor": {"optimizer": "adafactor", "hidden": 768},
+}
+"""Name -> what differs from `BASE`."""
+
+BASE: dict[str, Any] = {
+    "layers": 8,
+    "hidden": 512,
+    "vocab": 8192,
+    "prompt": 32,
+    "completion": 128,
+    "group": 8,
+    "adapter": "full",
+    "checkpointing": False,
+    "reference": False,
+    "half": False,
+    "optimizer": "adamw",
+}
+
+
+def make_config(case: dict[str, Any]) -> Any:
+    """The configuration of a case's model."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=case["vocab"],
+        hidden_size=case["hidden"],
+        intermediate_size=3 * case["hidden"],
+        num_hidden_layers=case["layers"],
+        num_attention_heads=case["hidden"] // 64,
+        num_key_value_heads=case["hidden"] // 128,
+        head_dim=64,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+
+
+def predicted(case: dict[str, Any]) -> int:
+    """Bytes that the plan predicts."""
+    from groupgrad.planning.memory import RunSizes, predict
+    from groupgrad.planning.shapes import model_shape
+
+    names = ("prompt", "completion", "group", "adapter", "checkpointing", "reference", "half", "optimizer")
+    sizes = {name: case[name] for name in names}
+    shape = model_shape("case", make_config(case), half=case["half"])
+    return predict(shape, RunSizes(**sizes, rows=case["group"], micro_batch=case["group"], on_gpu=False)).peak
+
+
+def measured(case: dict[str, Any]) -> int:
+    """Bytes that training takes, in this process."""
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from worker import PeakMemory
+
+    from groupgrad import GRPOConfig, GRPOTrainer
+
+    words = {f"w{number}": number for number in range(case["vocab"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w1", unk_token="w0")
+    prompts = [" ".join(f"w{2 + (7 * row + place) % 97}" for place in range(case["prompt"])) for row in range(4)]
+    memory = PeakMemory()
+    torch.manual_seed(0)
+    held = memory.settle()
+    model = AutoModelForCausalLM.from_config(make_config(case), dtype=torch.float32)
+    peft_config = None
+    if case["adapter"] == "lora":
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+            args=GRPOConfig(
+                folder,
+                max_steps=2,
+                per_device_train_batch_size=case["group"],
+                num_generations=case["group"],
+                max_completion_length=case["completion"],
+                gradient_checkpointing=case["checkpointing"],
+                beta=0.04 if case["reference"] else 0.0,
+                bf16=case["half"],
+                optim={"adamw": "adamw_torch", "adafactor": "adafactor"}[case["optimizer"]],
+                use_cpu=True,
+                report_to="none",
+                save_strategy="no",
+                rollouts_keep="0",
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+        memory.settle()
+        memory.reset()
+        trainer.train()
+        return memory.peak() - held
+
+
+def main() -> int:
+    """Prints a table of all cases, or measures one; 1 if fewer than eight are within 10 %."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to measure")
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measured({**BASE, **CASES[options.measure]})))
+        return 0
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    within = 0
+    print(f"{'':20}{'predicted':>12}{'measured':>12}{'difference':>12}")
+    for name in options.only:
+        command = [sys.executable, __file__, "--measure", name]
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name:20}failed: {done.stderr.strip().splitlines()[-1]}")
+            continue
+        found, expected = json.loads(done.stdout.splitlines()[-1]), predicted({**BASE, **CASES[name]})
+        within += abs(expected / found - 1) <= 0.1
+        print(
+            f"{name:20}{expected / 2**20:8,.0f} MiB{found / 2**20:8,.0f} MiB{expected / found - 1:+12.1%}", flush=True
+        )
+    print(f"{within} of {len(options.only)} within 10 %")
+    return 0 if within >= min(8, len(options.only)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Predicts the memory of a run from a model's configuration, before any weight is loaded."""

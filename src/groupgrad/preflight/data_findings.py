@@ -1,0 +1,84 @@
+"""Checks a trainer's data, batches and prompts without sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupgrad.chat import ChatFormat
+from groupgrad.modeling.load import inner_tokenizer
+from groupgrad.preflight.findings import Finding
+from groupgrad.trainer import dataset_checks, run_summary
+
+MEASURED_PROMPTS = 1024
+"""Prompts whose lengths are measured."""
+
+
+def data_findings(trainer: Any) -> list[Finding]:
+    """Returns what a trainer's data set, batch sizes and tokenizer show, in the order in which a run uses them."""
+    return [
+        _columns(trainer),
+        Finding("data", run_summary.data_in_words(trainer)),
+        _prompts(trainer),
+        _template(trainer),
+        Finding("batch", run_summary.batch_in_words(trainer.plan)),
+        Finding("steps", run_summary.steps_in_words(trainer)),
+    ]
+
+
+def _columns(trainer: Any) -> Finding:
+    columns = dataset_checks.column_names(trainer.train_dataset)
+    further = [name for name in columns if name != "prompt"]
+    text = f"the data set has {', '.join(columns)}"
+    given = f"; reward functions get {', '.join(further)} beside prompts and completions" if further else ""
+    return Finding("columns", text + given)
+
+
+def _prompts(trainer: Any) -> Finding:
+    lengths = run_summary.prompt_lengths(trainer, MEASURED_PROMPTS)
+    context, wanted = trainer.prompt_maker.max_context, trainer.components.sampling.max_new_tokens
+    if context is None or not lengths.lengths:
+        return Finding("prompts", str(lengths))
+    cut = sum(length + wanted > context for length in lengths.lengths)
+    if not cut:
+        return Finding("prompts", str(lengths))
+    return Finding(
+        "prompts",
+        f"{lengths}; {cut / len(lengths.lengths):.0%} of them leave no room for a completion of {wanted:,} tokens "
+        f"among the {context:,} positions that prompt and completion have together.",
+        "warning",
+        "Filter out long prompts, lower max_completion_length, or set vllm_max_model_length if vLLM set the limit.",
+    )
+
+
+def _template(trainer: Any) -> Finding:
+    """A finding about the chat template and the tokens that end a completion."""
+    tokenizer = inner_tokenizer(trainer.prompt_maker.tokenizer)
+    text, first = run_summary.ending_in_words(trainer), run_summary.first_prompt(trainer.train_dataset)
+    if isinstance(first, str) and getattr(tokenizer, "chat_template", None):
+        return Finding(
+            "template",
+            f"{text}. The tokenizer has a chat template, which texts do not go through, so a model tuned for chats "
+            "sees prompts of a kind that it does not know.",
+            "warning",
+            "Make prompts lists of messages (with groupgrad train: conversational=True), unless that is meant.",
+        )
+    known = trainer.components.sampling.eos_ids
+    turn_ends = [] if first is None or isinstance(first, str) else _turn_ends(tokenizer)
+    if turn_ends and not set(turn_ends) & set(known):
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(turn_ends)))
+        return Finding(
+            "template",
+            f"{text}, but the chat template ends turns with {names}, so an answer goes on after its turn.",
+            "warning",
+            f"Add {turn_ends} to eos_token_id of the model's generation_config.json, or set the tokenizer's eos_token.",
+        )
+    return Finding("template", text)
+
+
+def _turn_ends(tokenizer: Any) -> list[int]:
+    """Returns the tokens with which the chat template ends a turn; none if they cannot be told."""
+    try:
+        # Templates without tools are read too, since no call is parsed here.
+        return list(ChatFormat(tokenizer, schemas=[], response_parser=lambda *_: {}).end_ids)
+    except ValueError:
+        return []

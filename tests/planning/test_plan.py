@@ -1,0 +1,89 @@
+"""`groupgrad plan` predicts memory from a configuration alone, and says what fits."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupgrad.cli.main import main
+from groupgrad.modeling.scoring.forward import ForwardOptions
+from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
+from groupgrad.planning.choices import choices, recommended, smallest_device
+from groupgrad.planning.memory import RunSizes, pass_tokens, predict
+from groupgrad.planning.shapes import model_shape
+
+SIZES = RunSizes(prompt=10, completion=100, group=4, rows=8, micro_batch=8, on_gpu=False)
+
+
+def test_counts_are_those_of_the_model(make_model: Any) -> None:
+    model = make_model()
+    shape = model_shape("small", model.config, half=False)
+    assert shape.parameters == model.num_parameters() and shape.layers == 2
+    assert shape.kv_values == 2 * 2 * 8 * 2  # keys and values, heads, head size, layers
+    one, two = (activation_bytes_per_token(make_model(num_hidden_layers=n).train(), ForwardOptions()) for n in (1, 2))
+    assert shape.layer_bytes == pytest.approx(two - one, rel=0.01)
+
+
+def test_parts_by_hand(make_model: Any) -> None:
+    """Adam holds two float32 numbers a parameter, and each prompt counts once a group."""
+    shape = model_shape("small", make_model().config, half=False)
+    memory, count = predict(shape, SIZES), shape.parameters
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert memory.keys_values == (8 * 100 + 2 * 10) * 64 * 4
+    assert pass_tokens(SIZES) == 820
+    assert memory.peak == max(memory.sampling, memory.training)
+    whole = predict(shape, replace(SIZES, accumulates=True))
+    assert whole.training == memory.training + min(memory.gradients, memory.activations)
+    assert predict(shape, replace(SIZES, reference=True)).reference == memory.weights
+    sharded = predict(shape, replace(SIZES, sharding="zero2", devices=4))
+    assert (sharded.gradients, sharded.optimizer) == (count, 2 * count)
+    lora = predict(shape, replace(SIZES, adapter="lora", lora_rank=2))
+    assert lora.optimizer == 8 * 2 * shape.adapter_inputs
+    assert predict(shape, replace(SIZES, adapter="4bit")).weights < lora.weights
+
+
+def test_a_pass_on_a_cpu_is_cut_between_groups() -> None:
+    sizes = replace(SIZES, micro_batch=64, completion=300)
+    assert pass_tokens(sizes) == 1210  # one group; two would have more than 2,048 tokens
+    assert pass_tokens(replace(sizes, on_gpu=True)) == 64 * 300 + 16 * 10
+
+
+def test_the_choice_fits_and_a_smaller_device_changes_it(make_model: Any) -> None:
+    shape = model_shape("small", make_model().config, half=False)
+    roomy = recommended(choices(shape, SIZES, 10**9))
+    assert roomy is not None and (roomy.name, roomy.sizes.micro_batch) == ("full", 8)
+    least = smallest_device(shape, SIZES)
+    assert recommended(choices(shape, SIZES, int(least * 0.98))) is None
+    tight = recommended(choices(shape, SIZES, int(least * 1.02)))
+    assert tight is not None and tight.sizes.micro_batch == 1 < roomy.sizes.micro_batch
+
+
+def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model: Any, capsys: Any) -> None:
+    make_model().config.save_pretrained(tmp_path)
+    flags = ["--model", str(tmp_path), "--completion", "64", "--cpu"]
+    assert main(["plan", *flags, "--device", "1GB", "--devices", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{make_model().num_parameters():,} parameters in 2 layers; 4 x 954 MiB" in shown
+    assert [line.split("  ")[0] for line in shown.splitlines()[3:7]] == ["full", *(f"full, zero{n}" for n in (1, 2, 3))]
+    assert "Recommended: full, per_device_train_batch_size=8, gradient_checkpointing=False." in shown
+    assert main(["plan", *flags, "--device", "1MB"]) == 1
+    assert "Nothing fits." in capsys.readouterr().out
+
+
+def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    for argv, text in (
+        (["--model", str(tmp_path / "nowhere"), "--device", "8GB"], "give a folder with a config.json"),
+        (["--model", str(tmp_path), "--device", "8GB"], "layers of a kind that is not predicted yet"),
+        (["--model", str(tmp_path), "--device", "8"], "8 is no size; write it as 80GB or 24GiB"),
+        (["--model", str(tmp_path), "--device", "8GB", "--completions", "9"], "did you mean --completion?"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            raise SystemExit(main(["plan", *argv]))
+        assert ended.value.code == 2
+        assert text in re.sub(r"\s+", " ", capsys.readouterr().err)
