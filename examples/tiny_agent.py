@@ -27,8 +27,8 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from curves import plot_rewards, write_metrics
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.demo.curves import plot_rewards
 
 Message = dict[str, Any]
 Demonstrator = Callable[[Random], list[Message]]
@@ -241,7 +241,6 @@ def run(trainer: GRPOTrainer, measured: Callable[[], Measured], started: float) 
     # Training begins a log of its own, without what was measured before it.
     history, folder = [{**before.metrics, "step": 0}, *trainer.state.log_history], Path(str(trainer.args.output_dir))
     trainer.save_model()
-    write_metrics(history, folder / "metrics.jsonl")
     plot_rewards(history, folder / "rewards.png")
     return report(before, after, folder, time.perf_counter() - started)
 

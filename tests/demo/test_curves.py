@@ -1,17 +1,12 @@
 from __future__ import annotations
 
 import builtins
-import json
 
 import numpy as np
 import pandas as pd
 import pytest
 
-
-@pytest.fixture(scope="module")
-def curves(from_examples):
-    return from_examples("curves")
-
+from groupgrad.demo import curves
 
 HISTORY = [
     {"step": 2, "loss": 0.0, "reward": 0.25, "reward_std": 0.5, "completions/mean_length": 10.0},
@@ -21,7 +16,7 @@ HISTORY = [
 ]
 
 
-def test_series_has_the_numbers_of_one_key_by_step(curves):
+def test_series_has_the_numbers_of_one_key_by_step():
     reward = curves.series(
         [*HISTORY, {"step": 1, "reward": 0.0}, {"step": 2, "reward": 0.3}, {"reward": 9.0}], "reward"
     )
@@ -29,7 +24,7 @@ def test_series_has_the_numbers_of_one_key_by_step(curves):
     assert reward.values.tolist() == [0.0, 0.3, 0.75]
 
 
-def test_the_running_average_is_unbiased_and_skips_nan(curves):
+def test_the_running_average_is_unbiased_and_skips_nan():
     # span 3: each earlier value weighs half of the next.
     average = curves.running_average(pd.Series([1.0, 3.0, np.nan, 7.0]), 3)
     np.testing.assert_allclose(average, [1.0, (0.5 * 1 + 3) / 1.5, (0.5 * 1 + 3) / 1.5, (0.25 + 1.5 + 7) / 1.75])
@@ -51,7 +46,7 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_the_picture_shows_training_evaluation_and_length(curves, tmp_path, drawn):
+def test_the_picture_shows_training_evaluation_and_length(tmp_path, drawn):
     path = curves.plot_rewards(HISTORY, tmp_path / "new" / "reward.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     top, bottom = drawn[0].axes
@@ -62,7 +57,7 @@ def test_the_picture_shows_training_evaluation_and_length(curves, tmp_path, draw
     assert bottom.lines[0].get_xydata().tolist() == [[2, 10], [4, 14]]
 
 
-def test_long_runs_are_smoothed_and_sets_have_their_own_points(curves, tmp_path, drawn):
+def test_long_runs_are_smoothed_and_sets_have_their_own_points(tmp_path, drawn):
     history = [{"step": i, "reward": float(i % 2)} for i in range(1, 101)]
     history += [{"step": 50, "eval_math_reward": 0.5, "eval_code_reward": 0.25}]
     curves.plot_rewards(history, tmp_path / "reward.png")
@@ -73,19 +68,19 @@ def test_long_runs_are_smoothed_and_sets_have_their_own_points(curves, tmp_path,
     assert np.ptp(smooth[20:]) < 0.5 < np.ptp(axis.lines[0].get_ydata())
 
 
-def test_one_event_or_only_evaluations_can_be_plotted(curves, tmp_path, drawn):
+def test_one_event_or_only_evaluations_can_be_plotted(tmp_path, drawn):
     curves.plot_rewards(HISTORY[:1], tmp_path / "a.png")
     assert drawn[0].axes[0].get_xlim() == pytest.approx((1, 3), abs=0.2)
     curves.plot_rewards(HISTORY[1:2], tmp_path / "b.png")
 
 
-def test_no_reward_is_an_error(curves, tmp_path):
+def test_no_reward_is_an_error(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match=r"1 events and no `reward`"):
         curves.plot_rewards([{"step": 1, "loss": 0.0}], tmp_path / "reward.png")
 
 
-def test_without_matplotlib_the_error_names_the_package(curves, tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(tmp_path, monkeypatch):
     original = builtins.__import__
 
     def refuse(name, *args, **kwargs):
@@ -96,18 +91,3 @@ def test_without_matplotlib_the_error_names_the_package(curves, tmp_path, monkey
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         curves.plot_rewards(HISTORY, tmp_path / "reward.png")
-
-
-def test_metrics_are_strict_json_lines(curves, tmp_path):
-    history = [*HISTORY, {"step": 5, "kl": float("nan"), "top": float("inf"), "n": np.float32(1.5), "why": object}]
-    path = curves.write_metrics(history, tmp_path / "run" / "metrics.jsonl")
-    curves.write_metrics(history, path)
-
-    def refuse(constant):
-        raise AssertionError(constant)
-
-    events = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert events[:4] == HISTORY
-    assert events[4] == {"step": 5, "kl": None, "top": None, "n": 1.5, "why": "<class 'object'>"}
-    assert len(pd.read_json(path, lines=True)) == 5
-    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]

@@ -10,41 +10,34 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-
-@pytest.fixture(scope="module")
-def task(from_examples):
-    return from_examples("tiny_task")
-
-
-@pytest.fixture(scope="module")
-def demo(from_examples):
-    pytest.importorskip("matplotlib")
-    return from_examples("demo")
+from groupgrad.cli.main import main
+from groupgrad.demo import run as demo
+from groupgrad.demo import task
 
 
 @pytest.fixture(scope="module")
-def tokenizer(task):
+def tokenizer():
     return task.make_tokenizer()
 
 
-def test_problem_prompt_and_solution(task):
+def test_problem_prompt_and_solution():
     problem = task.Problem((3, 5, 7, 2))
     assert problem.row() == {"prompt": "3+5+7+2=", "solution": 17}
 
 
-def test_splits_share_no_prompt_and_cover_all_problems(task):
+def test_splits_share_no_prompt_and_cover_all_problems():
     splits = task.make_splits(1)
     parts = [{p.prompt for p in part} for part in (splits.warm_up, splits.grpo, splits.held_out)]
     assert [len(part) for part in parts] == [9**4 - 1024 - 512, 1024, 512]
     assert len(set.union(*parts)) == 9**4
 
 
-def test_splits_follow_the_seed(task):
+def test_splits_follow_the_seed():
     assert task.make_splits(2) == task.make_splits(2)
     assert task.make_splits(2).held_out != task.make_splits(3).held_out
 
 
-def test_careful_demonstration_is_the_worked_sum(task):
+def test_careful_demonstration_is_the_worked_sum():
     text = task.demonstrate(task.Problem((3, 5, 7, 2)), "careful", random.Random(0))
     assert text == "<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
 
@@ -58,7 +51,7 @@ def test_careful_demonstration_is_the_worked_sum(task):
         ("guess", (0.14, 0.26), 0.0),  # one guess in five drops no digit
     ],
 )
-def test_habits_earn_what_they_should(task, habit, right_share, format_share):
+def test_habits_earn_what_they_should(habit, right_share, format_share):
     rng = random.Random(0)
     problems = rng.sample(task.make_splits(0).warm_up, 400)
     texts = [task.demonstrate(problem, habit, rng) for problem in problems]
@@ -67,7 +60,7 @@ def test_habits_earn_what_they_should(task, habit, right_share, format_share):
     assert sum(task.format_reward(texts)) / 400 == format_share
 
 
-def test_honest_base_cannot_meet_the_target(task):
+def test_honest_base_cannot_meet_the_target():
     """The share of right answers that a perfect imitator of the demonstrations would give is under the demo's limit."""
     assert sum(task.HABITS.values()) == pytest.approx(1.0)
     assert task.HABITS["careful"] + task.HABITS["guess"] / 5 < 0.40
@@ -87,12 +80,12 @@ def test_honest_base_cannot_meet_the_target(task):
         ("", 0.0, 0.0),
     ],
 )
-def test_rewards_by_hand(task, text, right, formatted):
+def test_rewards_by_hand(text, right, formatted):
     assert task.correctness_reward([text], [17]) == [right]
     assert task.format_reward([text]) == [formatted]
 
 
-def test_tokenizer_round_trip_and_special_tokens(task, tokenizer, tmp_path):
+def test_tokenizer_round_trip_and_special_tokens(tokenizer, tmp_path):
     text = "3+5+7+2=<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == 8 + 26
@@ -105,12 +98,12 @@ def test_tokenizer_round_trip_and_special_tokens(task, tokenizer, tmp_path):
     assert (again.pad_token, again.eos_token, again.padding_side) == (task.PAD, task.EOS, "left")
 
 
-def test_longest_demonstration_fits_the_completion_length(task, tokenizer):
+def test_longest_demonstration_fits_the_completion_length(tokenizer):
     text = task.demonstrate(task.Problem((9, 9, 9, 9)), "careful", random.Random(0))
     assert len(tokenizer(text + task.EOS)["input_ids"]) == 29 < task.MAX_COMPLETION_LENGTH
 
 
-def test_demonstration_batches_label_only_the_completion(task, tokenizer):
+def test_demonstration_batches_label_only_the_completion(tokenizer):
     problems = task.make_splits(0).warm_up[:50]
     batch = next(task.demonstration_batches(problems, tokenizer, batch_size=16, seed=3))
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
@@ -122,7 +115,7 @@ def test_demonstration_batches_label_only_the_completion(task, tokenizer):
         assert (row[keep] == tokenizer.eos_token_id).sum() == 1
 
 
-def test_warm_up_learns_the_format_first(task, tokenizer):
+def test_warm_up_learns_the_format_first(tokenizer):
     model = task.make_model(tokenizer, seed=0)
     losses = task.warm_up(model, tokenizer, task.make_splits(0).warm_up, num_steps=40, batch_size=32)
     assert len(losses) == 40
@@ -130,7 +123,7 @@ def test_warm_up_learns_the_format_first(task, tokenizer):
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
-def test_evaluate_grades_what_the_model_says(task, tokenizer):
+def test_evaluate_grades_what_the_model_says(tokenizer):
     model = task.make_model(tokenizer, seed=0)
     problems = task.make_splits(0).held_out[:20]
     state = torch.get_rng_state()
@@ -141,14 +134,15 @@ def test_evaluate_grades_what_the_model_says(task, tokenizer):
     assert score == task.evaluate(model, tokenizer, problems, seed=5, batch_size=8)
 
 
-def test_demo_runs_and_writes_what_it_promises(demo, task, tmp_path, capsys):
+def test_demo_runs_and_writes_what_it_promises(tmp_path, capsys):
     """A run that is far too short to reach the target: it says so, fails, and leaves every file behind."""
     arguments = ["--output_dir", str(tmp_path), "--warm_up_steps", "10", "--grpo_steps", "5"]
-    assert demo.main(arguments) == 1
+    assert main(["demo", *arguments]) == 1
     assert "Missed:" in capsys.readouterr().out
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert 0 <= events[0]["reward"] <= 2
-    assert (tmp_path / "rewards.png").stat().st_size > 10_000
+    assert (tmp_path / "rewards.png").is_file() == demo.DRAWS
+    assert not demo.DRAWS or (tmp_path / "rewards.png").stat().st_size > 10_000
     (table,) = (tmp_path / "completions").glob("*.parquet")
     rows = pd.read_parquet(table)
     assert len(rows) == 5 * 256
@@ -157,8 +151,17 @@ def test_demo_runs_and_writes_what_it_promises(demo, task, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == 132_672
 
 
+def test_demo_runs_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "DRAWS", False)
+    arguments = ["--output-dir", str(tmp_path), "--warm-up-steps", "1", "--grpo-steps", "1", "--seed", "1"]
+    assert main(["demo", *arguments]) == 1
+    shown = capsys.readouterr().out
+    assert "pip install 'groupgrad[plot]'" in shown and "rewards.png" not in shown
+    assert not (tmp_path / "rewards.png").exists()
+
+
 @pytest.mark.parametrize(("before", "after", "status"), [(0.40, 0.85, 0), (0.41, 0.95, 1), (0.20, 0.84, 1)])
-def test_demo_fails_if_a_target_is_missed(demo, task, tmp_path, before, after, status):
+def test_demo_fails_if_a_target_is_missed(tmp_path, before, after, status):
     def measured(accuracy):
         score = task.Score(accuracy=accuracy, format_rate=0.5, completions=[""])
         return demo.Measured(sampled=score, greedy=score)
@@ -167,7 +170,7 @@ def test_demo_fails_if_a_target_is_missed(demo, task, tmp_path, before, after, s
     assert demo.report(measured(before), measured(after), problems, demo.Stopwatch(), tmp_path) == status
 
 
-def test_seconds_of_a_step(demo) -> None:
+def test_seconds_of_a_step() -> None:
     history = [
         {"step_time": 1.0, "time/sampling": 0.5, "time/training": 0.25},
         {"eval_reward": 1.0},
@@ -176,7 +179,7 @@ def test_seconds_of_a_step(demo) -> None:
     assert demo.seconds_of_a_step(history) == "A step: sampling 1.000 s, training 0.500 s"
 
 
-def test_the_mismatch_is_that_of_all_log_entries(demo) -> None:
+def test_the_mismatch_is_that_of_all_log_entries() -> None:
     entries = [{"sampling/logp_mismatch": 1e-5}, {"loss": 1.0}, {"sampling/logp_mismatch": 3e-5}]
     assert demo.mismatch(entries).endswith(": 2.0e-05 on average, 3.0e-05 at most")
     assert demo.mismatch([{"loss": 1.0}]).endswith(": not measured")

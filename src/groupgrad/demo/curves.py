@@ -1,9 +1,7 @@
-"""Plots the reward curve of a log history, and writes the history as JSON lines."""
+"""Plots the reward curve of a log history."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,23 +58,6 @@ def plot_rewards(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", facecolor="white")
-    return path
-
-
-def write_metrics(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Writes log events as strict JSON, one a line; an existing file is replaced atomically.
-
-    NaN and infinities become null; values of other types become text.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for event in log_history:
-        text = json.dumps(event, default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
-        lines.append(json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False))
-    draft = path.with_name(path.name + ".part")
-    draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(draft, path)
     return path
 
 
