@@ -1,43 +1,25 @@
-"""`groupgrad train` runs: flags in both spellings and a file of settings take effect."""
+"""The `groupgrad` command: flags and a file take effect, a dry run describes, a shell completes, exit codes."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from groupgrad.cli.main import main
-
-FILE = """\
-max_steps: 2
-num_generations: 4
-per_device_train_batch_size: 8
-max_completion_length: 3
-reward_weights: [0.5]
-logging_steps: 10
-"""
+from groupgrad.cli.command_parser import COMMAND_CODES, EXIT_CODES
+from groupgrad.cli.main import COMMANDS, main
+from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED
+from groupgrad.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
+from groupgrad.trainer.watchdog import EXIT_HUNG
 
 
-def test_flags_and_a_file_take_effect(
-    tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """What the log of the run shows of each setting; a flag wins over the file."""
-    make_model().save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) for a in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "counts.py").write_text(
-        "def count(completions, answer, **kwargs):\n    return [float(len(text)) for text in completions]\n"
-    )
-    (tmp_path / "run.yaml").write_text(FILE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_flags_and_a_file_take_effect(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    """The run's log shows each setting that was given; a flag wins over the file."""
     flags = [
-        *("--config", "run.yaml", "--dataset_name", "rows.jsonl", "--model_name_or_path", str(tmp_path / "model")),
-        *("--reward_funcs", "counts.count", "--output-dir", "out", "--report_to", "none", "--use-cpu"),
+        *run_flags,
         *("--learning-rate", "3e-3", "--lr_scheduler_type=constant", "--beta=0.1", "--logging-steps", "1"),
         *("--save_strategy", "steps", "--save_steps", "2", "--no_shuffle_dataset", "--log-completions"),
         *("--num_completions_to_print", "1"),
@@ -54,3 +36,72 @@ def test_flags_and_a_file_take_effect(
     shown = capsys.readouterr().out
     assert shown.count("0+1=") + shown.count("1+1=") == 1
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_dry_run_describes_the_run_and_leaves_nothing(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    before = sorted(path.name for path in tmp_path.iterdir())
+    settings = ["--set", "generation_kwargs.top_k=3", "--gradient_accumulation_steps", "2"]
+    assert main(["train", *run_flags, *settings, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "generation_kwargs: {'top_k': 3}" in shown and "reward_funcs: ['counts.count']" in shown
+    assert "an optimizer step trains 16 completions (8 a micro-batch x 2 micro-batches x 1 process)" in shown
+    assert "16 are sampled at a time, 4 for each of 4 prompts, and trained on once" in shown
+    assert "2, which use 8 prompts (1 epochs)" in shown and "8 prompts to train on" in shown
+    assert "native engine" in shown and "shared layout" in shown and "No step was taken." in shown
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("cache", "__pycache__")) == before
+
+
+def test_a_shell_completes_commands_and_flags(tmp_path: Path, capsys: Any) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "completion.bash").write_text(capsys.readouterr().out)
+    script = (
+        "source completion.bash\n"
+        "COMP_WORDS=(groupgrad train --num_gen) COMP_CWORD=2\n_shtab_groupgrad groupgrad --num_gen train\n"
+        'echo "${COMPREPLY[@]}"\n'
+        "COMP_WORDS=(groupgrad vl) COMP_CWORD=1\n_shtab_groupgrad groupgrad vl groupgrad\n"
+        'echo "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(["bash", "-c", script], check=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["--num_generations --num_generations_eval", "vllm-serve"]
+
+
+def test_the_exit_codes_of_the_help_are_those_of_the_package(capsys: Any) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert {0, 1, 2, EXIT_HUNG, EXIT_CHECKPOINT_NOT_SAVED, EXIT_STOPPED, EXIT_INTERRUPTED} == EXIT_CODES.keys()
+    assert all(f"\n  {code} " in shown for code in EXIT_CODES)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command_has_its_exit_codes(command: str, capsys: Any) -> None:
+    """argparse ends with SystemExit where the command does not return."""
+    try:
+        assert main([command, "--help"]) == 0
+    except SystemExit as ended:
+        assert ended.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {code:<5}{meaning}" in shown for code, meaning in COMMAND_CODES[command].items())
+    assert COMMAND_CODES[command].keys() <= EXIT_CODES.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["viwe"], "did you mean 'view'?"),
+        (["view", ".", "--exprt", "a.html"], "unknown option '--exprt'; did you mean --export?"),
+        (["rollouts", ".", "--min-rewrd=1"], "unknown option '--min-rewrd'; did you mean --min-reward?"),
+        (["demo", "--sed", "1"], "unknown option '--sed'; did you mean --seed?"),
+        (["env", "extra"], "unknown argument 'extra'"),
+        (["train", "--learning_rat", "1"], "did you mean --learning_rate?"),
+    ],
+)
+def test_an_unknown_word_ends_with_what_was_meant(argv: list[str], hint: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(argv))
+    assert ended.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_options_may_be_written_with_underscores(tmp_path: Path, capsys: Any) -> None:
+    assert main(["rollouts", str(tmp_path), "--min_reward=0.5"]) == 2
+    assert "holds no run" in capsys.readouterr().err

@@ -45,11 +45,11 @@ def test_a_vlm_is_tried_on_an_image(tmp_path, capsys):
 
 
 def test_it_names_unsupported_parts_of_a_model(build, tmp_path, capsys):
-    build("mamba (recurrent)").save_pretrained(tmp_path)
+    build("bloom (alibi)").save_pretrained(tmp_path)
     assert cli.main(["env", "--model", str(tmp_path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "recurrent state" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "attention interface" in line]
     assert [line.split("  ")[0] for line in lines] == ["sampled by", "because"]
-    assert "transformers engine: it carries a recurrent state" in lines[0]
+    assert "transformers engine: its attention does not go through" in lines[0]
 
 
 def test_a_missing_model_is_an_error(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from groupgrad import GRPOConfig
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
-from groupgrad.cli.parsing import TrainParser, parse
+from groupgrad.cli.parsing import parse, train_parser
 
 CPU = ["--use_cpu"]
 
@@ -28,7 +28,7 @@ def refused(argv, capsys) -> str:
 
 
 def test_every_field_of_every_record_is_a_flag_in_two_spellings():
-    flags = {option for action in TrainParser()._actions for option in action.option_strings}
+    flags = {option for action in train_parser()._actions for option in action.option_strings}
     for record in (ScriptArguments, ModelArguments, GRPOConfig):
         for field in dataclasses.fields(record):
             assert f"--{field.name}" in flags
@@ -168,17 +168,78 @@ def test_bad_command_lines(argv, text, capsys):
         ("max_steps: true", "max_steps=True is not a whole number"),
         ("reward_weights: [a]", "reward_weights=['a'] cannot be read"),
         ("beta: {a: 1}", "beta={'a': 1} is not a number"),
+        ("beta: true", "beta=True is not a number"),
+        ("learning_rate: fast", "learning_rate='fast' cannot be read as a number"),
+        ("num_generations: 4.5", "num_generations=4.5 is not a whole number"),
+        ("gradient_checkpointing: maybe", "gradient_checkpointing='maybe' is neither true nor false"),
+        ("gradient_checkpointing: 3", "gradient_checkpointing=3 is neither true nor false"),
+        ("gradient_checkpointing: {a: 1}", "gradient_checkpointing={'a': 1} is neither true nor false"),
+        ("bf16: [true]", "bf16=[True] is neither true nor false"),
+        ("dataset_name: {a: 1}", "dataset_name={'a': 1} has a dict, and dataset_name takes one value"),
+        ("model_name_or_path: [a]", "model_name_or_path=['a'] has a list, and model_name_or_path takes one value"),
+        ("eval_strategy: [steps]", "eval_strategy=['steps'] has a list, and eval_strategy takes one value"),
+        ("reward_funcs: {a: 1}", "reward_funcs={'a': 1} has a dict, and reward_funcs takes a list of values"),
+        ("training:\n  beta: 0.1", "unknown key 'training'; fields are not nested: write beta at the left margin"),
+        ("beta: 0.1\nseed: 1\nbeta: 0.2", "not YAML: line 3, column 1: the key 'beta' is there twice; remove one"),
+        ("max-steps: 1\nmax_steps: 2", "line 2, column 1: the key 'max_steps' is there twice"),
+        ("generation_kwargs: {top_k: 1, top_k: 2}", "the key 'top_k' is there twice"),
+        ("generation_kwargs:\n\ttop_k: 3", "not YAML: line 2, column 1: a tab; indent by spaces"),
+        ("beta 0.1\nseed: 3", "not YAML: line 2, column 5: mapping values are not allowed here"),
+        ("just text", "holds a str, not keys with values"),
         ("- a\n- b", "holds a list, not keys with values"),
         ("a: [", "is not YAML"),
         ("env: 5", "env=5 is not a mapping"),
     ],
 )
 def test_bad_config_files(text, problem, tmp_path, capsys):
-    assert problem in refused([*CPU, "--config", write(tmp_path, text)], capsys)
+    message = refused([*CPU, "--config", write(tmp_path, text)], capsys)
+    assert problem in message
+    assert len(message.splitlines()) == 2, "the problem, and where the fields are listed"
+
+
+def test_a_config_file_that_is_not_text(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "is not YAML: 'utf-8' codec" in refused([*CPU, "--config", str(tmp_path / "run.yaml")], capsys)
+    assert f"--config {tmp_path}: Is a directory" in refused([*CPU, "--config", str(tmp_path)], capsys)
+
+
+def test_what_yaml_reads_in_place_of_text(tmp_path):
+    text = "eval_strategy: no\nsave_strategy: no\nmodel_name_or_path: 17\ntrain_sampling_strategy: random\n"
+    parsed = parse([*CPU, "--config", write(tmp_path, text + "project: 2024-01-01\ngradient_checkpointing: 0\n")])
+    assert (parsed.config.eval_strategy, parsed.config.save_strategy) == ("no", "no")
+    assert (parsed.model.model_name_or_path, parsed.config.project) == ("17", "2024-01-01")
+    assert parsed.config.gradient_checkpointing is False
+
+
+def test_set_reaches_into_mappings_and_wins_over_the_file(tmp_path):
+    path = write(tmp_path, "generation_kwargs: {top_k: 5, stop_strings: [a]}\nmax_steps: 1")
+    argv = ["--set", "generation_kwargs.top_k=7", "--set", "chat_template_kwargs.a.b=1.5", "--set", "max-steps=3"]
+    config = parse([*CPU, "--config", path, *argv, "--set", "reward_weights=[1, 0.5]"]).config
+    assert config.generation_kwargs == {"top_k": 7, "stop_strings": ["a"]}
+    assert config.chat_template_kwargs == {"a": {"b": 1.5}}
+    assert (config.max_steps, config.reward_weights) == (3, [1.0, 0.5])
+    assert parse(CPU).config == GRPOConfig(use_cpu=True), "a later command line has defaults of its own"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--set", "max_step=1"], "--set max_step=1: unknown field 'max_step'; did you mean max_steps?"),
+        (["--set", "max_steps"], "--set max_steps: it has no value; write it as KEY=VALUE"),
+        (["--set", "beta.a=1"], "--set beta.a=1: beta has no keys; write --set beta=VALUE"),
+        (["--set", "beta=1", "--beta", "2"], "--set beta=1: --beta is given too; set it in one place"),
+        (["--set", "beta=1", "--beta=2"], "--set beta=1: --beta is given too; set it in one place"),
+        (["--set", "beta=[1"], "--set beta=[1: the value is not YAML"),
+        (["--set", "beta=much"], "--set beta='much' cannot be read"),
+        (["--set", "generation_kwargs.a=1", "--set", "generation_kwargs.a.b=1"], "has a value, not keys, at 'a'"),
+    ],
+)
+def test_bad_settings(argv, text, capsys):
+    assert text in refused([*CPU, *argv], capsys)
 
 
 def test_help_has_sections_and_one_line_a_spelling():
-    text = TrainParser().format_help()
+    text = train_parser().format_help()
     titles = ["Data:", "Rewards:", "Generation:", "Objective:", "Training (transformers", "Accepted for older scripts:"]
     places = [text.index(f"\n{title}") for title in titles]
     assert places == sorted(places)

@@ -28,6 +28,7 @@ class FakeTrainer:
 
     def __init__(self, **arguments):
         self.arguments, self.calls = arguments, []
+        self.recorder = types.SimpleNamespace(command=None)
         FakeTrainer.instances.append(self)
 
     def train(self, resume_from_checkpoint=None):

@@ -56,6 +56,11 @@ def _load(name: str, split: str, script: ScriptArguments, setting: str) -> Any:
         dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
     except (KeyError, ValueError) as error:
         raise ValueError(f"{name} cannot be read with {setting}={split!r}: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"there is no data set {name!r} here or on the hub ({' '.join(str(error).split())}); set dataset_name (or "
+            "dataset_test_name) to a hub id, a folder, or a file"
+        ) from error
     return dataset.to_iterable_dataset() if script.dataset_streaming else dataset
 
 

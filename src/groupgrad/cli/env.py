@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupgrad import compat
+from groupgrad.cli.command_parser import CommandParser
 from groupgrad.kernels.compile import cache_folder
 
 
@@ -18,11 +19,7 @@ def main(argv: Sequence[str]) -> int:
     With a model, also prints the engine that samples from it and how it is scored, and why. Returns 1 if the model
     cannot be loaded.
     """
-    parser = argparse.ArgumentParser(prog="groupgrad env", description="Print versions and devices, for a bug report.")
-    parser.add_argument("--model_name_or_path", "--model", help="also print how this model would be sampled and scored")
-    parser.add_argument("--dtype", default="float32", help="precision to load it in (default float32)")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     report = compat.environment() | {"kernel cache": str(cache_folder())}
     width = max(len(name) for name in report)
     for name, value in report.items():
@@ -43,6 +40,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of this command."""
+    parser = CommandParser(
+        "env",
+        description="Print versions and devices, for a bug report.",
+        examples="groupgrad env\ngroupgrad env --model Qwen/Qwen2.5-0.5B-Instruct",
+    )
+    parser.add_argument("--model_name_or_path", "--model", help="also print how this model would be sampled and scored")
+    parser.add_argument("--dtype", default="float32", help="precision to load it in (default float32)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    return parser
+
+
 def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str]:
     """Describes how the model would be sampled and scored, tried on random tokens and, for a VLM, on an image."""
     import torch
@@ -56,7 +66,7 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     from groupgrad.modeling.vlm import is_multimodal
 
     model: Any = load.load_policy(
-        name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, use_device_map=False
+        name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, on_device=False
     )
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = functools.partial(load.load_tokenizer, model, name, revision=None, trust_remote_code=trust_remote_code)

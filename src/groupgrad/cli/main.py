@@ -5,25 +5,66 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NamedTuple
 
 from groupgrad._version import __version__
+from groupgrad.cli.command_parser import EXIT_CODES, codes_in_words
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("groupgrad.cli.train", "train a model with GRPO on a data set"),
-    "vllm-serve": ("groupgrad.cli.vllm_serve", "serve a model with vLLM, for a trainer that pushes weights to it"),
-    "env": ("groupgrad.cli.env", "print versions and devices, for a bug report"),
+
+class Command(NamedTuple):
+    """A command of `groupgrad`."""
+
+    module: str
+    """Has `main(argv)`, which returns the exit status."""
+    help: str
+    group: str
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("groupgrad.cli.train", "train a model with GRPO on a data set", "train"),
+    "check": Command("groupgrad.cli.check", "try a run before it begins: settings, data, one small round", "train"),
+    "plan": Command("groupgrad.cli.plan", "predict the memory of a run, and say what fits", "train"),
+    "sweep": Command(
+        "groupgrad.cli.sweep", "train many configurations in turns, and stop, resume, clone or delete them", "train"
+    ),
+    "vllm-serve": Command(
+        "groupgrad.cli.vllm_serve", "serve a model with vLLM, for a trainer that pushes weights to it", "train"
+    ),
+    "view": Command("groupgrad.cli.view", "show runs, finished or in progress, as a local page", "look at runs"),
+    "rollouts": Command("groupgrad.cli.rollouts", "print rollouts that a run has stored", "look at runs"),
+    "replay": Command("groupgrad.cli.replay", "repeat a step of a run and compare every bit", "look at runs"),
+    "bisect": Command(
+        "groupgrad.cli.bisect", "find the first step and number at which two runs differ", "look at runs"
+    ),
+    "demo": Command("groupgrad.cli.demo", "make a small model, train it with GRPO, show before and after", "set up"),
+    "env": Command("groupgrad.cli.env", "print versions and devices, for a bug report", "set up"),
+    "completion": Command("groupgrad.cli.completion", "print a script that completes commands in a shell", "set up"),
 }
-"""Command -> (module with `main(argv)`, which returns the exit status; one line of help)."""
+
+_EXAMPLES = """\
+examples:
+  groupgrad train --config run.yaml --learning_rate 2e-6
+  groupgrad check --config run.yaml
+  groupgrad sweep sweep.yaml
+  groupgrad view runs/math
+  groupgrad rollouts runs/math --step 40 --min-reward 0.5
+  groupgrad replay runs/math --step 137 --row 5
+  groupgrad bisect runs/math runs/math_again
+  groupgrad env --model Qwen/Qwen2.5-0.5B-Instruct
+"""
 
 
 def usage() -> str:
     """Returns the text of `groupgrad --help`."""
-    rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
+    groups: dict[str, list[str]] = {}
+    for name, command in COMMANDS.items():
+        groups.setdefault(command.group, []).append(f"  {name:<12}{command.help}")
+    commands = "\n\n".join("\n".join([f"{group}:", *rows]) for group, rows in groups.items())
     return (
         f"usage: groupgrad COMMAND [options]\n\n"
         f"Group relative policy optimization (GRPO) for language models.\n\n"
-        f"commands:\n{rows}\n\n"
-        f"`groupgrad COMMAND --help` lists the options of a command; `groupgrad --version` prints the version.\n"
+        f"{commands}\n\n{_EXAMPLES}\n{codes_in_words(EXIT_CODES)}\n"
+        f"`groupgrad COMMAND --help` lists options and exit codes of a command, `groupgrad --version` the version.\n"
     )
 
 
@@ -37,15 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"groupgrad {__version__}")
         return 0
-    command, *rest = arguments
-    if command not in COMMANDS:
+    name, *rest = arguments
+    if name not in COMMANDS:
         import difflib
 
-        similar = difflib.get_close_matches(command, COMMANDS, n=1)
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        print(f"groupgrad: error: there is no command {command!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
+        print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
-    return import_module(COMMANDS[command][0]).main(rest)
+    return import_module(COMMANDS[name].module).main(rest)
 
 
 if __name__ == "__main__":

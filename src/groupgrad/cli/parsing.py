@@ -7,20 +7,26 @@ that names the most similar one.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import datetime
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.command_parser import epilog
+from groupgrad.cli.launch import add_flags
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.field_rules import nearest
+from groupgrad.config.hidden_secrets import without_secrets
 
 SECTIONS: dict[str, str] = {
     "dataset_name": "Data",
@@ -40,6 +46,8 @@ SECTIONS: dict[str, str] = {
 }
 """First field of a section of `--help` -> the section's title."""
 
+_NO_FIELDS = ("help", "config", "set", "dry_run", "num_processes", "accelerate_config", "prompts", "no_round")
+
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
 
 
@@ -50,9 +58,25 @@ class Parsed:
     script: ScriptArguments
     model: ModelArguments
     config: GRPOConfig
+    own: dict[str, Any]
+    """Values of the flags that are no fields, such as `dry_run`."""
+    command: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The command line and YAML file of the run, stored in its folder; tokens and passwords are hidden."""
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
+_SPELLINGS = "--x_y can be written --x-y, a switch that is on is turned off by --no_x_y, and none means unset.\n\n"
+
+_EXAMPLES = """\
+groupgrad train --config run.yaml
+groupgrad train --config run.yaml --learning_rate 2e-6 --set generation_kwargs.top_k=20 --dry-run
+groupgrad train --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/gsm8k --dataset_config main \\
+    --prompt_column question --solution_column answer --solution_pattern '####\\s*(.+)' --reward_funcs accuracy_reward
+groupgrad train --config run.yaml --resume_from_checkpoint auto
+groupgrad train --config run.yaml --num-processes all --accelerate-config zero3
+"""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows one spelling of each flag, and VALUE instead of the flag's name in capitals."""
 
     def __init__(self, prog: str):
@@ -71,6 +95,11 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 class FieldParser(HfArgumentParser):
     """Parser with the fields of dataclasses as flags, whose defaults may come from a YAML file."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._mappings: set[str] = set()
+        self._kinds: dict[str, set[Any]] = {}
+        super().__init__(*args, **kwargs)
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         # The sections of `SECTIONS` first, then the fields of transformers, then those of earlier releases.
@@ -95,6 +124,9 @@ class FieldParser(HfArgumentParser):
             other.help = argparse.SUPPRESS
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         options = typing.get_args(hint) if is_union else (hint,)
+        self._kinds[field.name] = {typing.get_origin(option) or option for option in options}
+        if dict in self._kinds[field.name]:
+            self._mappings.add(field.name)
         if bool in options and flag.nargs is None:
             flag.nargs, flag.const = "?", True
         if type(None) in options and str not in options and callable(flag.type):
@@ -106,7 +138,7 @@ class FieldParser(HfArgumentParser):
 
     def fields(self) -> dict[str, argparse.Action]:
         """Returns the flag of each field, not its `--no_` form."""
-        return {action.dest: action for action in reversed(self._actions) if action.dest not in ("help", "config")}
+        return {action.dest: action for action in reversed(self._actions) if action.dest not in _NO_FIELDS}
 
     def read_config(self, path: str) -> dict[str, Any]:
         """Takes a YAML file's keys as defaults and exports its `env:` mapping; the keys without a field, with values.
@@ -131,77 +163,235 @@ class FieldParser(HfArgumentParser):
             shown = f"{origin}{key}={value!r}"
             if flag.nargs == "+" and value is not None:
                 items = value if isinstance(value, list) else [value]
-                flag.default = [self._from_yaml(flag.type, shown, item) for item in items]
+                flag.default = [self._from_yaml(flag, shown, item) for item in items]
             else:
-                flag.default = self._from_yaml(flag.type, shown, value)
+                flag.default = self._from_yaml(flag, shown, value)
             flag.required = False
         return unknown
+
+    def take_settings(self, settings: Sequence[str], argv: Sequence[str]) -> None:
+        """Takes the values of `--set KEY=VALUE`, read as YAML, as defaults.
+
+        KEY is a field, or a.b for the key b of the field a. Exits with status 2 for an unknown field, a key of a field
+        that is no dict, or a field that `argv` has as a flag.
+        """
+        fields = self.fields()
+        given = {word.partition("=")[0] for word in argv}
+        for setting in settings:
+            path, equals, text = setting.partition("=")
+            name, *keys = path.split(".")
+            name = name.replace("-", "_")
+            if not equals or name not in fields:
+                hint = _did_you_mean(name, fields) if equals else "; write it as KEY=VALUE"
+                self.error(f"--set {setting}: {'unknown field ' + repr(name) if equals else 'it has no value'}{hint}")
+            if not given.isdisjoint(fields[name].option_strings):
+                self.error(f"--set {setting}: --{name} is given too; set it in one place")
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                self.error(f"--set {setting}: the value is not YAML: {_one_line(error)}")
+            if keys:
+                value = self._with_key(fields[name], keys, value, setting)
+            self.take_defaults({name: value}, "--set ")
+
+    def _with_key(self, flag: argparse.Action, keys: Sequence[str], value: Any, setting: str) -> dict[str, Any]:
+        """Returns a copy of a flag's dict in which `value` stands under the nested `keys`."""
+        if flag.dest not in self._mappings:
+            self.error(f"--set {setting}: {flag.dest} has no keys; write --set {flag.dest}=VALUE")
+        content = yaml.safe_load(flag.default) if isinstance(flag.default, str) else copy.deepcopy(flag.default)
+        content = content or {}
+        inner = content
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            self.error(f"--set {setting}: {flag.dest}={content!r} has a value, not keys, at {'.'.join(keys[:-1])!r}")
+        inner[keys[-1]] = value
+        return content
 
     def _load_yaml(self, path: str) -> dict[Any, Any]:
         try:
             with open(path, encoding="utf-8") as file:
-                content = yaml.safe_load(file)
+                content = yaml.load(file, _Loader)
         except OSError as error:
             self.error(f"--config {path}: {error.strerror or error}")
-        except yaml.YAMLError as error:
-            self.error(f"--config {path} is not YAML: {error}")
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            self.error(f"--config {path} is not YAML: {_one_line(error)}")
         if not isinstance(content, (dict, type(None))):
             self.error(f"--config {path} holds a {type(content).__name__}, not keys with values")
         return dict(content or {})
 
-    def _from_yaml(self, flag_type: Any, shown: str, value: Any) -> Any:
+    def _from_yaml(self, flag: argparse.Action, shown: str, value: Any) -> Any:
         """Converts a YAML value as the flag would. Text is read as if it came from the command line."""
         if value is None:
             return None
-        # A field of text also takes the dict or bool that YAML has read.
-        number_type = flag_type.number if isinstance(flag_type, _Optional) else flag_type
-        if number_type in (int, float) and not isinstance(value, str):
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or (number_type is int and value != int(value)):
-                self.error(f"{shown} is not {'a whole number' if number_type is int else 'a number'}")
-            return number_type(value)
-        if isinstance(value, str) and callable(flag_type):
+        kind = flag.type.number if isinstance(flag.type, _Optional) else flag.type
+        if kind in (int, float):
+            return self._number(flag.type, kind, shown, value)
+        if kind is string_to_bool:
+            return self._boolean(shown, value)
+        kinds = self._kinds.get(flag.dest, set())
+        is_wrong = kind in (None, str) if flag.nargs == "+" else bool(kinds) and type(value) not in kinds
+        if isinstance(value, (list, dict)) and is_wrong:
+            wanted = "a list of values" if flag.nargs == "+" else "one value"
+            self.error(f"{shown} has a {type(value).__name__}, and {flag.dest} takes {wanted}")
+        if value is False and "no" in (flag.choices or ()):  # YAML reads an unquoted no as False
+            return "no"
+        if dict not in kinds and type(value) in (int, float, datetime.date):  # and an unquoted 17 as a number
+            value = str(value)
+        if isinstance(value, str) and callable(flag.type):
             try:
-                return flag_type(value)
+                return flag.type(value)
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
                 self.error(f"{shown} cannot be read: {error}")
         return value
+
+    def _number(self, read: Any, kind: type, shown: str, value: Any) -> Any:
+        """A number, or what `read` makes of text."""
+        name = "a whole number" if kind is int else "a number"
+        if isinstance(value, str):
+            try:
+                return read(value)
+            except ValueError:
+                self.error(f"{shown} cannot be read as {name}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or (kind is int and value != int(value)):
+            self.error(f"{shown} is not {name}")
+        return read(value)
+
+    def _boolean(self, shown: str, value: Any) -> bool | None:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("none", "null"):
+            return None
+        try:
+            return string_to_bool(value if isinstance(value, str) else str(int(value)) if value in (0, 1) else "?")
+        except (TypeError, argparse.ArgumentTypeError):
+            self.error(f"{shown} is neither true nor false")
 
 
 class TrainParser(FieldParser):
     """Parser with all fields of the three records as flags, in sections."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prog: str, usage: str, description: str, epilog: str) -> None:
         super().__init__(
             [ScriptArguments, ModelArguments, GRPOConfig],  # pyright: ignore[reportArgumentType]
-            prog="groupgrad train",
-            usage="groupgrad train --config FILE --FIELD VALUE ...",
-            description="Train a model with GRPO. Every field is a flag and a key of the YAML file given by --config; "
-            "the command line wins.",
-            epilog="--x_y can be written --x-y, a switch that is on is turned off by --no_x_y, and none means unset.",
+            prog=prog,
+            usage=usage,
+            description=f"{description} Every field is a flag and a key of the YAML file given by --config; the "
+            "command line wins.",
+            epilog=_SPELLINGS + epilog,
             formatter_class=_Help,
             allow_abbrev=False,
         )
         self.add_argument("--config", metavar="FILE", help="YAML file with defaults; its `env:` mapping is exported")
+        self.add_argument(
+            "--set",
+            metavar="KEY=VALUE",
+            action="append",
+            help="set a field, or a key of a field that is a mapping (a.b=VALUE); VALUE is read as YAML; repeatable",
+        )
 
 
-def parse(argv: Sequence[str]) -> Parsed:
-    """Parses a command line. Exits with status 2 and a sentence that says what to change if it cannot."""
-    parser = TrainParser()
+def train_parser() -> TrainParser:
+    """Returns the parser of `groupgrad train`."""
+    parser = TrainParser(
+        prog="groupgrad train",
+        usage="groupgrad train [--config FILE] [--FIELD VALUE ...] [--set KEY=VALUE ...] [--dry-run]",
+        description="Train a model with GRPO.",
+        epilog=epilog("train", _EXAMPLES),
+    )
+    parser.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="check and load everything, print what would be trained, and take no step",
+    )
+    add_flags(parser)
+    return parser
+
+
+def parse(argv: Sequence[str], parser: TrainParser | None = None) -> Parsed:
+    """Parses a command line, by default of `groupgrad train`.
+
+    Exits with status 2 and a sentence that says what to change if it cannot.
+    """
+    parser = parser or train_parser()
     known, unknown = parser.parse_known_args(argv)
     if known.config is not None:
-        for key in parser.read_config(known.config):
+        for key, value in parser.read_config(known.config).items():
             hint = _did_you_mean(key.replace("-", "_"), parser.fields())
+            if isinstance(value, dict) and any(str(name) in parser.fields() for name in value):
+                hint = (
+                    f"; fields are not nested: write {', '.join(map(str, value))} at the left margin, without {key!r}"
+                )
             parser.error(f"{known.config}: unknown key {key!r}{hint}")
+    parser.take_settings(known.set or [], argv)
     if unknown:
         argument = unknown[0].split("=")[0]
-        hint = _did_you_mean(argument.lstrip("-").replace("-", "_"), parser.fields(), "--")
+        flags = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+        hint = _did_you_mean(argument.lstrip("-").replace("-", "_"), flags, "--")
         parser.error(f"unknown {'flag' if argument.startswith('-') else 'argument'} {argument!r}{hint}")
     try:
         script, model, config, *_ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
-    return Parsed(script=script, model=model, config=config)
+    content = None if known.config is None else parser._load_yaml(known.config)
+    own = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
+    return Parsed(script, model, config, own, command=command_of(argv, content))
+
+
+def command_of(argv: Sequence[str], content: dict[Any, Any] | None) -> dict[str, Any]:
+    """A command line as it is stored: its words, the content of its YAML file, and the folder of relative paths."""
+    words: list[str] = []
+    for flag, word in zip(["", *argv], argv):
+        *names, value = word.split("=")  # --flag=value, and key=value after --set
+        name = names[-1] if names else flag
+        is_value = bool(names) or not word.startswith("-")
+        hidden = without_secrets(value, name.lstrip("-").rpartition(".")[2]) if is_value else value
+        words.append("=".join([*names, hidden]))
+    return {"argv": words, "yaml": without_secrets(content), "folder": os.getcwd()}
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if isinstance(name, str) and name.replace("-", "_") in seen and name != "<<":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {name!r} is there twice; remove one", problem_mark=key.start_mark
+                )
+            seen.add(name.replace("-", "_") if isinstance(name, str) else None)
+        return super().construct_mapping(node, deep)
+
+
+def _one_line(error: Exception) -> str:
+    """Describes an error of several lines in one: the problem and its place."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    problem = (problem or "").replace("found character '\\t' that cannot start any token", "a tab; indent by spaces")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+class _SettingsParser(TrainParser):
+    """Parser of settings that no command line has given: problems are errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """ValueError with the problem."""
+        raise ValueError(message)
+
+
+def parse_settings(settings: Mapping[str, Any]) -> Parsed:
+    """Reads settings as the YAML file of `groupgrad train` would have them. ValueError, with what to change, if they
+    cannot work."""
+    parser = _SettingsParser(prog="groupgrad train", usage="", description="", epilog="")
+    for key in parser.take_defaults(dict(settings)):
+        parser.error(f"unknown field {key!r}{_did_you_mean(key.replace('-', '_'), parser.fields())}")
+    script, model, config, *_ = parser.parse_args_into_dataclasses([], look_for_args_file=False)
+    return Parsed(script=script, model=model, config=config, own={})
 
 
 class _Optional:

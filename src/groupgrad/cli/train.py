@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
 
-from groupgrad import compat
+from groupgrad import compat, dist
 from groupgrad.checkpoints.saving import is_storage_error
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.dataset import load_splits
-from groupgrad.cli.parsing import Parsed, parse
+from groupgrad.cli.dry_run import describe
+from groupgrad.cli.launch import launch_command
+from groupgrad.cli.parsing import Parsed, parse, train_parser
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import DTYPES, changed, nearest
 from groupgrad.config.settings import mapping
@@ -47,15 +51,33 @@ _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quan
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains as the command line says. Returns 0, or 2 after a sentence that says what to change if the run cannot
-    begin, or `EXIT_CHECKPOINT_NOT_SAVED` if its last checkpoint could not be written. Other errors are raised."""
+    """Trains as the command line says, or describes the run with `--dry-run`.
+
+    With `--num-processes` or `--accelerate-config` a launcher takes the place of this process. Returns 0, or 2 after a
+    sentence that says what to change if the run cannot begin, or `EXIT_CHECKPOINT_NOT_SAVED` if its last checkpoint
+    could not be written. Other errors are raised.
+    """
+    try:
+        command = launch_command(argv)
+    except ValueError as error:
+        return _refuse(error, 2)
+    if command is not None:
+        os.execv(command[0], command)
     parsed = parse(argv)
+    output_dir = Path(parsed.config.output_dir or "")
+    is_new = not output_dir.exists()
     try:
         trainer = build(parsed)
     except (ValueError, TypeError, ImportError, OSError) as error:
         if os.environ.get("GROUPGRAD_TRACEBACK"):
             raise
         return _refuse(error, 2)
+    if parsed.own["dry_run"]:
+        if dist.is_main():
+            print(describe(trainer, parsed), end="")
+        if is_new and output_dir.is_dir() and not any(output_dir.iterdir()):
+            output_dir.rmdir()
+        return 0
     try:
         run(trainer, parsed)
     except CheckpointError as error:
@@ -65,19 +87,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of this command."""
+    return train_parser()
+
+
 def _refuse(error: Exception, status: int) -> int:
     print(f"groupgrad train: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
     return status
 
 
-def build(parsed: Parsed) -> Any:
-    """Builds the trainer for a command line. Quick checks come first, then the data, and the model last."""
+def build(
+    parsed: Parsed,
+    *,
+    rewards_of: Callable[[ScriptArguments], list[Any]] | None = None,
+    splits_of: Callable[[ScriptArguments, bool], tuple[Any, Any]] | None = None,
+) -> Any:
+    """Builds the trainer for a command line. Quick checks come first, then the data, and the model last.
+
+    `rewards_of` and `splits_of` load rewards and data in the place of `load_rewards` and `load_splits`.
+    """
     from groupgrad.trainer import GRPOTrainer
 
-    rewards = load_rewards(parsed.script)
+    rewards = (rewards_of or load_rewards)(parsed.script)
     model = model_name(parsed.model, parsed.config)
     options = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
-    train_dataset, eval_dataset = load_splits(parsed.script, parsed.config.evaluates)
+    train_dataset, eval_dataset = (splits_of or load_splits)(parsed.script, parsed.config.evaluates)
     return GRPOTrainer(
         model=model,
         reward_funcs=rewards,
@@ -96,6 +131,7 @@ def run(trainer: Any, parsed: Parsed) -> None:
     """
     config = parsed.config
     refused: CheckpointNotSaved | None = None
+    trainer.recorder.command = parsed.command
     try:
         trainer.train(resume_from_checkpoint=resume_from(config.resume_from_checkpoint))
     except CheckpointNotSaved as error:

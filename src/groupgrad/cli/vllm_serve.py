@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from groupgrad import compat
+from groupgrad.cli.command_parser import COMMAND_CODES, codes_in_words
 from groupgrad.engines.vllm.server import server_command
 from groupgrad.engines.vllm.vllm_params import LOGPROBS_MODE
 
@@ -23,7 +25,8 @@ weights to it.
                   other names of vLLM's --model-impl and --uvicorn-log-level
   ...             everything else goes to `vllm serve`, such as --host, --port (8000), --dtype, --max-model-len,
                   --gpu-memory-utilization, --enable-lora --max-lora-rank N; `vllm serve --help=all` lists them
-"""
+
+""" + codes_in_words(COMMAND_CODES["vllm-serve"])
 
 # Aliases of vLLM's options that users of other servers know.
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
@@ -38,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         arguments = vllm_arguments(argv)
         if importlib.util.find_spec("vllm") is None:
-            raise ValueError("vLLM is not installed; run `pip install 'groupgrad[vllm]'`")
+            raise ValueError("vLLM is not installed; run `pip install vllm`")
         check_port(arguments)
     except ValueError as error:
         print(f"groupgrad vllm-serve: error: {error}", file=sys.stderr)
@@ -49,6 +52,14 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.flush()
     # The process becomes the server: signals and the exit status are its own.
     return os.execv(sys.executable, command)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns a parser of the options that are named above, for shells that complete them; vLLM parses the rest."""
+    parser = argparse.ArgumentParser(prog="groupgrad vllm-serve", add_help=False)
+    for flag in ("--model", "--host", "--port", "--dtype", "--max-model-len", "--tensor-parallel-size"):
+        parser.add_argument(flag)
+    return parser
 
 
 def check_port(arguments: Sequence[str]) -> None:

@@ -1,0 +1,104 @@
+"""`groupgrad check`: tries a run before it begins, and prints what is right, doubtful or wrong about it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from groupgrad.cli.command_parser import epilog
+from groupgrad.cli.parsing import Parsed, TrainParser, parse
+from groupgrad.preflight.findings import Finding, as_text, count
+
+_EXAMPLES = """\
+groupgrad check --config run.yaml
+groupgrad check --config run.yaml --max_completion_length 2048 --prompts 8
+groupgrad check --config run.yaml --no-round
+"""
+
+
+class CheckParser(TrainParser):
+    """Parser of this command: that of `groupgrad train`, and the size of the round."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog="groupgrad check",
+            usage="groupgrad check [--config FILE] [--FIELD VALUE ...] [--set KEY=VALUE ...] [--no-round]",
+            description="Try a run before it begins: its settings, data, chat template and batches, and one small "
+            "round of sampling, rewards and training. Nothing is reported or pushed, and output_dir is not touched.",
+            epilog=epilog("check", _EXAMPLES),
+        )
+        self.add_argument(
+            "--prompts",
+            type=int,
+            default=4,
+            metavar="N",
+            help="prompts of the small round, at most those of a generation batch",
+        )
+        self.add_argument("--no-round", "--no_round", action="store_true", help="check without sampling and training")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the findings. Returns 1 if one is an error, and 2 after a sentence if the run cannot begin."""
+    with tempfile.TemporaryDirectory() as aside, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        parsed = parse(argv, CheckParser())
+        if parsed.own["prompts"] < 1:
+            print(f"groupgrad check: error: --prompts {parsed.own['prompts']}: give at least 1", file=sys.stderr)
+            return 2
+        try:
+            trainer = _build(parsed, aside)
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            if os.environ.get("GROUPGRAD_TRACEBACK"):
+                raise
+            print(f"groupgrad check: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
+            return 2
+        remarks = [Finding("settings", text, "warning") for text in _remarks(caught)]
+        findings = _findings(trainer, parsed, remarks)
+    print(as_text(findings, shutil.get_terminal_size((120, 24)).columns), end="")
+    return 1 if count(findings, "error") else 0
+
+
+def parser() -> CheckParser:
+    """Returns the parser of this command."""
+    return CheckParser()
+
+
+def _build(parsed: Parsed, folder: str) -> Any:
+    """Builds the trainer of the run, but lets it write to `folder` and report to no tracker."""
+    from groupgrad.cli.train import build
+
+    config = parsed.config
+    config.output_dir, config.report_to, config.push_to_hub, config.log_completions = folder, [], False, False
+    config.record_spans = False
+    return build(parsed)
+
+
+def _findings(trainer: Any, parsed: Parsed, remarks: list[Finding]) -> list[Finding]:
+    from groupgrad.preflight.data_findings import data_findings
+    from groupgrad.preflight.round_findings import round_findings
+    from groupgrad.preflight.small_round import make_round
+
+    plan = trainer.plan
+    findings = [*(remarks or [Finding("settings", "they fit together")]), *data_findings(trainer)]
+    if parsed.own["no_round"]:
+        return findings
+    num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+    try:
+        done = make_round(trainer, parsed.own["prompts"])
+    except Exception as error:  # functions of the user raise anything
+        if os.environ.get("GROUPGRAD_TRACEBACK"):
+            raise
+        return [*findings, Finding("round", f"it failed with {type(error).__name__}: {error}", "error")]
+    return [*findings, *round_findings(trainer, done, plan, num_steps)]
+
+
+def _remarks(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Returns the texts of warnings about the run, each once, without those of torch."""
+    ours = [w for w in caught if issubclass(w.category, UserWarning) and "torch" not in Path(w.filename).parts]
+    return list(dict.fromkeys(str(warning.message) for warning in ours))

@@ -1,0 +1,107 @@
+"""The style of all commands: examples and exit codes in their help, and errors that name what was meant."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+EXIT_CODES: dict[int, str] = {
+    0: "all was done",
+    1: "it failed while it ran, or did not find or reach what it should",
+    2: "the command line, the configuration or the data cannot work; nothing was begun",
+    70: "a phase hung, or another rank ended, and this process did not react; stderr names the cause",
+    73: "the disk refused the last checkpoint; all steps were made",
+    75: "stopped by SIGTERM or SIGUSR1 after a checkpoint; start again with --resume_from_checkpoint auto",
+    130: "stopped by Ctrl-C after a checkpoint",
+}
+"""Exit status -> what it means."""
+
+COMMAND_CODES: dict[str, dict[int, str]] = {
+    "train": {0: "all steps were made, and the weights are finite", 1: "an error while it ran"}
+    | {code: EXIT_CODES[code] for code in (2, 70, 73, 75, 130)},
+    "check": {
+        0: "there is no error; there may be warnings",
+        1: "something that was found is an error, or the round failed",
+        2: EXIT_CODES[2],
+    },
+    "plan": {0: "something fits", 1: "nothing fits", 2: "the command line or the model's configuration cannot work"},
+    "sweep": {
+        0: "all was done",
+        1: "an arm failed",
+        2: EXIT_CODES[2],
+        75: "stopped by SIGTERM or SIGUSR1; the same command goes on",
+        130: "stopped by Ctrl-C; the same command goes on",
+    },
+    "vllm-serve": {1: "the server failed, or vLLM's own status", 2: "the command line cannot work, or vLLM is missing"},
+    "view": {
+        0: "it was ended, or the file was written",
+        1: "a package or the address is missing",
+        2: "there is no run",
+    },
+    "rollouts": {
+        0: "rollouts were printed",
+        1: "none is like that",
+        2: "there is no run, or the command line is wrong",
+    },
+    "replay": {
+        0: "every bit is the same",
+        1: "something differs",
+        2: "the step cannot be repeated, or the command line is wrong",
+    },
+    "bisect": {0: "nothing differs", 1: "something differs", 2: "there is no run, or the command line is wrong"},
+    "demo": {0: "the promised accuracies were met", 1: "they were missed", 2: "the command line is wrong"},
+    "env": {0: "all was printed", 1: "the model cannot be loaded", 2: "the command line is wrong"},
+    "completion": {0: "the script was printed", 2: "the command line is wrong"},
+}
+"""Command -> its exit status -> what it means."""
+
+
+def epilog(command: str, examples: str) -> str:
+    """Returns the end of a command's help: its examples, one a line, and its exit codes."""
+    shown = "\n".join(f"  {line}" for line in examples.strip().splitlines())
+    return f"examples:\n{shown}\n\n{codes_in_words(COMMAND_CODES[command])}"
+
+
+def codes_in_words(codes: dict[int, str]) -> str:
+    """Returns exit codes and their meanings as lines."""
+    return "\n".join(["exit codes:", *(f"  {code:<5}{meaning}" for code, meaning in codes.items())]) + "\n"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of one command. Options may be written with hyphens or underscores."""
+
+    def __init__(self, command: str, *, description: str, examples: str, **options: Any) -> None:
+        super().__init__(
+            prog=f"groupgrad {command}",
+            description=description,
+            epilog=epilog(command, examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses a command line. Exits with status 2, and the option that may have been meant, for an unknown one."""
+        known = [option for action in self._actions for option in action.option_strings]
+        words = [_spelled_as(word, known) for word in args]
+        parsed, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            similar = get_close_matches(word, known, n=1)
+            kind = "option" if word.startswith("-") else "argument"
+            self.error(f"unknown {kind} {word!r}" + (f"; did you mean {similar[0]}?" if similar else ""))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the problem and exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all options)\n")
+
+
+def _spelled_as(word: str, known: list[str]) -> str:
+    """Returns an option in the spelling of the parser: `--min_reward` as `--min-reward`, or the other way round."""
+    name, equals, value = word.partition("=")
+    if not name.startswith("--") or name in known:
+        return word
+    found = {option.replace("_", "-"): option for option in known}.get(name.replace("_", "-"))
+    return word if found is None else found + equals + value

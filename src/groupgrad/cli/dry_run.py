@@ -1,0 +1,39 @@
+"""Describes the run that a trainer would make, for `groupgrad train --dry-run`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from groupgrad.cli.parsing import Parsed
+from groupgrad.config.field_rules import changed
+from groupgrad.config.hidden_secrets import without_secrets
+
+_COMPUTED = ("logging_dir", "deepspeed_plugin")
+"""Fields that are derived from others."""
+
+
+def describe(trainer: Any, parsed: Parsed) -> str:
+    """Returns the settings that differ from their defaults and, in words, the model, data, batch, steps and engine."""
+    from groupgrad.trainer import run_summary
+
+    lines = ["settings that differ from the defaults:"]
+    for record in (parsed.script, parsed.model, parsed.config):
+        names = [field.name for field in dataclasses.fields(record) if field.name not in _COMPUTED]
+        lines += [f"  {name}: {without_secrets(getattr(record, name), name)}" for name in changed(record, names)]
+    model, engine, layout = trainer.model, trainer.execution.engine, trainer.execution.layout
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rows = {
+        "model": f"{model.num_parameters():,} parameters, of which {trained:,} are trained",
+        "data": run_summary.data_in_words(trainer),
+        "batch": run_summary.batch_in_words(trainer.plan),
+        "steps": run_summary.steps_in_words(trainer),
+        "prompts": str(run_summary.prompt_lengths(trainer, run_summary.PROMPTS_AT_START)),
+        "ending": run_summary.ending_in_words(trainer),
+        "rewards": ", ".join(trainer.rewards.names),
+        "sampled by": f"{engine.name} engine: {engine.reason}",
+        "scored in": f"{layout.layout} layout",
+    }
+    width = max(map(len, rows))
+    lines += ["", *(f"{name:<{width}}  {text}" for name, text in rows.items()), "", "No step was taken.\n"]
+    return "\n".join(lines)

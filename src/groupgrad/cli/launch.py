@@ -1,0 +1,93 @@
+"""Starts `groupgrad train` on several processes, by torch's launcher or accelerate's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from groupgrad.config.field_rules import nearest
+
+PROFILES: dict[str, Path] = {path.stem: path for path in sorted((Path(__file__).parent / "profiles").glob("*.yaml"))}
+"""Name of a profile -> accelerate's configuration file."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that start several processes."""
+    group = parser.add_argument_group("Processes")
+    group.add_argument(
+        "--num-processes",
+        "--num_processes",
+        metavar="N",
+        help="train on N processes of this machine, or on one for each GPU with `all`; unset: one process",
+    )
+    group.add_argument(
+        "--accelerate-config",
+        "--accelerate_config",
+        metavar="NAME",
+        help=f"start them by `accelerate launch` with a profile ({', '.join(PROFILES)}) or a configuration file",
+    )
+
+
+def launch_command(argv: Sequence[str]) -> list[str] | None:
+    """The command that starts the processes which the flags in `argv` ask for; None if there are none.
+
+    ValueError for a number or a profile that cannot be, or if this process was started by a launcher already.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    flags, rest = parser.parse_known_args(argv)
+    number, profile = flags.num_processes, flags.accelerate_config
+    if number is None and profile is None:
+        return None
+    flag = "--num-processes" if profile is None else "--accelerate-config"
+    if "LOCAL_RANK" in os.environ:
+        raise ValueError(
+            f"{flag} is given to a process that a launcher has started (LOCAL_RANK={os.environ['LOCAL_RANK']}); use "
+            "the flag or the launcher, not both"
+        )
+    # A configuration file may be for several machines, whose processes are counted together.
+    is_local = profile is None or profile in PROFILES
+    count = None if number is None else _count(number, is_local=is_local)
+    train = ["-m", "groupgrad", "train", *rest]
+    if profile is None:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *train]
+    numbers = [] if count is None else ["--num_processes", str(count)]
+    if profile in PROFILES and count is None:
+        numbers = ["--num_processes", str(_count("all"))]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(_profile(profile)), *numbers]
+    return [sys.executable, *launcher, *train]
+
+
+def _count(text: str, *, is_local: bool = True) -> int:
+    if text == "all":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ValueError(
+                "--num-processes all starts one process for each GPU, and no GPU is visible; give a number"
+            )
+        return count
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"--num-processes {text} is not a number from 1 on, or 'all'")
+    if is_local and 0 < torch.cuda.device_count() < int(text):
+        raise ValueError(
+            f"--num-processes {text} is more than the {torch.cuda.device_count()} visible GPUs, and each process needs "
+            "one; give at most that number, or 'all'"
+        )
+    return int(text)
+
+
+def _profile(name: str) -> Path:
+    if name in PROFILES:
+        return PROFILES[name]
+    if name == "fsdp2" or name.startswith("fsdp"):
+        raise ValueError(f"--accelerate-config {name}: FSDP is not supported; zero3 shards parameters too")
+    if not Path(name).is_file():
+        similar = nearest(name, PROFILES)
+        hint = f"did you mean {similar!r}?" if similar else f"the profiles are {', '.join(PROFILES)}"
+        raise ValueError(f"--accelerate-config {name} is neither a profile nor a file; {hint}")
+    return Path(name)

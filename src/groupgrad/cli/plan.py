@@ -1,0 +1,135 @@
+"""`groupgrad plan`: predicts the memory of a run from a model's configuration, and says what fits."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from groupgrad.cli.command_parser import CommandParser
+
+_PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "peak")
+_UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
+    options = parser().parse_args(argv)
+    from groupgrad.planning.choices import choices, recommended
+    from groupgrad.planning.memory import RunSizes
+    from groupgrad.planning.shapes import model_shape, read_config
+
+    on_gpu = not options.cpu
+    half = on_gpu or options.dtype == "bfloat16"
+    sizes = RunSizes(
+        prompt=options.prompt,
+        completion=options.completion,
+        group=options.num_generations,
+        rows=options.rows or options.micro_batch,
+        micro_batch=options.micro_batch,
+        lora_rank=options.lora_r,
+        optimizer=options.optim,
+        weight_bytes=2 if options.dtype == "bfloat16" else 4,
+        half=half,
+        checkpointing=options.gradient_checkpointing,
+        reference=options.beta > 0,
+        accumulates=options.accumulation > 1,
+        devices=options.devices,
+        on_gpu=on_gpu,
+    )
+    try:
+        shape = model_shape(options.model, read_config(options.model), half=half)
+    except ValueError as error:
+        print(f"groupgrad plan: error: {error}", file=sys.stderr)
+        return 2
+    found = choices(shape, sizes, options.device)
+    print(_table(shape, sizes, options.device, found))
+    best = recommended(found)
+    print(_advice(shape, sizes, options.device, best))
+    return 0 if best else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of this command."""
+    parser = CommandParser(
+        "plan",
+        description="Predict the memory of a run from a model's configuration, offline, and say which ways to run fit. "
+        "Each way is shown with the largest micro-batch that fits, halved from --micro-batch on.",
+        examples="groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
+        "groupgrad plan --model ./config.json --device 24GB --completion 1024 --dtype bfloat16",
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder with a config.json, a config.json, or a name in the cache"
+    )
+    parser.add_argument("--device", type=_bytes, required=True, metavar="SIZE", help="memory of a device, such as 80GB")
+    for flag, default, text in (
+        ("devices", 1, "devices"),
+        ("prompt", 512, "tokens of the longest prompt"),
+        ("completion", 256, "max_completion_length"),
+        ("num-generations", 8, "completions of a prompt"),
+        ("micro-batch", 8, "per_device_train_batch_size to begin with"),
+        ("accumulation", 2, "gradient_accumulation_steps; from 2 on gradients are held beside activations"),
+        ("lora-r", 16, "rank of adapters, on all linear layers"),
+    ):
+        parser.add_argument(f"--{flag}", type=_count, default=default, help=f"{text} (default {default})")
+    parser.add_argument(
+        "--rows", type=_count, help="completions that a device samples at a time (default: micro-batch)"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    parser.add_argument("--optim", choices=["adamw", "adamw_8bit", "adafactor", "sgd"], default="adamw")
+    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 keeps a reference")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="use it even where it is not needed")
+    parser.add_argument("--cpu", action="store_true", help="plan for training on a CPU")
+    return parser
+
+
+def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
+    head = f"{shape.name}: {shape.parameters:,} parameters in {shape.layers} layers; {sizes.devices} x {_gib(device)}"
+    names = [part.replace("keys_values", "keys/values") for part in _PARTS]
+    lines = [head, "", f"{'GiB on a device':<16}" + "".join(f"{name:>12}" for name in names) + "  micro-batch"]
+    for choice in found:
+        numbers = "".join(f"{getattr(choice.memory, part) / 2**30:>12.2f}" for part in _PARTS)
+        how = f"  {choice.sizes.micro_batch:>3}" + (" with checkpointing" if choice.sizes.checkpointing else "")
+        lines.append(f"{choice.name:<16}{numbers}{how if choice.fits else '  does not fit'}")
+    return "\n".join([*lines, ""])
+
+
+def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
+    from groupgrad.planning.choices import smallest_device, vllm_utilization
+
+    if best is None:
+        least = smallest_device(shape, sizes)
+        return (
+            f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
+            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows})."
+        )
+    share = vllm_utilization(shape, best.sizes, device)
+    vllm = (
+        f"vllm_gpu_memory_utilization={share} leaves room for vLLM on the same device."
+        if share is not None
+        else "vLLM does not fit on the same device; use the native engine, or vllm_mode='server' on another one."
+    )
+    settings = [
+        f"per_device_train_batch_size={best.sizes.micro_batch}",
+        f"gradient_checkpointing={best.sizes.checkpointing}",
+    ]
+    return f"Recommended: {best.name}, {', '.join(settings)}. {vllm if sizes.on_gpu else ''}".rstrip()
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text} is no size; write it as 80GB or 24GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no count; give 1 or more")
+    return int(text)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,174 @@
+"""`groupgrad rollouts`: prints rollouts that a run has stored."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from groupgrad.cli.command_parser import CommandParser
+from groupgrad.cockpit.reading import NoRun, RunFolder
+from groupgrad.cockpit.selection import Selection
+from groupgrad.telemetry.completions_table import print_table
+from groupgrad.telemetry.render import visible
+from groupgrad.telemetry.rollout_table import REWARD
+
+SHADES = ("", "on grey19", "on grey30", "on dark_goldenrod", "on dark_orange3", "on red3")
+"""Background of a token, by the log-prob or entropy (nats) that it reaches."""
+BOUNDS = (0.5, 1.0, 2.0, 4.0, 6.0)
+SHARES = (0.05, 0.2, 0.4, 0.6, 0.8)
+"""The same for shares of the row's largest gradient share."""
+
+UNITS = {"logprobs": "nats", "entropy": "nats", "gradient_shares": "shares of the largest"}
+"""Quantities by which tokens can be shaded."""
+
+SORTABLE = ("advantage", "step", "row", "group", "num_tokens")
+"""Columns to order by, beside the rewards."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the rollouts of a run that are selected, best first. Returns 1 if there are none, 2 for no run."""
+    arguments = parser().parse_args(argv)
+    try:
+        run = RunFolder(arguments.run)
+        first, last = _steps(arguments.step)
+    except (NoRun, ValueError) as error:
+        print(f"groupgrad rollouts: error: {error}", file=sys.stderr)
+        return 2
+    run.refresh()
+    problem = _unknown_column(run, arguments)
+    if problem is not None:
+        print(f"groupgrad rollouts: error: {problem}", file=sys.stderr)
+        return 2
+    selection = Selection(
+        first_step=first,
+        last_step=last,
+        text=arguments.search,
+        reward=arguments.reward,
+        min_reward=arguments.min_reward,
+        max_reward=arguments.max_reward,
+        finish_reason=arguments.finish_reason,
+        tool=arguments.tool,
+        group=arguments.group,
+        phase=arguments.phase,
+    )
+    count, found = run.find(selection, sort=arguments.sort, descending=not arguments.ascending, limit=arguments.limit)
+    if not count:
+        steps = run.facets()["steps"]
+        there = f"its rollouts are of steps {steps[0]} to {steps[1]}" if steps else "it has stored no rollouts"
+        print(f"groupgrad rollouts: no rollout of {arguments.run} is like that; {there}", file=sys.stderr)
+        return 1
+    rows = [row for place in found for row in run.rows(place["step"], row=place["row"], phase=place["phase"])]
+    if arguments.json:
+        return _print_json(rows)
+    console = Console()
+    functions = run.facets()["rewards"]
+    rewards = ["reward", *(f"{REWARD}{name}" for name in functions if len(functions) > 1)]
+    records = [_record(row, rewards) for row in rows]
+    title = f"{run.name}: {len(rows)} of {count:,} rollouts"
+    others = [*run.facets()["shares"], "step", "row", "group", "finish_reason", "num_tokens"]
+    print_table(records, rewards, others, title=title, console=console)
+    for row in rows if arguments.tokens else ():
+        _print_tokens(console, row, arguments.tokens)
+    return 0
+
+
+def _unknown_column(run: RunFolder, arguments: argparse.Namespace) -> str | None:
+    """Returns the error in `--sort` or `--reward`; None if the run has both columns, or no rollouts."""
+    facets = run.facets()
+    if not facets["steps"]:
+        return None
+    columns = ["reward", *SORTABLE, *facets["shares"], *(f"{REWARD}{name}" for name in facets["rewards"])]
+    if arguments.sort not in columns:
+        return f"--sort {arguments.sort!r} is no column to order by; choose one of {', '.join(columns)}"
+    if arguments.reward not in (None, *facets["rewards"]):
+        return f"--reward {arguments.reward!r} is no reward of this run, which has {', '.join(facets['rewards'])}"
+    return None
+
+
+def _print_json(rows: Sequence[dict[str, Any]]) -> int:
+    """Prints a line for each row; ends quietly where the reader of a pipe has gone."""
+    try:
+        for row in rows:
+            print(json.dumps(row, ensure_ascii=False))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of this command."""
+    parser = CommandParser(
+        "rollouts",
+        description="Print rollouts that a run has stored.",
+        examples="groupgrad rollouts out --step 40 --min-reward 0.5 --tokens entropy\n"
+        "groupgrad rollouts out --step 30:40 --json > rollouts.jsonl",
+    )
+    parser.add_argument("run", metavar="RUN", help="output_dir of a run")
+    parser.add_argument("--step", metavar="N[:M]", help="only rollouts of step N, or of steps N to M")
+    parser.add_argument("--group", type=int, help="only rollouts of this group")
+    parser.add_argument("--search", metavar="TEXT", help="only rollouts whose prompt or completion contains TEXT")
+    parser.add_argument("--reward", metavar="NAME", help="reward function of the bounds (default: the weighted reward)")
+    parser.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
+    parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
+    parser.add_argument("--finish-reason", help="only rollouts that ended for this reason, such as length")
+    parser.add_argument("--tool", help="only rollouts that called this tool")
+    parser.add_argument("--phase", help="only rollouts of training (train) or of an evaluation (eval, eval_NAME)")
+    parser.add_argument("--sort", default="reward", help="column to order by (default reward)")
+    parser.add_argument("--ascending", action="store_true", help="lowest first")
+    parser.add_argument("--limit", type=_at_least_one, default=10, help="rollouts to print (default 10)")
+    parser.add_argument("--tokens", choices=[*UNITS], help="also print the tokens, shaded by this")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON a rollout, with all its columns")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} prints nothing; give 1 or more")
+    return number
+
+
+def _steps(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"(\d*)(:?)(\d*)", text)
+    if match is None or not any(match.group(1, 3)):
+        raise ValueError(f"--step {text!r} is no step; give a number, or two as in 30:40")
+    first, colon, last = match.groups()
+    if first and last and int(first) > int(last):
+        raise ValueError(f"--step {text!r} ends before it begins; give the smaller number first")
+    return int(first) if first else None, int(last) if last else (None if colon else int(first))
+
+
+def _record(row: dict[str, Any], rewards: Sequence[str]) -> dict[str, Any]:
+    """A row as a record of the printed table."""
+    texts = {key: json.loads(row[key]) if row["is_messages"] else row[key] for key in ("prompt", "completion")}
+    others = ("advantage", "gradient_share", "step", "row", "group", "finish_reason", "num_tokens", *rewards)
+    return {**texts, **{name: row.get(name) for name in others}}
+
+
+def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
+    """The tokens of a row, shaded by how unlikely or uncertain each was, or by how much it taught.
+
+    Tokens of tools are dim.
+    """
+    console.print(Text(f"\nstep {row['step']} row {row['row']}, by {number} ({UNITS[number]}):", style="bold"))
+    values, sampled = row.get(number) or [None] * len(row["tokens"]), row["sampled"] or [True] * len(row["tokens"])
+    bounds: tuple[float, ...] = BOUNDS
+    if number == "gradient_shares":
+        largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
+        bounds = tuple(share * largest for share in SHARES)
+    line = Text(overflow="fold")
+    for token, value, own in zip(row["tokens"], values, sampled):
+        size = 0.0 if value is None else abs(value)
+        line.append(visible(token), style=SHADES[sum(size >= bound for bound in bounds)] if own else "dim italic")
+    console.print(line)

@@ -1,0 +1,253 @@
+"""`groupgrad sweep`: trains many configurations in turns, shows how they stand, and stops, resumes, clones or deletes
+them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from groupgrad.cli.command_parser import CommandParser
+from groupgrad.config.field_rules import nearest
+from groupgrad.errors import OutputDirInUse
+from groupgrad.sweep.choices import number
+from groupgrad.sweep.plan import SweepPlan, merged, read_plan
+from groupgrad.sweep.store import FILE, Store
+
+ACTIONS = ("status", "stop", "resume", "clone", "delete")
+_FORBIDDEN = ("resume_from_checkpoint", "output_dir", "push_to_hub", "hub_model_id")
+
+_EXAMPLES = """\
+groupgrad sweep sweep.yaml --dry-run
+groupgrad sweep sweep.yaml
+groupgrad sweep status runs/rates
+groupgrad sweep stop runs/rates 3
+groupgrad sweep clone runs/rates 3 --set learning_rate=2e-6 --from-weights
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a sweep or an action on one. Returns 0, 1 if an arm has failed, or 2 after a sentence that says what to
+    change."""
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.what in ACTIONS:
+            return _act(arguments)
+        if arguments.folder is not None:
+            similar = nearest(arguments.what, ACTIONS)
+            hint = f"; did you mean {similar!r}?" if similar else f"; there are {', '.join(ACTIONS)}"
+            raise ValueError(f"there is no action {arguments.what!r}{hint}")
+        if arguments.set or arguments.from_weights:
+            raise ValueError("--set and --from-weights belong to clone; change the file to change the sweep")
+        return _run(Path(arguments.what), dry_run=arguments.dry_run)
+    except (ValueError, TypeError, ImportError, OSError, OutputDirInUse) as error:
+        if os.environ.get("GROUPGRAD_TRACEBACK"):
+            raise
+        print(f"groupgrad sweep: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of this command."""
+    parser = CommandParser(
+        "sweep",
+        usage="groupgrad sweep FILE [--dry-run]\n       groupgrad sweep status DIR\n"
+        "       groupgrad sweep {stop,resume,clone,delete} DIR ARM [--set KEY=VALUE ...] [--from-weights]",
+        description="Train many configurations in turns, each as if it were trained alone, and compare them. An ARM is "
+        "its number or its name, as `status` shows them. An interrupted sweep goes on when it is started again.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("what", metavar="FILE", help="YAML file of the sweep, or one of " + ", ".join(ACTIONS))
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="output_dir of the sweep, for an action")
+    parser.add_argument("arm", metavar="ARM", nargs="?", help="number or name of an arm, for an action but status")
+    parser.add_argument("--dry-run", action="store_true", help="check all arms and list them, but train nothing")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", help="clone: a setting of the new arm; repeatable"
+    )
+    parser.add_argument("--from-weights", action="store_true", help="clone: begin with the present weights of ARM")
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------------------ a sweep
+
+
+def _run(path: Path, *, dry_run: bool) -> int:
+    content, base, folder = read_file(path)
+    plan = read_plan(content, base)
+    from groupgrad.cli.sweep_arms import CommandLineArms
+    from groupgrad.sweep.runner import Sweeper
+
+    factory = CommandLineArms(plan.cache_rewards)
+    if dry_run:
+        return _describe(plan, factory.check)
+    logging.getLogger("groupgrad.sweep").setLevel(logging.INFO)
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    sweeper = Sweeper(plan, folder, factory)
+    sweeper.prepare({**content, "base": base, "kind": "command line"})
+    num_failed = sweeper.run()
+    print(status_text(sweeper.store))
+    return 1 if num_failed else 0
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """The keys of a sweep's YAML file, the settings of its base, and its folder. ValueError if they cannot work."""
+    content = _yaml(path, "the sweep")
+    base, origin = content.pop("base", None), str(path)
+    if isinstance(base, str):
+        origin = str(path.parent / base)
+        base = _yaml(path.parent / base, "base")
+    if not isinstance(base, dict) or not base:
+        raise ValueError(f"{path}: base={base!r}; set it to settings of `groupgrad train`, or to a YAML file of them")
+    environment = base.pop("env", None) or {}
+    os.environ.update({str(name): str(value) for name, value in environment.items()})
+    base = {str(key).replace("-", "_"): value for key, value in base.items()}
+    folder = content.pop("output_dir", None) or base.pop("output_dir", None)
+    base.pop("output_dir", None)
+    if not folder:
+        raise ValueError(f"{path}: output_dir is not set; set it to the folder of the sweep")
+    given = [*base, *(content.get("vary") or ()), *(key for arm in content.get("arms") or () for key in arm)]
+    for key in _FORBIDDEN:
+        if key in given:
+            raise ValueError(f"{origin}: {key} is set, but the sweep resumes and places its arms itself; remove it")
+    return content, base, Path(folder)
+
+
+def _yaml(path: Path, what: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what}: {path} cannot be read ({error.strerror or error})") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what}: {path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{what}: {path} holds a {type(content).__name__}, not keys with values")
+    return content
+
+
+def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None]) -> int:
+    from groupgrad.sweep.plan import arm_name
+
+    num_bad = 0
+    for place, changes in enumerate(plan.first_arms(), start=1):
+        problem = ""
+        try:
+            check(merged(plan.base, changes))
+        except (ValueError, TypeError, ImportError) as error:
+            problem, num_bad = f"  cannot work: {error}", num_bad + 1
+        print(f"{arm_name(place, changes)}{problem}")
+    if plan.sample.kind == "optuna":
+        print(f"{plan.sample.num} arms that Optuna proposes, {plan.sample.parallel} at a time")
+    print("\nNothing was trained.")
+    return 2 if num_bad else 0
+
+
+# ------------------------------------------------------------------------------------------------------------ actions
+
+
+def _act(arguments: argparse.Namespace) -> int:
+    if arguments.folder is None:
+        raise ValueError(f"{arguments.what} needs the folder of a sweep: groupgrad sweep {arguments.what} DIR")
+    store = Store(arguments.folder)
+    if arguments.what == "status":
+        print(status_text(store))
+        return 0
+    if arguments.arm is None:
+        raise ValueError(f"{arguments.what} needs an arm: groupgrad sweep {arguments.what} {arguments.folder} ARM")
+    if (arguments.set or arguments.from_weights) and arguments.what != "clone":
+        raise ValueError(f"--set and --from-weights belong to clone, not to {arguments.what}")
+    arm = store.find(arguments.arm)
+    changes = _changes(arguments.set or [])
+    is_command_line = (store.fact("plan") or {}).get("kind") == "command line"
+    if arguments.what == "clone":
+        if not changes and not arguments.from_weights:
+            raise ValueError("a clone without changes is the same arm; give --set KEY=VALUE or --from-weights")
+        _check(store, merged(store.fact("base"), {**arm.changes, **changes}), is_command_line)
+    number = store.queue(arguments.what, arm.id, changes, arguments.from_weights)
+    if is_command_line and _take_at_once(store):
+        state, message = store.command_state(number)
+        if state == "refused":
+            raise ValueError(message)
+        print(f"{arguments.what} of {arm.name}: done{f', the new arm is {message}' if message else ''}")
+        if arguments.what in ("resume", "clone"):
+            print("no process trains this sweep now; start it with `groupgrad sweep FILE`")
+    else:
+        print(f"{arguments.what} of {arm.name}: queued; the sweep takes it after the present turn")
+    return 0
+
+
+def _changes(settings: Sequence[str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--set {setting}: it has no value; write it as KEY=VALUE")
+        if key.split(".")[0] in _FORBIDDEN:
+            raise ValueError(f"--set {setting}: the sweep resumes and places its arms itself")
+        changes[key.replace("-", "_")] = number(yaml.safe_load(text))
+    return changes
+
+
+def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> None:
+    """ValueError for settings that no run can have."""
+    from groupgrad.cli.sweep_arms import CommandLineArms
+    from groupgrad.config import GRPOConfig
+    from groupgrad.sweep.factory import ScriptArms
+
+    if is_command_line:
+        CommandLineArms().check(settings)
+        return
+    vary = store.fact("plan")["vary"]
+    labelled = {name: dict.fromkeys(given) for name, given in vary.items() if isinstance(given, list)}
+    labelled = {name: given for name, given in labelled.items() if name not in GRPOConfig.__dataclass_fields__}
+    ScriptArms({}, labelled).check(settings)
+
+
+def _take_at_once(store: Store) -> bool:
+    """Has commands taken by this process if no other one trains the sweep; False if one does."""
+    from groupgrad.cli.sweep_arms import CommandLineArms
+    from groupgrad.sweep.runner import Sweeper
+    from groupgrad.trainer.run_lock import locked
+
+    description = store.fact("plan")
+    content = {key: value for key, value in description.items() if key not in ("base", "kind")}
+    try:
+        with locked(store.folder):
+            Sweeper(read_plan(content, description["base"]), store.folder, CommandLineArms()).apply_commands()
+    except OutputDirInUse:
+        return False
+    return True
+
+
+def status_text(store: Store) -> str:
+    """Returns the arms as a table, the best one first, with what the sweep has cost."""
+    from groupgrad.sweep.report import cost, results
+
+    metric, rows = store.fact("metric") or "reward", results(store)
+    ids = {arm.name: arm.id for arm in store.arms()}
+    width = max([len(row.name) for row in rows] + [4])
+    lines = [f"{'':>3}  {'arm':<{width}}  {'state':<8} {'steps':>11}  {metric:>8}  behind the best"]
+    for row in rows:
+        behind = ""
+        if row.behind is not None and row.behind.num > 1:
+            behind = f"{row.behind.mean:.3f} ± {row.behind.error:.3f} (p = {row.behind.p_value:.2g})"
+        steps = f"{row.step}/{row.max_steps or '?'}"
+        reason = f"  {row.reason.splitlines()[0][:120]}" if row.state == "failed" else ""
+        lines.append(
+            f"{ids[row.name]:>3}  {row.name:<{width}}  {row.state:<8} {steps:>11}  {row.reward:>8.3f}  {behind}{reason}"
+        )
+    total = cost(store)
+    share = total.steps / total.all_steps if total.all_steps else 0.0
+    lines += [
+        "",
+        f"{total.steps:,} steps, {share:.0%} of training all arms to their end; switching took "
+        f"{total.switch_share:.1%} of {total.train_s + total.switch_s:,.0f} s",
+        f"groupgrad view {store.folder} shows the runs; {store.folder / FILE} has the comparisons",
+    ]
+    return "\n".join(lines)

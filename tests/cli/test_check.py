@@ -1,0 +1,159 @@
+"""`groupgrad check` says what is right and wrong about a run, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from groupgrad.batching.generation_plan import GenerationPlan
+from groupgrad.cli.main import main
+from groupgrad.preflight.findings import Finding, as_text
+from groupgrad.preflight.round_findings import round_findings
+from groupgrad.preflight.small_round import Round
+
+PLAN = GenerationPlan(
+    micro_batch_rows=8, world_size=1, accumulation=4, steps_per_generation=4, num_iterations=1, num_generations=4
+)
+METRICS = {
+    "loss": 0.0,
+    "reward": 0.5,
+    "reward_std": 0.2,
+    "rewards/one/mean": 0.5,
+    "completions/clipped_ratio": 0.0,
+    "completions/min_length": 3.0,
+    "completions/max_length": 9.0,
+    "frac_reward_zero_std": 0.0,
+    "step_time": 2.0,
+    "time/sampling": 1.5,
+    "time/rewards": 0.1,
+    "sampling/logp_mismatch": 1e-6,
+}
+
+
+def topics(shown: str) -> dict[str, str]:
+    """The status of each topic that was printed."""
+    found = (re.match(r"(ok|warning|error) +(\w+) ", line) for line in shown.splitlines())
+    return {match[2]: match[1] for match in found if match}
+
+
+def judged(**metrics: Any) -> dict[str, Finding]:
+    """The findings about a round with these metrics, by topic."""
+    done = Round({**METRICS, **metrics}, rows=8, micro_batch_rows=8, sample="", peak_bytes=95, total_bytes=100)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(max_completion_length=256),
+        rewards=SimpleNamespace(names=["one"]),
+        model=torch.nn.Linear(1, 1),
+        accelerator=SimpleNamespace(mixed_precision="no", device="cpu"),
+    )
+    return {finding.topic: finding for finding in round_findings(trainer, done, PLAN, num_steps=1800)}
+
+
+def test_a_run_whose_completions_are_all_cut_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    """The round makes no file in the run's folder, and it uses the run's own limits."""
+    weights = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert main(["check", *run_flags, "--max_completion_length", "1", "--prompts", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert topics(shown)["ended"] == "error" and "100% were cut" in shown.replace("\n", " ")
+    assert "max_completion_length is 1." in re.sub(r"\s+", " ", shown) and "1 error," in shown
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_run_that_can_begin(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    """The figures are those of the run, with 2 prompts of 4 completions sampled; the log of the round is not shown."""
+    flags = ["--max_completion_length", "256", "--gradient_accumulation_steps", "2", "--prompts", "2"]
+    assert main(["check", *run_flags, *flags]) == 0
+    shown = re.sub(r"\s+", " ", text := capsys.readouterr().out)
+    found = topics(text)
+    assert set(found) >= {
+        "settings",
+        "columns",
+        "prompts",
+        "template",
+        "batch",
+        "steps",
+        "round",
+        "agreement",
+        "memory",
+    }
+    assert found["agreement"] == found["columns"] == found["variance"] == "ok"
+    assert "an optimizer step trains 16 completions" in shown and "8 completions of 2 prompts were sampled" in shown
+    assert "4 tokens" in shown and "reward functions get answer beside prompts" in shown
+    assert "is answered by" in shown and "done:" not in shown and "step 1" not in shown
+
+
+def test_a_reward_function_that_fails_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    (tmp_path / "failing.py").write_text("def fail(completions, **kwargs):\n    raise OSError('no judge')\n")
+    assert main(["check", *run_flags, "--reward_funcs", "failing.fail"]) == 1
+    assert re.search(r"error +round +it failed with \w+: .*'fail'", capsys.readouterr().out)
+
+
+def test_without_a_round_nothing_is_sampled(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    """Remarks about the settings are findings; a prompt without room for a completion is one too."""
+    (tmp_path / "failing.py").write_text("def fail(completions, **kwargs):\n    raise OSError('no judge')\n")
+    flags = ["--reward_funcs", "failing.fail", "--no-round", "--max_completion_length", "510", "--sapo_temperature_pos"]
+    assert main(["check", *run_flags, *flags, "2.0"]) == 0
+    text = capsys.readouterr().out
+    found = topics(text)
+    assert found["settings"] == found["prompts"] == "warning" and "round" not in found
+    assert "100% of them leave no room" in re.sub(r"\s+", " ", text)
+
+
+def test_what_cannot_begin_ends_with_a_sentence(run_flags: list[str], capsys: Any) -> None:
+    assert main(["check", *run_flags, "--prompt_column", "nowhere"]) == 2
+    assert "groupgrad check: error: the data set has no column 'nowhere'" in capsys.readouterr().err
+    for flags, text in (["--promts", "3"], "did you mean --prompts?"), (["--prompts", "0"], "give at least 1"):
+        with pytest.raises(SystemExit) as ended:
+            raise SystemExit(main(["check", *run_flags, *flags]))
+        assert ended.value.code == 2
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("eos", ["<eos>", "<bos>"])
+def test_conversations_whose_turns_end_with_another_token(
+    eos: str, tmp_path: Path, run_flags: list[str], make_tokenizer: Any, capsys: Any
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = eos
+    turn = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<bos>\n{% endfor %}"
+    tokenizer.chat_template = turn + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert main(["check", *run_flags, "--conversational", "true", "--no-round"]) == 0
+    text = capsys.readouterr().out
+    assert f"prompts go through the chat template; completions end with '{eos}'" in re.sub(r"\s+", " ", text)
+    assert topics(text)["template"] == ("warning" if eos == "<eos>" else "ok")
+    assert ("ends turns with '<bos>'" in re.sub(r"\s+", " ", text)) == (eos == "<eos>")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "topic", "status", "text"),
+    [
+        ({}, "ended", "ok", "100% of completions ended by themselves"),
+        ({"completions/clipped_ratio": 0.5}, "ended", "warning", "max_completion_length is 256. Raise"),
+        ({"completions/clipped_ratio": 1.0}, "ended", "error", "100% were cut"),
+        ({"frac_reward_zero_std": 0.75}, "variance", "warning", "25% of groups have rewards that differ"),
+        ({"rewards/one/mean": float("nan")}, "rewards", "error", "one gave no number"),
+        ({"time/rewards": 1.5}, "scoring", "warning", "75 % of the time"),
+        ({"sampling/logp_mismatch": 0.3}, "agreement", "warning", "differ by 0.3 nats"),
+        ({"tools/failure_frequency": 0.5}, "advice", "warning", "50 % of tool calls fail"),
+        ({}, "time", "ok", "a step of 32 completions takes about 8 s at this rate, and 1,800 steps 4.0 h"),
+        ({}, "memory", "warning", "Lower per_device_train_batch_size"),
+    ],
+)
+def test_numbers_of_a_round(metrics: dict[str, float], topic: str, status: str, text: str) -> None:
+    finding = judged(**metrics)[topic]
+    assert finding.status == status
+    assert text in f"{finding.text} {finding.setting}"
+
+
+def test_findings_are_printed_in_columns() -> None:
+    text = as_text([Finding("data", "few " * 30, "warning", "Add rows."), Finding("x", "fine")], width=60)
+    lines = text.splitlines()
+    assert lines[0].startswith("warning  data  few") and lines[1].startswith(" " * 15 + "few")
+    assert "ok       x     fine" in lines and lines[-1] == "0 errors, 1 warning"
+    assert all(len(line) <= 60 for line in lines)

@@ -1,0 +1,127 @@
+"""`groupgrad train --num-processes` and `--accelerate-config` start the processes of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from groupgrad.cli.launch import PROFILES, launch_command
+
+CONFIG = {
+    "reward_funcs": ["own_rewards.first_token"],
+    "max_steps": 2,
+    "generation_batch_size": 8,
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "learning_rate": 0.01,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+}
+
+
+def test_without_the_flags_nothing_is_launched():
+    assert launch_command(["--config", "run.yaml", "--learning_rate", "1e-6"]) is None
+
+
+def test_a_number_is_for_torchs_launcher_and_the_other_flags_stay():
+    command = launch_command(["--config", "run.yaml", "--num_processes", "2", "--set", "seed=3"])
+    assert command is not None
+    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert command[5:] == ["-m", "groupgrad", "train", "--config", "run.yaml", "--set", "seed=3"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_a_profile_is_a_file_for_accelerate(name):
+    command = launch_command(["--accelerate-config", name, "--num-processes=8", "--config", "run.yaml"])
+    assert command is not None
+    assert command[1:4] == ["-m", "accelerate.commands.launch", "--config_file"]
+    assert command[4:] == [
+        str(PROFILES[name]),
+        "--num_processes",
+        "8",
+        "-m",
+        "groupgrad",
+        "train",
+        "--config",
+        "run.yaml",
+    ]
+    content = yaml.safe_load(Path(command[4]).read_text())
+    stage = content.get("deepspeed_config", {}).get("zero_stage")
+    assert stage == {"ddp": None, "zero2": 2, "zero3": 3}[name]
+
+
+def test_all_is_one_process_for_each_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    command = launch_command(["--num-processes", "all"])
+    assert command is not None and "--nproc-per-node=4" in command
+    with pytest.raises(ValueError, match="--num-processes 5 is more than the 4 visible GPUs"):
+        launch_command(["--num-processes", "5"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num-processes", "two"], "--num-processes two is not a number from 1 on, or 'all'"),
+        (["--num-processes", "0"], "not a number from 1 on"),
+        (["--num-processes", "all"], "no GPU is visible; give a number"),
+        (["--accelerate-config", "zero33"], "neither a profile nor a file; did you mean 'zero3'"),
+        (["--accelerate-config", "fsdp2"], "FSDP is not supported; zero3 shards parameters too"),
+    ],
+)
+def test_what_cannot_be_launched(argv, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    numbers = [] if argv[0] == "--num-processes" else ["--num-processes", "2"]
+    with pytest.raises(ValueError, match=words):
+        launch_command([*argv, *numbers])
+
+
+def test_a_process_of_a_launcher_launches_nothing_itself(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="a process that a launcher has started"):
+        launch_command(["--num-processes", "2"])
+
+
+def test_two_processes_train_what_one_trains(model_dir, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"what {i}"}) + "\n" for i in range(8)))
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({**CONFIG, "model_name_or_path": str(model_dir), "dataset_name": "rows.jsonl"})
+    )
+    (tmp_path / "own_rewards.py").write_text(
+        "def first_token(completion_ids, **columns):\n    return [float(ids[0] % 7) for ids in completion_ids]\n"
+    )
+    weights = [all_weights(model_dir)]
+    for name, flags in (
+        ("one", ["--per_device_train_batch_size", "8"]),
+        ("two", ["--per_device_train_batch_size", "4", "--num-processes", "2"]),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "groupgrad", "train", "--config", "run.yaml", "--output_dir", name, *flags],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights.append(all_weights(tmp_path / name))
+    assert json.loads((tmp_path / "two" / "events.jsonl").read_text().splitlines()[0])["processes"] == 2
+    before, one, two = weights
+    assert float((one - before).norm() / one.norm()) > 1e-3
+    assert float((one - two).norm() / one.norm()) < 1e-5
+
+
+def all_weights(folder):
+    found = load_file(folder / "model.safetensors")
+    return torch.cat([found[key].reshape(-1) for key in sorted(found)])

@@ -1,0 +1,155 @@
+"""`groupgrad replay` and `groupgrad bisect` on runs of `groupgrad train` and of a script of one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupgrad.cli.main import main
+from groupgrad.cli.parsing import command_of
+
+FILE = """\
+max_steps: 5
+num_generations: 4
+per_device_train_batch_size: 8
+max_completion_length: 4
+learning_rate: 1.0e-2
+save_steps: 3
+use_cpu: true
+report_to: none
+model_name_or_path: model
+dataset_name: rows.jsonl
+reward_funcs: [counts.count]
+output_dir: out
+"""
+COUNTS = "def count(completions, answer, **kwargs):\n    return [float(len(text)) for text in completions]\n"
+SCRIPT = """\
+import sys
+
+from datasets import Dataset
+
+from groupgrad import GRPOConfig, GRPOTrainer
+
+
+def count(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+trainer = GRPOTrainer(
+    model="model",
+    reward_funcs=count,
+    args=GRPOConfig(
+        output_dir="mine", max_steps=3, num_generations=4, per_device_train_batch_size=8, max_completion_length=4,
+        learning_rate=float(sys.argv[1]), save_strategy="no", use_cpu=True, report_to="none",
+    ),
+    train_dataset=Dataset.from_dict({"prompt": [f"{a}+1=" for a in range(8)]}),
+)
+try:
+    trainer.train()
+    open("trained", "w").close()
+except Exception:
+    pass
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small model, data and a reward function, which is the working folder."""
+    make_model(initializer_range=0.15).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) for a in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "counts.py").write_text(COUNTS)
+    (tmp_path / "run.yaml").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "counts", raising=False)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def test_a_run_of_the_command_is_repeated_and_compared(work: Path, capsys: Any, monkeypatch: Any) -> None:
+    """The stored command line is enough: its file may change, and the replay starts in another folder."""
+    assert main(["train", "--config", "run.yaml", "--hub_token", "hf_private"]) == 0
+    config = json.loads((work / "out" / "run_config.json").read_text())
+    assert config["command"]["argv"] == ["--config", "run.yaml", "--hub_token", "<hidden>"]
+    assert config["data"]["rows"] == 8 and "architectures" in json.loads((work / "out" / "config.json").read_text())
+    (work / "run.yaml").write_text("max_steps: 1\n")
+    (work / "elsewhere").mkdir()
+    monkeypatch.chdir(work / "elsewhere")
+    capsys.readouterr()
+
+    assert main(["replay", "../out", "--step", "5", "--row", "2", "--keep", "kept"]) == 0
+    shown = capsys.readouterr().out
+    assert "../out: steps 4 to 5 repeated from checkpoint-3" in shown
+    assert "step 5, row 2:" in shown and "note:" not in shown
+    assert "checkpoint-5: " in shown and "the same bits" in shown and shown.endswith("0 bits differ.\n")
+    assert (work / "elsewhere" / "kept" / "rollouts" / "step_000005.0.parquet").is_file()
+
+    monkeypatch.chdir(work)
+    (work / "run.yaml").write_text(FILE)
+    assert main(["train", "--config", "run.yaml", "--output_dir", "other", "--beta", "0.1"]) == 0
+    capsys.readouterr()
+    assert main(["bisect", "out", "other", "--replay"]) == 1
+    shown = capsys.readouterr().out
+    assert "beta: 0.0 in out, 0.1 in other" in shown and "The runs part in step" in shown
+    assert shown.count("is what it recorded, 0 bits differ") == 2
+    assert main(["bisect", "out", "out"]) == 0
+    assert "No difference was found." in capsys.readouterr().out
+
+
+def test_mistakes_are_named(work: Path, capsys: Any) -> None:
+    assert main(["train", "--config", "run.yaml", "--max_steps", "1"]) == 0
+    (work / "counts.py").rename(work / "gone.py")
+    del sys.modules["counts"]
+    rows = (work / "rows.jsonl").read_text()
+    capsys.readouterr()
+    for argv, text in [
+        (["replay", "model", "--step", "1"], "model' holds no run: there is none of"),
+        (["replay", "out", "--step", "9"], "out has no step 9; it has recorded steps 1 to 1"),
+        (["replay", "out", "--step", "1", "--row", "8"], "step 1 of out has no row 8; it has rows 0 to 7"),
+        (["replay", "out", "--step", "1"], "reward function 'counts.count' cannot be imported"),
+        (["replay", "out", "--step", "1", "--script", "none.py"], "there is no script none.py"),
+        (["bisect", "out", "nothing"], "holds no run"),
+    ]:
+        assert main(argv) == 2
+        assert re.search(text, capsys.readouterr().err), argv
+    (work / "gone.py").rename(work / "counts.py")
+    (work / "rows.jsonl").write_text(rows.replace("3+1=", "3+2="))
+    assert main(["replay", "out", "--step", "1"]) == 2
+    assert "the data set is not the one that out was trained on" in capsys.readouterr().err
+
+
+def test_a_script_of_ones_own_is_run_up_to_its_training(work: Path, capsys: Any, monkeypatch: Any) -> None:
+    (work / "mine.py").write_text(SCRIPT)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.argv", ["mine.py", "0.01"])
+        runpy.run_path("mine.py", run_name="__main__")
+    (work / "trained").unlink()
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (work / "mine").rglob("*") if path.is_file())
+    assert main(["replay", "mine", "--step", "3"]) == 2
+    assert "mine was not made by `groupgrad train`" in capsys.readouterr().err
+    assert main(["replay", "mine", "--step", "3", "--row", "0", "--script", "mine.py", "--", "0.01"]) == 0
+    assert "0 bits differ." in capsys.readouterr().out
+    assert main(["replay", "mine", "--step", "3", "--script", "mine.py", "--", "0.02"]) == 1
+    shown = capsys.readouterr().out
+    assert "learning_rate was 0.01 and is 0.02" in shown and "first difference: step 1" in shown
+    assert not (work / "trained").exists()  # nothing of the script runs after its call of train()
+    after = sorted((path.name, path.stat().st_mtime_ns) for path in (work / "mine").rglob("*") if path.is_file())
+    assert after == before
+
+
+def test_secrets_of_a_command_line_are_hidden() -> None:
+    argv = ["--hub_token", "hf_a", "--hub-token=hf_b", "--set", "model_init_kwargs.token=hf_c", "--beta", "0.1"]
+    stored = command_of(argv, {"env": {"WANDB_API_KEY": "w"}, "beta": 0.1})
+    assert stored["argv"] == [
+        *("--hub_token", "<hidden>", "--hub-token=<hidden>", "--set", "model_init_kwargs.token=<hidden>"),
+        *("--beta", "0.1"),
+    ]
+    assert stored["yaml"] == {"env": {"WANDB_API_KEY": "<hidden>"}, "beta": 0.1}
