@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from scripted_agents import with_tools
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
@@ -22,6 +23,21 @@ _SPEC.loader.exec_module(BASE)
 def letters_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Reward that depends on the tokens alone."""
     return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
+
+
+def add(number: int) -> int:
+    """Adds one.
+
+    Args:
+        number: What to add to.
+    """
+    return number + 1
+
+
+def read_call(text: str, ids: list[int]) -> dict[str, Any]:
+    """Makes every other turn a tool call."""
+    call = {"name": "add", "arguments": {"number": len(ids)}}
+    return {"role": "assistant", "content": text, "tool_calls": [call] if ids[0] % 2 else []}
 
 
 def make_trainer(output_dir: Path, *, reward: Any = letters_reward, peft: Any = None, **settings: Any) -> GRPOTrainer:
@@ -46,15 +62,19 @@ def make_trainer(output_dir: Path, *, reward: Any = letters_reward, peft: Any = 
         "lr_scheduler_type": "constant",
         **settings,
     }
-    stream = config.pop("stream", False)
+    stream, tokenizer, extra = config.pop("stream", False), BASE.make_tokenizer(), {}
     dataset = Dataset.from_dict({"prompt": [f"{letter}!" for letter in "abcdefghijklmnop"]})
+    if config.pop("tools", False):
+        tokenizer, extra = with_tools(tokenizer), {"tools": [add], "response_parser": read_call}
+        dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(**config),
         train_dataset=dataset.to_iterable_dataset() if stream else dataset,
-        processing_class=BASE.make_tokenizer(),
+        processing_class=tokenizer,
         peft_config=peft,
+        **extra,
     )
 
 

@@ -37,7 +37,7 @@ def run_and_kill(action: Callable[[], Any], folder: Path, *, at: int = 0, max_fi
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-        _count_changes(folder, at, writer)
+        count_changes(folder, at, writer)
         action()
         os._exit(0)
     except BaseException as error:  # a copy of the test process must not go on
@@ -45,7 +45,8 @@ def run_and_kill(action: Callable[[], Any], folder: Path, *, at: int = 0, max_fi
         os._exit(1)
 
 
-def _count_changes(folder: Path, at: int, writer: int) -> None:
+def count_changes(folder: Path, at: int, writer: int) -> None:
+    """Writes a byte to `writer` at each change below `folder`, and kills this process just before number `at`."""
     seen = 0
 
     def change(*_: Any) -> None:
@@ -77,7 +78,7 @@ def _count_changes(folder: Path, at: int, writer: int) -> None:
 
 
 def _between(function: Callable[..., Any], change: Callable[[], None]) -> Callable[..., Any]:
-    """`function` with a change before it and one behind it."""
+    """Returns `function`, wrapped so that `change` is called before and after it."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         change()

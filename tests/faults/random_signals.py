@@ -10,18 +10,13 @@ the code of a stopped run and the checkpoint is that step's or a later one's.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import logging
-import os
 import random
 import shutil
-import signal
-import socket
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +25,13 @@ from transformers import TrainerCallback
 
 from groupgrad.stopping import EXIT_STOPPED
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "helpers"))
+from forked_ranks import forked_ranks, wait_for
+
 FIRST_STEP_S = 60.0
 """Time that a run has for its first step."""
 
-EXIT_S = 30.0
+EXIT_S = 60.0
 """Time that a run has to end after a signal."""
 
 
@@ -56,78 +54,33 @@ class Steps(TrainerCallback):
         self._path.write_text(str(state.global_step))
 
 
-def _train(ranks: Any, rank: int, port: int, out: Path) -> None:
-    """One rank, in a process of its own; ends with the exit code of the run."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    code = 1
-    with (out / f"rank_{rank}.log").open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        try:
-            trainer = ranks.build("signals", out, max_steps=10**6, beta=0.1, logging_steps=3)
-            if rank == 0:
-                trainer.add_callback(Steps(out / "steps"))
-            trainer.train()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        log.flush()
-    os._exit(code)
-
-
-def _wait(children: list[int], seconds: float) -> list[int | None]:
-    """Exit codes of the children; None for one that had to be killed."""
-    codes: dict[int, int | None] = {}
-    end = time.monotonic() + seconds
-    while len(codes) < len(children) and time.monotonic() < end:
-        for child in set(children) - set(codes):
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                codes[child] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    for child in set(children) - set(codes):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        codes[child] = None
-    return [codes[child] for child in children]
+def _train(ranks: Any, rank: int, out: Path) -> None:
+    trainer = ranks.build("signals", out, max_steps=10**6, beta=0.1, logging_steps=3)
+    if rank == 0:
+        trainer.add_callback(Steps(out / "steps"))
+    trainer.train()
 
 
 def attempt(ranks: Any, stream: random.Random) -> str | None:
     """One try; what went wrong, or None."""
     out = Path(tempfile.mkdtemp(prefix="signals_"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            _train(ranks, rank, port, out)
-        children.append(child)
-    steps, start = out / "steps", time.monotonic()
-    while not steps.exists() and time.monotonic() < start + FIRST_STEP_S:
-        time.sleep(0.01)
-    time.sleep(stream.uniform(0.0, 1.0))
-    targets = stream.choice([children, children[:1], children[1:]])
-    name = stream.choice(["SIGTERM", "SIGUSR1"])
-    for child in targets:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, getattr(signal, name))
-    codes = _wait(children, EXIT_S)
+    steps = out / "steps"
+    with forked_ranks(lambda rank: _train(ranks, rank, out), out) as both:
+        wait_for(steps, FIRST_STEP_S)
+        time.sleep(stream.uniform(0.0, 1.0))
+        targets, name = stream.choice([[0, 1], [0], [1]]), stream.choice(["SIGTERM", "SIGUSR1"])
+        for rank in targets:
+            both.kill(rank, name)
+        codes = both.wait(EXIT_S)
+        for rank in range(2):
+            both.kill(rank, "SIGABRT")  # has a rank that has not ended write its stacks
+        both.wait(EXIT_S)
     last = int(steps.read_text() or 0) if steps.exists() else 0
     folders = [int(path.name.split("-")[1]) for path in (out / "run" / "signals").glob("checkpoint-*")]
     newest = max(folders, default=0)
     problem = None
     if codes != [EXIT_STOPPED] * 2 or newest < last:
-        logs = "".join((out / f"rank_{rank}.log").read_text()[-1500:] for rank in range(2))
+        logs = "".join(both.log(rank)[-6000:] for rank in range(2))
         problem = f"{name} to {len(targets)} rank(s): exit codes {codes}, step {last}, checkpoint {newest}\n{logs}"
     shutil.rmtree(out, ignore_errors=True)
     return problem

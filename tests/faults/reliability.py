@@ -32,6 +32,17 @@ It is an argument of `trainer.train()`, and a field of the configuration for a c
 |---|---|
 | `allow_partial_resume` | resume without what is damaged: optimizer, schedule, random streams, rollouts in use |
 | `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
+| `save_in_background` | write a checkpoint while training goes on, from a copy in host memory |
+
+With `save_in_background` callbacks hear of a checkpoint (`on_save`) when it has its name. One save is under way at a
+time: the next one, the end of training, a signal and an error wait for it.
+
+An old checkpoint is removed when the new one has its name, so that one whole checkpoint is there at every moment:
+`save_total_limit=1` needs room for two checkpoints, and with `load_best_model_at_end` for three.
+
+Under DeepSpeed rank 0 writes one more file in the middle of a save, `latest` of a few bytes, behind which all ranks
+meet inside DeepSpeed. The manifest lists it, but if the disk refuses this file and none before, the other ranks wait
+there until `hang_timeout_s` or `ddp_timeout` ends the run. Older checkpoints stay whole.
 
 `groupgrad train` exits with 0 when all is done, with 2 when a run cannot begin, and with 73 when the disk refused the
 last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `trainer.train()` raises
@@ -42,15 +53,22 @@ last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `tra
 | exit code | meaning |
 |---|---|
 | 0 | all steps were made, and the weights are finite |
+| 1 | an exception ended the run: its traceback is on stderr, its last line also in `events.jsonl` as `failed` |
 | 2 | the run cannot begin |
-| 70 | a phase hung and did not react (`hang_timeout_s`); the stacks of its threads are in `output_dir` |
+| 70 | a phase hung (`hang_timeout_s`) or another rank ended, and this process did not react; stderr names the cause |
 | 73 | the disk refused the last checkpoint |
 | 75 | SIGTERM or SIGUSR1 stopped the run after a checkpoint; start it again with `resume_from_checkpoint="auto"` |
 | 130 | Ctrl-C did |
 
 [examples/slurm.sh](../examples/slurm.sh) queues a job again that a time limit or a preemption has stopped.
 `python tests/faults/random_signals.py --tries 100` sends signals at random moments to runs on two ranks and counts what
-is lost.
+is lost. `KILLS=200 python -m pytest -m slow -s tests/faults/test_kills_in_training.py` kills runs of eleven kinds,
+starts them again, and compares them with undisturbed ones.
+
+Beside the process group each rank has a connection to rank 0. Over it a rank says that it fails or hangs, and its end
+shows that its process was killed; then every rank ends within 10 s with a `RankError` that names rank, process and
+cause. In a hang every rank writes its stacks to `output_dir`. Rank 0 listens on a port that the system chooses, on this
+machine alone if all ranks are there.
 
 ## Faults
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from groupgrad.checkpoints import host_copies
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
 
@@ -42,6 +43,17 @@ def copied(straight, tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["waiting", "behind"])
+def run_folder(request, new_trainer, copied, tmp_path, monkeypatch) -> Path:
+    """A run folder with two checkpoints, which training has waited for or not."""
+    if not request.param:
+        return copied
+    monkeypatch.setattr(host_copies, "LARGE_BYTES", 1)
+    new_trainer(tmp_path / "behind", save_in_background=True, max_steps=2).train()
+    (tmp_path / "behind" / "README.md").unlink()
+    return tmp_path / "behind"
+
+
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.fault(
     "any file of a checkpoint is deleted, emptied, halved, or has one bit flipped",
@@ -49,25 +61,27 @@ def copied(straight, tmp_path) -> Path:
     "names the one that it skipped",
     "the steps since that checkpoint",
 )
-def test_every_file(copied, caplog, damage):
-    broken, tried = copied / "checkpoint-2", 0
+def test_every_file(run_folder, caplog, damage):
+    broken, tried, named = run_folder / "checkpoint-2", 0, 0
     for path in sorted(broken.rglob("*")):
         kept = path.read_bytes()
         damage(path)
         caplog.clear()
         if (damage, path.name) == (delete, "manifest.json"):
             # Without its manifest it is a checkpoint like those of transformers, whose files are all intact.
-            assert choose(copied, str(broken)).manifest is None
+            assert choose(run_folder, str(broken)).manifest is None
             assert "has no manifest.json" in caplog.text
         else:
             with pytest.raises(CheckpointError, match=f"{path.name}.*is damaged|is damaged: {path.name}"):
-                choose(copied, str(broken))
-            assert choose(copied, True).folder.name == "checkpoint-1"
+                choose(run_folder, str(broken))
+            assert choose(run_folder, True).folder.name == "checkpoint-1"
             assert "skipped checkpoint-2: " in caplog.text and path.name in caplog.text
+            named += 1
         path.write_bytes(kept)
         tried += 1
     assert tried >= 12
-    assert choose(copied, str(broken)).damage == {}
+    print(f"{damage.__name__}: {tried} files tried, {named} named, {tried - named} with a remark, 0 silent")
+    assert choose(run_folder, str(broken)).damage == {}
 
 
 @pytest.mark.fault(

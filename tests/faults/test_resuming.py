@@ -1,4 +1,4 @@
-"""What a run does with a checkpoint of other options, of another library, or with parts missing."""
+"""A run resumes from a checkpoint of other options, of another library, or with missing parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_auto_starts_anew_only_where_there_is_no_checkpoint(second, new_trainer,
     # The field of the configuration counts where train() is called without an argument.
     trainer = new_trainer(second.parent, resume_from_checkpoint=str(request_).lower(), max_steps=2)
     assert trainer.train().global_step == 2
-    assert trainer._initial_global_step == 2
+    assert trainer.progress.first_step == 2
     (second / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-2: model.safetensors is missing; remove the folders"):
         new_trainer(second.parent).train(resume_from_checkpoint=request_)
@@ -114,6 +114,33 @@ def test_another_optimizer_is_refused(second, new_trainer, caplog):
         new_trainer(second.parent, optim="sgd").train(str(second))
     new_trainer(second.parent, optim="sgd", allow_partial_resume=True, save_strategy="no").train(str(second))
     assert "this run's SGD starts anew" in caplog.text
+
+
+def test_an_optimizer_with_other_meanings_of_the_options_is_resumed(new_trainer, tmp_path, weights_of, caplog):
+    """Adafactor has a pair of `eps`."""
+    settings = {"optim": "adafactor", "learning_rate": 1e-3}
+    straight = new_trainer(tmp_path, **settings)
+    straight.train()
+    resumed = new_trainer(tmp_path, save_strategy="no", **settings)
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    assert torch.equal(weights_of(resumed), weights_of(straight))
+    assert "options differ" not in caplog.text
+
+
+@pytest.mark.fault(
+    "a run is resumed inside a generation batch with a KL term that it did not have",
+    "the generation batch is sampled anew, and a line says why",
+    "the rollouts in use",
+)
+def test_a_new_reference_has_rollouts_sampled_anew(new_trainer, tmp_path, caplog):
+    settings = {"steps_per_generation": 2, "max_steps": 2}
+    new_trainer(tmp_path, **settings).train()
+    resumed = new_trainer(tmp_path, save_strategy="no", beta=0.1, **settings)
+    resumed.train(str(tmp_path / "checkpoint-1"))
+    assert resumed.state.global_step == 2
+    assert (
+        "holds its rollouts without the reference model's log-probs, which beta above 0 needs; they are" in caplog.text
+    )
 
 
 @pytest.mark.fault(

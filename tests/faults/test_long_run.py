@@ -1,0 +1,169 @@
+"""A run of 2,000 steps ends with the memory, file descriptors, threads and child processes that it had at step 210.
+
+    python tests/faults/test_long_run.py --steps 2000
+
+prints what the run of the test has at every 200th step, ten steps after a save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.checkpoints import host_copies
+
+TESTS = Path(__file__).parents[1]
+EVERY, BEHIND_A_SAVE = 200, 10
+LARGEST_GROWTH = 6 * 2**20
+"""Bytes of resident memory by which a run may grow from step 210 to its end; `log_history` takes some of them."""
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Usage(TrainerCallback):
+    """The process's resources at steps 210, 410, ..., and at the end."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[str, int]] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > EVERY and state.global_step % EVERY == BEHIND_A_SAVE:
+            self.note(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note(state.global_step)
+
+    def note(self, step: int) -> None:
+        gc.collect()
+        process = psutil.Process()
+        self.seen[step] = {
+            "rss": process.memory_info().rss,
+            "descriptors": process.num_fds(),
+            "threads": process.num_threads(),
+            "children": len(process.children(recursive=True)),
+        }
+
+
+def shout(word: str) -> str:
+    """Says a word aloud.
+
+    Args:
+        word: What to say.
+    """
+    return word[:2]
+
+
+def read_call(text: str, ids: list[int]) -> dict[str, Any]:
+    """Makes every third turn a tool call."""
+    call = {"name": "shout", "arguments": {"word": text}}
+    return {"role": "assistant", "content": text, "tool_calls": [call] if ids[0] % 3 == 0 else []}
+
+
+async def slow_length(completion_ids: list[list[int]], log_metric: Any, log_extra: Any, **kwargs: Any) -> list[float]:
+    await asyncio.sleep(0)
+    log_metric("length", float(len(completion_ids[0])))
+    log_extra("first", [ids[0] for ids in completion_ids])
+    return [float(len(ids) % 3) for ids in completion_ids]
+
+
+def sum_of_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(sum(ids) % 5) for ids in completion_ids]
+
+
+def run(folder: Path, num_steps: int) -> dict[int, dict[str, int]]:
+    """Trains with all that could leave something behind, and returns what the process had by step."""
+    base = load(TESTS / "conftest.py")
+    agents = load(TESTS / "helpers" / "scripted_agents.py")
+    model, usage = base.make_model(0, initializer_range=0.15), Usage()
+    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{letter}!"}] for letter in "abcdefgh"]})
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=[slow_length, sum_of_tokens],
+        args=GRPOConfig(
+            output_dir=str(folder),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            max_steps=num_steps,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=32,
+            max_tool_calling_iterations=1,
+            learning_rate=1e-4,
+            logging_steps=10,
+            log_completions=True,
+            num_completions_to_print=0,
+            save_steps=20,
+            save_total_limit=2,
+            save_in_background=True,
+            eval_strategy="steps",
+            eval_steps=50,
+            per_device_eval_batch_size=4,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(2)),
+        processing_class=agents.with_tools(base.make_tokenizer()),
+        tools=[shout],
+        response_parser=read_call,
+        callbacks=[usage],
+    )
+    trainer.train()
+    return usage.seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.fault(
+    "a run takes 2,000 steps with tools, async rewards, completions, evaluations, and saves behind training",
+    "memory, file descriptors, threads and child processes stay what they were after 200 steps",
+    "nothing",
+)
+def test_two_thousand_steps_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_copies, "LARGE_BYTES", 1)
+    check(run(tmp_path, 2000))
+
+
+def check(seen: dict[int, dict[str, int]]) -> None:
+    """AssertionError if something has grown; a file and a thread of a save may be in use."""
+    first, last = seen[min(seen)], seen[max(seen)]
+    assert last["rss"] - first["rss"] <= LARGEST_GROWTH, seen
+    assert max(found["threads"] for found in seen.values()) <= first["threads"] + 1, seen
+    assert max(found["descriptors"] for found in seen.values()) <= first["descriptors"] + 2, seen
+    assert max(found["children"] for found in seen.values()) == first["children"], seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    host_copies.LARGE_BYTES = 1
+    with tempfile.TemporaryDirectory() as folder:
+        seen = run(Path(folder), parser.parse_args().steps)
+        for step, found in seen.items():
+            numbers = ", ".join(f"{name} {number}" for name, number in found.items() if name != "rss")
+            print(f"step {step}: {found['rss'] / 2**20:.1f} MiB, {numbers}")
+        check(seen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
