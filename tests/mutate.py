@@ -38,9 +38,9 @@ LIBRARIES = (
     "transformers.trainer",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""What most tests import, beside the package."""
+"""Modules that most tests import; they are imported once, before the tests fork."""
 ASSERTIONS = ("assert ", "AssertionError", "Failed:")
-"""How the message of a failed assertion begins."""
+"""The message of a failed assertion begins with one of these."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -225,9 +225,12 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 LATER: dict[str, Any] = {
     "trust_remote_code": False,
     "router_aux_loss_coef": None,
+    "max_tokens_per_pass": None,
     "pad_to_multiple_of": None,
     "stochastic_rounding": False,
     "shuffle_rows": "rows",
+    "balance_ranks": True,
+    "save_in_background": False,
     "allow_partial_resume": False,
     "resume_learning_rate": False,
     "engine_kv_memory": None,
@@ -266,6 +269,15 @@ LATER: dict[str, Any] = {
     "rollout_ahead": 0,
     "image_root": None,
     "hang_timeout_s": 3600.0,
+    "reward_timeout_s": None,
+    "reward_workers": 0,
+    "reward_worker_memory_gb": None,
+    "reward_retries": 0,
+    "reward_transient_errors": None,
+    "on_reward_failure": "error",
+    "rollouts_keep": "1GB",
+    "record_gradient_share": False,
+    "record_spans": False,
     "special_tokens_in_prompts": "auto",
 }
 
@@ -347,6 +359,7 @@ CUT = Changes("tests/trainer/test_options.py::test_a_cut_to_the_likeliest_token_
 ADVANTAGES = Changes("tests/trainer/test_options.py::test_reward_weights_and_scaling")
 ROUNDS = Changes("tests/trainer/test_options.py::test_how_often_rounds_are_sampled")
 INERT = "a meaning today"
+SUPERVISED = "tests/trainer/test_reward_supervision.py"
 
 AUDIT: dict[str, Changes | Warns] = {
     # defaults changed from TrainingArguments
@@ -363,6 +376,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "disable_dropout": Changes("tests/trainer/test_models.py::test_disable_dropout_turns_all_of_it_off"),
     "cast_lm_head_to_fp32": Changes("tests/trainer/test_models.py::test_cast_lm_head_to_fp32"),
     "stochastic_rounding": Changes("tests/trainer/test_precision.py::test_small_updates_arrive"),
+    "save_in_background": Changes("tests/faults/test_saves_behind.py::test_training_goes_on_while_a_file_is_written"),
     "allow_partial_resume": Changes(
         "tests/faults/test_resuming.py::test_allow_partial_resume_goes_on_and_says_what_is_new"
     ),
@@ -377,6 +391,8 @@ AUDIT: dict[str, Changes | Warns] = {
     "max_completion_length": Changes("tests/trainer/test_options.py::test_max_completion_length"),
     "shuffle_dataset": Changes("tests/trainer/test_options.py::test_shuffle_dataset_off_keeps_the_order"),
     "shuffle_rows": WEIGHTS,
+    "balance_ranks": Changes("tests/trainer/test_processes.py::test_ranks_share_the_work_of_long_rows"),
+    "max_tokens_per_pass": Changes("tests/trainer/test_long_rows.py::test_rows_of_a_group_are_cut_into_passes"),
     "pad_to_multiple_of": Warns(8, "padding"),
     "ds3_gather_for_generation": Warns(False, "DeepSpeed ZeRO-3"),
     # generation
@@ -453,6 +469,12 @@ AUDIT: dict[str, Changes | Warns] = {
     "reward_weights": ADVANTAGES,
     "scale_rewards": ADVANTAGES,
     "multi_objective_aggregation": ADVANTAGES,
+    "reward_timeout_s": Changes(f"{SUPERVISED}::test_a_late_reward_ends_the_run_before_the_watchdog"),
+    "reward_workers": Changes(f"{SUPERVISED}::test_a_worker_trains_as_the_process_itself"),
+    "reward_worker_memory_gb": Changes(f"{SUPERVISED}::test_options_reach_the_calls"),
+    "reward_retries": Changes(f"{SUPERVISED}::test_options_reach_the_calls"),
+    "reward_transient_errors": Changes(f"{SUPERVISED}::test_options_reach_the_calls"),
+    "on_reward_failure": Changes(f"{SUPERVISED}::test_options_reach_the_calls"),
     "reward_model_init_kwargs": Changes("tests/trainer/test_reward_models.py::test_loading_options_are_separate"),
     "reward_model_device": Changes("tests/trainer/test_reward_models.py::test_options_reach_the_reward_models"),
     "reward_model_batch_tokens": Changes("tests/trainer/test_reward_models.py::test_options_reach_the_reward_models"),
@@ -463,6 +485,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "num_completions_to_print": Changes("tests/trainer/test_options.py::test_completions_are_printed"),
     "log_unique_prompts": Changes("tests/trainer/test_options.py::test_trackers_get_each_prompt_once_if_asked"),
     "log_completions_hub_repo": Changes("tests/contract/test_hub.py::test_completions_are_uploaded"),
+    "rollouts_keep": Changes("tests/trainer/test_run_folder.py::test_rollouts_keep_bounds_the_folder_and_is_said_once"),
+    "record_gradient_share": Changes("tests/trainer/test_gradient_share.py::test_shares_equal_a_pass_for_each_row"),
+    "record_spans": Changes("tests/trainer/test_run_spans.py::test_steps_rollouts_and_events_are_spans"),
     # fields of earlier releases that were replaced
     "per_gpu_train_batch_size": MOVES,
     "per_gpu_eval_batch_size": MOVES,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from refusals import assert_refused, rows
+from scripted_agents import with_tools
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -22,7 +23,8 @@ from transformers import (
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError, UnavailableError
-from groupgrad.trainer.constructor_arguments import check_devices
+from groupgrad.trainer.best_metric import check_best_metric
+from groupgrad.trainer.constructor_arguments import use_one_device
 
 MakeTrainer = Callable[..., GRPOTrainer]
 SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}
@@ -134,10 +136,10 @@ BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
     "no train set": ({"train_dataset": None}, ValueError, "train_dataset is None", "give a data set"),
     "list of rows": ({"train_dataset": [{"prompt": "a"}]}, TypeError, "train_dataset is a list", "Dataset.from_list"),
     "dict of train sets": (
-        {"train_dataset": DatasetDict({"train": rows()})},
+        {"train_dataset": DatasetDict({"train": rows(), "test": rows()})},
         TypeError,
-        "train_dataset is a DatasetDict",
-        "datasets.Dataset",
+        "train_dataset is a DatasetDict of the splits 'train', 'test'",
+        r"such as dataset\['train'\]",
     ),
     "too few rows": ({"train_dataset": rows(1)}, ValueError, "train_dataset has 1 rows", "lower generation_batch_size"),
     "empty train set": (
@@ -309,6 +311,34 @@ BAD_WITH_CONFIG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception]
         "metric_for_best_model='eval_kl' is no metric",
         "Set it to 'reward'",
     ),
+    "best metric with a made-up name": (
+        {**BEST, "metric_for_best_model": "clip_ratio/nonsense"},
+        {"eval_dataset": rows(2)},
+        ValueError,
+        "metric_for_best_model='clip_ratio/nonsense' is no metric",
+        "Set it to 'reward'",
+    ),
+    "best metric of tools without tools": (
+        {**BEST, "metric_for_best_model": "tools/call_frequency"},
+        {"eval_dataset": rows(2)},
+        ValueError,
+        "metric_for_best_model='tools/call_frequency' is no metric",
+        "Set it to 'reward'",
+    ),
+    "best metric of the sampler without vLLM": (
+        {**BEST, "metric_for_best_model": "sampling/importance_sampling_ratio/mean"},
+        {"eval_dataset": rows(2)},
+        ValueError,
+        "metric_for_best_model='sampling/importance_sampling_ratio/mean' is no metric",
+        "Set it to 'reward'",
+    ),
+    "best metric of another loss": (
+        {**BEST, "metric_for_best_model": "cispo_clip_ratio"},
+        {"eval_dataset": rows(2)},
+        ValueError,
+        "metric_for_best_model='cispo_clip_ratio' is no metric",
+        "Set it to 'reward'",
+    ),
     "best metric that nobody can log": (
         {**BEST, "metric_for_best_model": "accuracy"},
         {"eval_dataset": rows(2), "reward_funcs": lambda completions: [0.0] * len(completions)},
@@ -374,23 +404,52 @@ def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer)
             make_trainer({**BEST, "metric_for_best_model": name}, eval_dataset=sets)
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "agents"])
+def test_every_metric_of_an_evaluation_may_choose_the_best_model(
+    loss_type: str, make_trainer: MakeTrainer, tokenizer: Any, model: Any
+) -> None:
+    def look_up() -> str:
+        """Looks up."""
+        return "1"
+
+    def zeros(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    settings: dict[str, Any] = {**BEST, "loss_type": loss_type, "beta": 0.1, "entropy_coef": 0.1, "epsilon_high": 5.0}
+    arguments: dict[str, Any] = {"eval_dataset": rows(2)}
+    if loss_type == "agents":
+        settings, data = BEST, Dataset.from_list([{"prompt": MESSAGES}] * 2)
+        arguments = {"eval_dataset": data, "train_dataset": data, "tools": [look_up], "reward_funcs": zeros}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(settings, model=model, processing_class=with_tools(tokenizer), **arguments)
+        names = trainer.evaluate().keys() - {"epoch"}
+    assert len(names) > 12
+    for name in names:
+        trainer.args.metric_for_best_model = name
+        check_best_metric(
+            trainer.args, trainer.eval_dataset, trainer.rewards, trainer.rollout_components, is_open=False
+        )
+
+
 def test_number_of_bad_cases() -> None:
     assert len(BAD) + len(BAD_WITH_CONFIG) >= 50
 
 
-def test_several_gpus_in_one_process(make_trainer: MakeTrainer, unsampled: None) -> None:
+def test_one_process_with_several_gpus_trains_on_one_and_says_so(make_trainer: MakeTrainer, caplog: Any) -> None:
     args = GRPOConfig(output_dir="out", num_generations=4, **SMALL)
     args._n_gpu = 3
-    with pytest.raises(ValueError, match=r"sees 3 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES=0"):
-        make_trainer(args=args)
+    trainer = make_trainer(args=args)
+    assert trainer.args.n_gpu == 1
+    assert "this process sees 3 GPUs and trains on one" in caplog.text
+    assert "--num-processes all" in caplog.text
 
 
-def test_a_model_spread_over_several_gpus_is_not_refused() -> None:
+def test_a_model_spread_over_several_gpus_stays_so(caplog: Any) -> None:
     args = GRPOConfig(output_dir="out", num_generations=4, **SMALL)
     args._n_gpu = 2
-    check_devices(args, SimpleNamespace(hf_device_map={"model.embed_tokens": 0, "lm_head": 1}))
-    with pytest.raises(ValueError, match="sees 2 GPUs"):
-        check_devices(args, SimpleNamespace(hf_device_map={"": 0}))
+    use_one_device(args, SimpleNamespace(hf_device_map={"model.embed_tokens": 0, "lm_head": 1}))
+    assert args.n_gpu == 1 and not caplog.text
 
 
 def test_adapter_on_an_adapter(

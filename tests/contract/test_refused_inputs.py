@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from datasets import Dataset
 from refusals import assert_refused, rows
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model, TrainerCallback
+from transformers.utils import is_flash_attn_2_available
 
-from groupgrad import GRPOTrainer
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.errors import ConfigError
 
 MakeTrainer = Callable[..., GRPOTrainer]
 Arguments = Callable[[Any, Any], dict[str, Any]]
@@ -180,6 +183,18 @@ BAD: dict[str, tuple[Arguments | dict[str, Any], type[Exception], str, str]] = {
         "row 0 of train_dataset: its prompt has the content 5",
         "write a text",
     ),
+    "policy that is nowhere": (
+        {"model": "no/such-model"},
+        OSError,
+        "model='no/such-model' cannot be loaded",
+        "cached files",
+    ),
+    "reward model that is nowhere": (
+        {"reward_funcs": "accuracy"},
+        OSError,
+        "reward_funcs has 'accuracy'.* sequence-classification model",
+        "give the function itself",
+    ),
     "column named like the state": (
         {"eval_dataset": rows(trainer_state="x")},
         ValueError,
@@ -216,3 +231,99 @@ def test_bad_inputs(case: str, make_trainer: MakeTrainer, tokenizer: Any, model:
     with pytest.raises(error_type) as error:
         make_trainer(**(arguments(tokenizer, model) if callable(arguments) else arguments))
     assert_refused(error, seen, remedy)
+
+
+SAMPLED = "generation_kwargs"
+BAD_VALUES: dict[str, tuple[dict[str, Any], type[Exception], str, str]] = {
+    # settings · error · the value seen · what to set
+    "end beyond the vocabulary": (
+        {SAMPLED: {"eos_token_id": [1, 10**6]}},
+        ValueError,
+        "generation_kwargs has 1000000 in eos_token_id, and the model has 92 tokens",
+        "a token's id",
+    ),
+    "suppressed token beyond the vocabulary": (
+        {SAMPLED: {"begin_suppress_tokens": [500]}},
+        ValueError,
+        "500 in begin_suppress_tokens",
+        "take it out",
+    ),
+    "all tokens suppressed": (
+        {SAMPLED: {"suppress_tokens": list(range(92))}},
+        ValueError,
+        "suppress_tokens of all 92 tokens",
+        "leave some out",
+    ),
+    "old switch of quantization": (
+        {"model_init_kwargs": {"load_in_4bit": True}},
+        ValueError,
+        "model_init_kwargs has load_in_4bit=True",
+        r"quantization_config=BitsAndBytesConfig\(load_in_4bit=True\)",
+    ),
+    "quantization that is none": (
+        {"model_init_kwargs": {"quantization_config": "4bit"}},
+        ValueError,
+        "cannot be loaded with model_init_kwargs={'quantization_config': '4bit'}",
+        "Correct the entry",
+    ),
+    "sizes of another model": (
+        {"model_init_kwargs": {"vocab_size": 10}},
+        ValueError,
+        "cannot be loaded with model_init_kwargs={'vocab_size': 10}",
+        "Correct the entry",
+    ),
+    "value of another type for the model's config": (
+        {"model_init_kwargs": {"use_cache": "no"}},
+        ValueError,
+        "cannot be loaded with model_init_kwargs={'use_cache': 'no'}",
+        "Correct the entry",
+    ),
+    "attention without its package": (
+        {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
+        ImportError,
+        "model_init_kwargs={'attn_implementation': 'flash_attention_2'}",
+        "Correct the entry",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_bad_values(case: str, make_trainer: MakeTrainer, model_dir: Any, unsampled: None) -> None:
+    settings, error_type, seen, remedy = BAD_VALUES[case]
+    if "flash_attention_2" in seen and is_flash_attn_2_available():
+        pytest.skip("the package is installed")
+    with pytest.raises(error_type) as error:
+        make_trainer(settings, model=str(model_dir))
+    assert_refused(error, seen, remedy)
+
+
+def test_a_template_argument_that_no_template_reads_is_named(
+    make_trainer: MakeTrainer, tokenizer: Any, model: Any
+) -> None:
+    tokenizer.chat_template = "{% if enable_thinking %}!{% endif %}x"
+    parts = {"model": model, "processing_class": tokenizer}
+    with pytest.warns(UserWarning, match="enable_thinkin=False, which .* did you mean 'enable_thinking'"):
+        make_trainer({"chat_template_kwargs": {"enable_thinkin": False}}, **parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_trainer({"chat_template_kwargs": {"enable_thinking": False}}, **parts)
+
+
+@pytest.mark.parametrize("deepspeed", [{"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 3}}])
+def test_a_refused_deepspeed_setting_leaves_the_next_run_alone(
+    make_tokenizer: Any, make_model: Any, tmp_path: Any, deepspeed: Any
+):
+    """transformers keeps the last DeepSpeed settings of a process, such as a notebook in which a cell has failed."""
+    make_model().save_pretrained(tmp_path / "model")
+    with pytest.raises((ImportError, ConfigError)) as refusal:  # it holds the refused settings, as a notebook does
+        GRPOConfig(str(tmp_path), use_cpu=True, deepspeed=deepspeed, beta=-1)
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8)
+    trainer = GRPOTrainer(
+        str(tmp_path / "model"),
+        lambda completions, **kwargs: [0.0] * len(completions),
+        config,
+        rows(),
+        processing_class=make_tokenizer(),
+    )
+    assert trainer.state.global_step == 0
+    assert refusal.value is not None

@@ -107,36 +107,6 @@ def test_kernels_that_are_not_installed(make_trainer: Any, unsampled: None, monk
         make_trainer({"use_liger_kernel": True})
 
 
-def test_paper_recipes_are_configurations(make_trainer: Any) -> None:
-    recipes: dict[str, dict[str, Any]] = {
-        "DAPO": {"epsilon_high": 0.28, "mask_truncated_completions": True},
-        "Dr. GRPO": {"loss_type": "dr_grpo", "scale_rewards": False},
-        "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-        "2-GRPO": {"loss_type": "grpo", "num_generations": 2},
-        "ScaleRL": {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch", "cast_lm_head_to_fp32": True},
-        "SAPO": {"loss_type": "sapo"},
-        "DeepSeek-V3.2": {"beta": 0.001, "use_bias_correction_kl": True, "off_policy_mask_threshold": 0.5},
-        "INTELLECT-2": {"delta": 4.0, "beta": 0.001},
-        "80/20": {"epsilon_high": 0.28, "top_entropy_quantile": 0.2},
-        "LUSPO": {
-            "loss_type": "luspo",
-            "importance_sampling_level": "sequence",
-            "epsilon": 2e-3,
-            "epsilon_high": 2.5e-3,
-        },
-        "VESPO": {"loss_type": "vespo"},
-        "GDPO": {"multi_objective_aggregation": "normalize_then_sum"},
-        "Skywork-OR1": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
-        "TR-DPO": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
-    }
-    for name, recipe in recipes.items():
-        trainer = make_trainer({"max_steps": 2, "num_iterations": 2, **recipe}, reward_funcs=rate_digits)
-        trainer.train()
-        steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        assert len(steps) == 2, name
-        assert all(torch.isfinite(torch.tensor([step["loss"], step["grad_norm"]])).all() for step in steps), name
-
-
 def test_steps_without_any_reward_give_one_warning(make_trainer: Any, make_model: Any, caplog: Any) -> None:
     def nothing(completions: list[str], **kwargs: Any) -> list[None]:
         return [None] * len(completions)
@@ -180,3 +150,26 @@ def test_a_file_gets_plain_lines_and_no_bars(
     out, err = capfd.readouterr()
     assert [line.split()[:2] for line in out.splitlines() if line.startswith("step")] == [["step", "1"], ["step", "2"]]
     assert not any(bar in err for bar in ("it/s", "%|", "\r"))
+
+
+@pytest.mark.parametrize("kept", ["all columns", "columns of prompts"])
+def test_rows_that_a_transform_makes_are_trained_on(make_trainer: Any, kept: str) -> None:
+    """Its columns are the row's: those that it reads are not asked for, and rewards get those that it makes."""
+    seen: list[Any] = []
+
+    def reward(completions: list[str], solution: list[str]) -> list[float]:
+        seen.extend(solution)
+        return [0.0] * len(completions)
+
+    def zero(completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    def make(rows: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": [f"{q}+1=" for q in rows["question"]], "solution": rows["question"]}
+
+    data = Dataset.from_list([{"question": str(a)} for a in range(4)]).with_transform(make)
+    is_pruned = kept == "columns of prompts"
+    make_trainer(
+        {"remove_unused_columns": is_pruned}, train_dataset=data, reward_funcs=zero if is_pruned else reward
+    ).train()
+    assert is_pruned or (len(seen) == 4 and set(seen) <= set("0123"))
