@@ -118,21 +118,23 @@ def decode_weights(shape: ModelShape) -> list[torch.Tensor]:
 
 
 def attention_operations(shape: ModelShape, pairs: float) -> float:
-    """Operations of scores and weighted values in all layers, for this many (query, key) pairs."""
-    return 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    """Operations of scores and weighted values in all attention layers, for this many (query, key) pairs."""
+    return 4.0 * shape.num_attention_layers * shape.num_heads * shape.head_dim * pairs
 
 
 def sampling_floor(shape: ModelShape, machine: Machine, groups: Sequence[GroupWork]) -> float:
     """Seconds to sample these completions: prompts once, then each step at the cost of the rows still running."""
     weights = shape.layer_parameters + shape.head_parameters
-    key_values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    key_values = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim
+    recurrent = shape.recurrent
+    states, of_states = (0, 0) if recurrent is None else (recurrent.state_numbers, recurrent.state_operations)
 
     def seconds(operations: float, numbers: float) -> float:
         return max(operations / machine.rate, numbers * machine.bytes_per_number / machine.bandwidth)
 
     prompts = [group.prompt_tokens for group in groups]
     operations = 2.0 * shape.layer_parameters * sum(prompts) + 2.0 * shape.head_parameters * len(groups)
-    operations += attention_operations(shape, sum(p * p / 2 for p in prompts))
+    operations += attention_operations(shape, sum(p * p / 2 for p in prompts)) + of_states * sum(prompts)
     total = seconds(operations, weights + key_values * sum(prompts))
     # The prompt gives the first token; token t+1 of a row comes from feeding its token t.
     for t in range(1, max(max(group.lengths) for group in groups)):
@@ -140,7 +142,9 @@ def sampling_floor(shape: ModelShape, machine: Machine, groups: Sequence[GroupWo
         rows = sum(running)
         pairs = sum(n * (p + t) for n, p in zip(running, prompts))
         kept = sum(p for n, p in zip(running, prompts) if n) + rows * t
-        total += seconds(2.0 * weights * rows + attention_operations(shape, pairs), weights + key_values * kept)
+        operations = (2.0 * weights + of_states) * rows + attention_operations(shape, pairs)
+        # A state is read and written.
+        total += seconds(operations, weights + key_values * kept + 2 * states * rows)
     return total
 
 
@@ -154,6 +158,8 @@ def training_floor(shape: ModelShape, machine: Machine, groups: Sequence[GroupWo
         if group.live
     )
     operations = 2.0 * shape.layer_parameters * (prompts + completions) + 2.0 * shape.head_parameters * completions
+    if shape.recurrent is not None:
+        operations += shape.recurrent.state_operations * (prompts + completions)
     return 3.0 * (operations + attention_operations(shape, pairs)) / machine.rate
 
 

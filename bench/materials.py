@@ -12,7 +12,6 @@ import json
 import math
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    NemotronHConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from workloads import ModelShape, Workload
 
@@ -53,7 +54,8 @@ def prepare(workload: Workload, root: Path, *, warm_up_steps: int = 800) -> Path
     else:
         tokenizer = read_qwen3_tokenizer() if workload.source == "gsm8k" else make_words(workload.model.vocab_size)
         model = make_model(workload.model, tokenizer)
-        set_ending(model, tokenizer.eos_token_id, 1 / workload.mean_length if workload.mean_length else NEVER)
+        eos_id = int(tokenizer.eos_token_id)  # pyright: ignore[reportArgumentType]
+        set_ending(model, eos_id, 1 / workload.mean_length if workload.mean_length else NEVER)
         rows = gsm8k_rows(tokenizer) if workload.source == "gsm8k" else random_rows(workload)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -89,29 +91,51 @@ def make_model(
     max_length: int = 4096,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> Qwen3ForCausalLM:
+) -> PreTrainedModel:
     """A model of this shape with random weights of this type; rotary frequencies are float32, as in loaded models."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=max_length,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=dtype,
-    )
+    recurrent = shape.recurrent
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": max_length,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": dtype,
+    }
+    if recurrent is None:
+        config = Qwen3Config(**sizes)
+    elif recurrent.family == "qwen3_5":
+        config = Qwen3_5TextConfig(
+            **sizes,
+            layer_types=list(recurrent.layer_types),
+            linear_num_value_heads=recurrent.num_heads,
+            linear_num_key_heads=recurrent.num_key_heads,
+            linear_key_head_dim=recurrent.key_dim,
+            linear_value_head_dim=recurrent.value_dim,
+        )
+    else:
+        del sizes["num_hidden_layers"]
+        config = NemotronHConfig(
+            **sizes,
+            layer_types=list(recurrent.layer_types),  # pyright: ignore[reportCallIssue]
+            mamba_num_heads=recurrent.num_heads,
+            mamba_head_dim=recurrent.value_dim,
+            ssm_state_size=recurrent.key_dim,
+            n_groups=recurrent.num_key_heads,
+        )
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 @torch.no_grad()
-def set_ending(model: Qwen3ForCausalLM, eos_id: int, probability: float, *, num_tokens: int = 1024) -> float:
+def set_ending(model: Any, eos_id: int, probability: float, *, num_tokens: int = 1024) -> float:
     """Make the model end a completion with this probability at every step; gives the mean over random tokens.
 
     Channel 0 of the residual stream is `CONSTANT` at every token, because nothing else writes to it; after the last
@@ -119,14 +143,14 @@ def set_ending(model: Qwen3ForCausalLM, eos_id: int, probability: float, *, num_
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding[:, 0] = CONSTANT
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight[0] = 0.0
-        layer.mlp.down_proj.weight[0] = 0.0
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("o_proj", "out_proj", "down_proj"):
+            module.weight[0] = 0.0
     if head is not embedding:
         head[:, 0] = 0.0
     head[eos_id] = 0.0
     ids = torch.randint(0, head.shape[0], (8, num_tokens // 8), generator=torch.Generator().manual_seed(0))
-    hidden = model.model(input_ids=ids.to(head.device)).last_hidden_state.flatten(0, 1)
+    hidden = model.base_model(input_ids=ids.to(head.device)).last_hidden_state.flatten(0, 1)
     rows = torch.cat([part.float().logsumexp(-1) for part in (hidden[i : i + 64] @ head.T for i in range(0, 256, 64))])
     channel = hidden[: len(rows), 0].float()
     # The end token is among the others with logit 0: too little to notice where the vocabulary is large.
@@ -174,13 +198,10 @@ def gsm8k_rows(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
 
 
 def import_demo_task() -> Any:
-    """The module `examples/tiny_task.py`."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        import tiny_task
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
-    return tiny_task
+    """The module `groupgrad.demo.task`, imported only where it is used."""
+    from groupgrad.demo import task
+
+    return task
 
 
 def make_demo(warm_up_steps: int) -> tuple[Any, Any, list[dict[str, Any]]]:

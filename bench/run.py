@@ -161,6 +161,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--with-vllm", "--with_vllm", action="store_true", help="compare sampling with vLLM's CPU build"
     )
+    parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of a new environment")
     parser.add_argument("--pack_weights", action="store_true", help="groupgrad with engine_pack_weights=True")
     parser.add_argument("--trl_attention", help="attention implementation of TRL's model (default: transformers' own)")
     parser.add_argument("--output", type=Path, help="file for the report (default for whole runs: bench/RESULTS.md)")
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     pythons = {"groupgrad": Path(sys.executable)}
     if not options.without_trl:
-        pythons["trl"] = make_trl_environment(BENCH / ".venv-trl")
+        pythons["trl"] = options.trl_python or make_trl_environment(BENCH / ".venv-trl")
     results, failed = Results(describe_machine(), options.repetitions), False
     for name in options.names:
         workload = WORKLOADS[name]

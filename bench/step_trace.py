@@ -19,14 +19,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 from datasets import Dataset
 from transformers import TrainerCallback
 
 import groupgrad
-import tiny_task
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.demo import task as tiny_task
 
 ROOT = Path(groupgrad.__file__).parent
 INTERNALS = (

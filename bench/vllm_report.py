@@ -80,7 +80,7 @@ def _engines(part: Measured) -> list[str]:
     verdict = "within" if apart <= WITHIN else "NOT within"
     return [
         "## The demo's task with each engine",
-        f"The task and the settings of `examples/demo.py`: seed {part['seed']}, {part['steps']} steps of 256 "
+        f"The task and the settings of `groupgrad demo`: seed {part['seed']}, {part['steps']} steps of 256 "
         "completions. All three start from the same base model, the demo's but for its attention heads (2 of 32 "
         "channels for 4 of 16: vLLM's attention on a CPU knows no smaller ones). They take steps in turn, "
         f"{part['chunk']} at a time, so that a change in the machine's load meets all.",

@@ -24,11 +24,9 @@ if __name__ == "__main__":
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-import demo
 from groupgrad import GRPOTrainer
-from tiny_task import MAX_COMPLETION_LENGTH, correctness_reward, format_reward, make_splits
+from groupgrad.demo import run as demo
+from groupgrad.demo.task import MAX_COMPLETION_LENGTH, correctness_reward, format_reward, make_splits
 
 MAX_CONTEXT = 64
 """Tokens; a prompt has 8 and a completion up to 40."""
@@ -76,9 +74,7 @@ def train(options: argparse.Namespace, answers: TextIO) -> None:
         fields["vllm_max_model_length"] = MAX_CONTEXT
     if options.engine == "server":
         fields["vllm_server_base_url"] = options.url
-    settings = demo.parse(
-        ["--seed", str(options.seed), "--output_dir", str(options.output), "--grpo_steps", str(options.steps)]
-    )
+    settings = argparse.Namespace(seed=options.seed, output_dir=str(options.output), grpo_steps=options.steps)
     splits = make_splits(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     lockstep = Lockstep(answers, options.chunk, versions(options.engine))

@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Source = Literal["random words", "gsm8k", "demo"]
 
 
 @dataclass(slots=True, frozen=True)
+class RecurrentLayers:
+    """The layers of a hybrid model that carry a state (a matrix for each head) instead of keys and values."""
+
+    family: Literal["qwen3_5", "nemotron_h"]
+    """The architecture: gated delta rule and attention in turn, or Mamba-2, attention and MLPs."""
+    layer_types: tuple[str, ...]
+    """As in the model's configuration."""
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    """Rows of a head's state."""
+    value_dim: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with a state."""
+        return sum(kind in ("linear_attention", "mamba") for kind in self.layer_types)
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers in the states of a row, all layers together."""
+        return self.num_layers * self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_operations(self) -> int:
+        """Operations of a token with its row's states: three products with a state (delta rule), or two (Mamba-2)."""
+        return (6 if self.family == "qwen3_5" else 4) * self.state_numbers
+
+    def layer_parameters(self, hidden_size: int) -> int:
+        """Weights of the matrices around the states, all layers together."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        scalars = 2 if self.family == "qwen3_5" else 1
+        each = hidden_size * (2 * keys + 2 * values + scalars * self.num_heads) + values * hidden_size
+        return self.num_layers * each
+
+
+@dataclass(slots=True, frozen=True)
 class ModelShape:
-    """A Qwen3-architecture model, by its sizes."""
+    """A model by its sizes: of the Qwen3 architecture, or a hybrid."""
 
     vocab_size: int
     hidden_size: int
@@ -22,12 +59,26 @@ class ModelShape:
     intermediate_size: int
     tied: bool = False
     """The output head is the embedding table."""
+    recurrent: RecurrentLayers | None = None
+    """The layers with a state; None: all layers are attention layers."""
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that keep keys and values."""
+        if self.recurrent is None:
+            return self.num_layers
+        return sum("attention" in kind and "linear" not in kind for kind in self.recurrent.layer_types)
 
     @property
     def layer_parameters(self) -> int:
         """Weights of all layers' matrices (norms left out): each takes part in one multiplication a token."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        is_gated = self.recurrent is not None and self.recurrent.family == "qwen3_5"
+        attention = self.hidden_size * self.head_dim * ((3 if is_gated else 2) * self.num_heads + 2 * self.num_kv_heads)
+        mlp, num_mlps = 3 * self.hidden_size * self.intermediate_size, self.num_layers
+        if self.recurrent is not None and self.recurrent.family == "nemotron_h":
+            mlp, num_mlps = mlp * 2 // 3, self.recurrent.layer_types.count("mlp")
+        states = 0 if self.recurrent is None else self.recurrent.layer_parameters(self.hidden_size)
+        return self.num_attention_layers * attention + num_mlps * mlp + states
 
     @property
     def head_parameters(self) -> int:
@@ -41,8 +92,9 @@ class ModelShape:
 
     def describe(self) -> str:
         """The shape in a few words."""
+        kind = f" ({self.recurrent.family}, {self.recurrent.num_layers} recurrent)" if self.recurrent else ""
         return (
-            f"{self.num_layers} layers, hidden {self.hidden_size}, vocabulary {self.vocab_size:,}, "
+            f"{self.num_layers} layers{kind}, hidden {self.hidden_size}, vocabulary {self.vocab_size:,}, "
             f"{self.num_parameters / 1e6:.1f} M parameters"
         )
 
@@ -96,6 +148,31 @@ BASE = ModelShape(
     head_dim=64,
     intermediate_size=1536,
 )
+HYBRID = replace(
+    BASE,
+    recurrent=RecurrentLayers(
+        family="qwen3_5",
+        layer_types=(*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2),
+        num_heads=8,
+        num_key_heads=8,
+        key_dim=128,
+        value_dim=128,
+    ),
+)
+"""Qwen3.5's smallest model with half of its width and a quarter of its layers."""
+HYBRID_MAMBA = replace(
+    BASE,
+    num_layers=8,
+    recurrent=RecurrentLayers(
+        family="nemotron_h",
+        layer_types=("mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mamba", "mlp"),
+        num_heads=16,
+        num_key_heads=2,
+        key_dim=128,
+        value_dim=64,
+    ),
+)
+"""Nemotron-H's kinds of layers in its proportions: the state is twice as wide as the hidden state."""
 WIDE_VOCABULARY = ModelShape(
     vocab_size=151_936,
     hidden_size=256,
@@ -116,7 +193,7 @@ DEMO = ModelShape(
     intermediate_size=256,
     tied=True,
 )
-"""The model of `examples/tiny_task.py`."""
+"""The model of `groupgrad.demo.task`."""
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -150,6 +227,20 @@ WORKLOADS: dict[str, Workload] = {
             micro_batches=4,
             target=10,
         ),
+        Workload("hybrid_uniform", HYBRID, prompt_tokens=64, limit=128, num_generations=8, batch_rows=32, target=2.5),
+        Workload(
+            "hybrid_reasoning",
+            HYBRID,
+            prompt_tokens=256,
+            limit=512,
+            mean_length=96,
+            num_generations=16,
+            batch_rows=64,
+            half_flat=True,
+            micro_batches=4,
+            target=12,
+        ),
+        Workload("hybrid_mamba", HYBRID_MAMBA, prompt_tokens=64, limit=128, num_generations=8, batch_rows=32),
         Workload("gsm8k", WIDE_VOCABULARY, limit=256, mean_length=96, num_generations=8, batch_rows=32, source="gsm8k"),
         Workload("demo", DEMO, limit=40, num_generations=16, batch_rows=256, source="demo"),
     )

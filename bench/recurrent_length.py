@@ -1,0 +1,89 @@
+"""Measures whether the cost of recurrent layers is linear in the tokens of a row: `python bench/recurrent_length.py`.
+
+A row of 16,384 tokens and one of 2,048 run in turn through a small model whose layers are all recurrent, forward alone
+and forward with backward. Processor seconds are compared, because other work on the machine hardly changes them. The
+ratio of the medians is to be 8 within 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Mamba2Config, Qwen3_5TextConfig
+
+from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+
+SHORT, LONG = 2048, 16_384
+VOCABULARY = 256
+
+
+def make_model(family: str, hidden_size: int) -> nn.Module:
+    """A random model of two recurrent layers; its head is small, so that the layers take most of the time."""
+    torch.manual_seed(0)
+    if family == "qwen3_5":
+        config = Qwen3_5TextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=2,
+            layer_types=["linear_attention"] * 2,
+            linear_num_value_heads=hidden_size // 64,
+            linear_num_key_heads=hidden_size // 64,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+        )
+    else:
+        config = Mamba2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden_size,
+            num_hidden_layers=2,
+            num_heads=hidden_size // 32,
+            head_dim=64,
+            state_size=64,
+            n_groups=1,
+        )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def seconds(model: nn.Module, length: int, *, backward: bool) -> float:
+    """Processor seconds of a pass over one row of `length` tokens."""
+    ids = torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    batch, started = build_batch([[1]], [0], [ids]), time.process_time()
+    with torch.set_grad_enabled(backward):
+        total = score_tokens(model, batch, ForwardOptions(layout="shared")).logprobs.sum()
+    if backward:
+        total.backward()
+    return time.process_time() - started
+
+
+def main() -> None:
+    """Prints a line for each family and direction."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden_size", type=int, default=256)
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    for family in ("qwen3_5", "mamba2"):
+        model = make_model(family, options.hidden_size)
+        for backward in (False, True):
+            taken: dict[int, list[float]] = {SHORT: [], LONG: []}
+            for _ in range(options.rounds + 1):
+                for length, found in taken.items():
+                    found.append(seconds(model, length, backward=backward))
+            short, long = (statistics.median(found[1:]) for found in taken.values())
+            print(
+                f"{family}, {'forward and backward' if backward else 'forward'}: {SHORT:,} tokens {short:.2f} s, "
+                f"{LONG:,} tokens {long:.2f} s, ratio {long / short:.2f} (load {os.getloadavg()[0]:.1f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
