@@ -42,8 +42,8 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
-from curves import plot_rewards, write_metrics
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.demo.curves import plot_rewards
 
 MAX_BEFORE, MIN_AFTER = 0.45, 0.85
 """Held-out accuracy, sampled at temperature 1, that the model may have at most before, and must have after."""
@@ -302,7 +302,6 @@ def main(arguments: list[str] | None = None) -> int:
     history, after = [{**before.metrics, "step": 0}, *trainer.state.log_history], measure(trainer)
     folder = Path(options.output_dir)
     trainer.save_model()
-    write_metrics(history, folder / "metrics.jsonl")
     plot_rewards(history, folder / "rewards.png")
     draw(held_out, before, after, folder / "pictures.png")
     held = before.accuracy <= MAX_BEFORE and after.accuracy >= MIN_AFTER

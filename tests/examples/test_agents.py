@@ -251,6 +251,7 @@ def test_a_short_run_fails_honestly_and_leaves_its_files(request, name, tmp_path
     assert "tools/call_frequency" in printed
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum("eval_reward" in event for event in events) == 2
+    assert all("time" in event for event in events)  # as the run folder has them
     assert (tmp_path / "rewards.png").stat().st_size > 10_000
     assert len(list((tmp_path / "completions").glob("*.parquet"))) == 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
