@@ -1,0 +1,48 @@
+"""The pages that are made from the code are whole, and the navigation names pages that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupgrad import GRPOConfig
+from groupgrad.objectives.policy import LOSSES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def options() -> Any:
+    spec = importlib.util.spec_from_file_location("options_page", ROOT / "docs/site/options.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_option_has_one_row_with_its_default(options: Any) -> None:
+    page = options.page()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE))
+    assert page.count("\n| `") == len(rows)
+    assert set(rows) == {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert (rows["loss_type"], rows["num_generations"], rows["beta"]) == ("'dapo'", "8", "0.0")
+    objective = page.partition("\n## Objective\n")[2].partition("\n## ")[0]
+    assert "`vespo_k_pos`" in objective and "`use_vllm`" not in objective
+
+
+def test_every_row_of_the_losses_is_on_their_page() -> None:
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", page, re.MULTILINE)[1 : 1 + len(LOSSES)] == list(LOSSES)
+
+
+def test_the_navigation_names_pages_that_exist() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    made = {"index.md", "options.md", "changelog.md", "contributing.md", "security.md", "recipes/index.md"}
+    for page in set(re.findall(r"[\w/-]+\.md", text)) - made:
+        source = ROOT / "docs" / page
+        assert any(path.exists() for path in (source, source.with_suffix(".ipynb"), ROOT / page)), page
