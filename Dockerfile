@@ -1,0 +1,39 @@
+# Two images from one file:
+#   docker build --target cpu -t groupgrad:cpu .
+#   docker build --target cuda -t groupgrad:cuda .
+# Extras: --build-arg EXTRAS=math,peft,vlm. The compiler builds the CPU kernels on first use, and Triton's on a GPU.
+ARG PYTHON=3.11
+
+FROM python:${PYTHON}-slim AS base
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y g++ \
+    && rm -rf /var/lib/apt/lists/*
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+WORKDIR /opt/groupgrad
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+
+FROM base AS cpu
+ARG EXTRAS=math,peft
+RUN pip install --constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+COPY src src
+RUN pip install --constraint constraints.txt ".[${EXTRAS}]" \
+    && useradd --create-home --uid 1000 trainer
+USER 1000
+WORKDIR /home/trainer
+ENTRYPOINT ["groupgrad"]
+CMD ["--help"]
+
+# PyTorch's wheels on the package index bring CUDA along; the host needs a driver and NVIDIA's container toolkit.
+FROM base AS cuda
+ARG EXTRAS=math,peft,quant,deepspeed
+RUN pip install --constraint constraints.txt torch
+COPY src src
+RUN pip install --constraint constraints.txt ".[${EXTRAS}]" \
+    && useradd --create-home --uid 1000 trainer
+USER 1000
+WORKDIR /home/trainer
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENTRYPOINT ["groupgrad"]
+CMD ["--help"]
