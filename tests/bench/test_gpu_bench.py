@@ -146,13 +146,13 @@ def test_the_process_that_starts_the_others_leaves_the_card_alone():
 def test_what_is_missing_or_too_old_is_said(monkeypatch, capsys):
     import gpu_check
 
-    versions = {"torch": "2.11.0", "transformers": "5.17.0"}
+    versions = {"torch": "2.11.0", "transformers": "5.12.0"}
     monkeypatch.setattr(gpu_check, "installed_version", versions.get)
     monkeypatch.setattr("groupgrad.compat.installed_version", versions.get)
     found = gpu_check.problems(("torch", "transformers", "datasets"))
     assert found == [
         "datasets is not installed",
-        "transformers 5.17.0 is older than 5.19, the first release that works",
+        "transformers 5.12.0 is older than 5.13, the first release that works",
     ]
     assert gpu_check.main() == 1
     assert "head of bench/gpu.sh" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,6 +27,9 @@ def test_targets():
         "long_prompt": 5,
         "large_vocab": 3,
         "reasoning": 10,
+        "hybrid_uniform": 2.5,
+        "hybrid_reasoning": 12,
+        "hybrid_mamba": None,
         "gsm8k": None,
         "demo": None,
     }
@@ -76,8 +82,6 @@ def test_half_of_the_prompts_are_flat_and_all_have_the_length_they_say():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_completions_end_with_the_probability_asked_for(small, tied):
-    from dataclasses import replace
-
     from materials import make_model, make_words, set_ending
 
     tokenizer = make_words(small.vocab_size)
@@ -104,8 +108,6 @@ def test_completions_that_never_end(small):
 
 
 def test_prepared_folders_are_kept_until_the_recipe_changes(tmp_path, small):
-    from dataclasses import replace
-
     from materials import prepare, read_rows
     from workloads import Workload
 
@@ -116,3 +118,33 @@ def test_prepared_folders_are_kept_until_the_recipe_changes(tmp_path, small):
     assert (folder / "rows.jsonl").stat().st_mtime_ns == written
     prepare(replace(workload, prompt_tokens=6), tmp_path)
     assert read_rows(folder)[0]["prompt_tokens"] == 6
+
+
+@pytest.mark.parametrize("name", ["hybrid_uniform", "hybrid_mamba"])
+def test_hybrids_are_counted_as_they_are_made(name: str) -> None:
+    """Weights of matrices, and numbers in the states that a row of the native engine keeps."""
+    from materials import make_model, make_words, set_ending
+    from workloads import WORKLOADS
+
+    from groupgrad.engines.base import SamplingOptions
+    from groupgrad.engines.native.engine import NativeEngine
+
+    full = WORKLOADS[name].model
+    assert full.recurrent is not None
+    shape = replace(
+        full,
+        vocab_size=64,
+        hidden_size=32,
+        head_dim=8,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=48,
+        recurrent=replace(full.recurrent, num_heads=4, num_key_heads=2, key_dim=8, value_dim=16),
+    )
+    model = make_model(shape, make_words(64)).eval()
+    assert sum(p.numel() for p in model.parameters() if p.dim() == 2) == shape.num_parameters
+    with NativeEngine(model).session(SamplingOptions(max_new_tokens=4)) as session:
+        states: Any = session._cache.suffixes.states  # pyright: ignore[reportAttributeAccessIssue]
+    numbers = [torch.Size(state.shape[1:]).numel() for state in states if state.dim() == 4]
+    assert shape.recurrent is not None and sum(numbers) == shape.recurrent.state_numbers
+    assert set_ending(model, 1, 1 / 20, num_tokens=64) == pytest.approx(1 / 20, rel=0.05)
