@@ -106,11 +106,10 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert HOSTILE in page.inner_text(".card.chosen .tokens")
         page.locator(".card.chosen .tokens").press("ArrowRight")
         assert "log-prob -" in page.inner_text(".readout")
-        for by, shade in (("entropy", ".tokens .s2"), ("advantage", ".tokens [class^=n], .tokens [class^=p]")):
+        shades = {"entropy": ".s2", "advantage": ":is([class^=n], [class^=p])", "gradient_shares": "[class^=p]"}
+        for by, shade in shades.items():
             page.select_option("#shade", by)
-            page.wait_for_selector(shade)
-        page.select_option("#shade", "gradient_shares")
-        page.wait_for_selector(".tokens [class^=p]")
+            page.wait_for_selector(f".detail[data-shade={by}] .tokens {shade}")
         page.locator(".card.chosen .tokens").press("ArrowRight")
         assert "gradient share" in page.inner_text(".readout") and "taught" in page.inner_text(".card.chosen header")
         assert page.evaluate("location.hash").endswith("row=0")  # a link to the rollout

@@ -13,6 +13,7 @@ export function rolloutsPage(state, query, { source, go }) {
   const form = el("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() });
   const narrow = matchMedia("(max-width: 760px)").matches;
   let known = "";
+  let drawings = 0;
 
   const list = new VirtualList({
     rowHeight: narrow ? 66 : 44,
@@ -75,11 +76,13 @@ export function rolloutsPage(state, query, { source, go }) {
   }
 
   async function drawDetail() {
+    const drawing = (drawings += 1);
     if (query.step === undefined || query.group === undefined) {
       fill(detail, el("p", { class: "quiet" }, "Choose a rollout to see its group, token by token."));
       return;
     }
     const { rows } = await source.group(run, Number(query.step), Number(query.group), query.of);
+    if (drawing !== drawings) return; // another group was chosen meanwhile
     if (!rows.length) {
       fill(detail, el("p", { class: "quiet" }, `The rollouts of step ${query.step}, group ${query.group} are not stored.`));
       return;
@@ -102,6 +105,7 @@ export function rolloutsPage(state, query, { source, go }) {
           others.map((other) => link({ run: other.index, prompt_id: rows[0].prompt_id }, `in ${other.name}`))),
         imagesOf(rows[0])),
       el("div", { class: "cards" }, cards), readout);
+    detail.dataset.shade = by;
     detail.scrollTop = 0;
     if (narrow) detail.scrollIntoView({ block: "start" });
   }
