@@ -150,9 +150,9 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
 
     def _refresh(self) -> None:
         """Draws the bar now, or by a timer as soon as it may be drawn again."""
-        wait_s = _REFRESH_S - (self._clock() - self._refreshed_at)
-        if self._bar is None or (wait_s > 0 and self._timer is not None):
+        if self._bar is None or self._timer is not None:
             return
+        wait_s = _REFRESH_S - (self._clock() - self._refreshed_at)
         if wait_s <= 0:
             self._draw()
             return
@@ -161,7 +161,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self._timer.start()
 
     def _draw(self) -> None:
-        bar, self._timer, self._refreshed_at = self._bar, None, self._clock()
+        self._refreshed_at = self._clock()
+        bar, self._timer = self._bar, None
         if bar is not None:
             bar.set_description_str(self._description(), refresh=False)
             bar.refresh()
