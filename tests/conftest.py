@@ -8,7 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.utils import logging as hf_logging
 
 from groupgrad.types import Prompt, Rollout
 
@@ -67,6 +68,14 @@ def make_model(seed: int = 0, **config: object) -> Qwen3ForCausalLM:
 def _no_deepspeed_left() -> None:
     """Drops DeepSpeed's configuration, by which transformers loads models as long as any reference to it lives."""
     unset_hf_deepspeed_config()
+
+
+@pytest.fixture(autouse=True)
+def _no_log_level_left() -> Iterator[None]:
+    """Puts transformers' level of logging back: a trainer sets it, and bars are drawn by it."""
+    before = hf_logging.get_verbosity()
+    yield
+    hf_logging.set_verbosity(before)
 
 
 @pytest.fixture
