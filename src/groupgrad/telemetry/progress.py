@@ -47,6 +47,7 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self._numbers: dict[str, float] = {}
         self._refreshed_at = float("-inf")
         self._timer: threading.Timer | None = None
+        self._drawing = threading.RLock()  # a signal's handler may draw while its thread does
         self._has_sampled = False
         self._logged_at: float | None = None
         self._logged_step = 0
@@ -150,19 +151,24 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
 
     def _refresh(self) -> None:
         """Draws the bar now, or by a timer as soon as it may be drawn again."""
-        if self._bar is None or self._timer is not None:
-            return
-        wait_s = _REFRESH_S - (self._clock() - self._refreshed_at)
-        if wait_s <= 0:
-            self._draw()
-            return
-        self._timer = threading.Timer(wait_s, self._draw)
-        self._timer.daemon = True
-        self._timer.start()
+        with self._drawing:
+            wait_s = _REFRESH_S - (self._clock() - self._refreshed_at)
+            if self._bar is None:
+                return
+            if wait_s <= 0:
+                self._draw()
+            elif self._timer is None:
+                self._timer = threading.Timer(wait_s, self._draw_pending)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _draw_pending(self) -> None:
+        with self._drawing:
+            if self._timer is threading.current_thread():  # else it was drawn meanwhile
+                self._draw()
 
     def _draw(self) -> None:
-        self._refreshed_at = self._clock()
-        bar, self._timer = self._bar, None
+        bar, self._timer, self._refreshed_at = self._bar, None, self._clock()
         if bar is not None:
             bar.set_description_str(self._description(), refresh=False)
             bar.refresh()
