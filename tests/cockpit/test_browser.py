@@ -116,7 +116,7 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         page.select_option("[name=phase]", "eval")
         wait_until(page, "document.querySelector('.count').innerText.startsWith('8 rollouts')")
         page.locator(".item").first.click()
-        wait_until(page, "document.querySelector('.detail h2').innerText.endsWith('evaluation eval')")
+        wait_until(page, "document.querySelector('.detail h2')?.innerText.endsWith('evaluation eval')")
         assert page.locator("#shade option[value=gradient_shares]").count() == 0  # an evaluation has no gradient
         page.select_option("[name=phase]", "")
         page.select_option("[name=tool]", "calculator")
