@@ -15,9 +15,9 @@ struct Tile {
     double *sums;   // (rows, 3): running peaks, totals and moments; null to skip them
     float *chosen;  // logits in bits of the tokens within the tile; null with `sums`
     // Gradient that overwrites the tile, unless `normaliser` is null. With p = 2^(bits - normaliser) a logit becomes
-    //   p * (prob_factor + bits_factor * (bits - normaliser)), plus token_grad for the row's own token
+    //   p * (prob_factor + bits_factor * (bits - normaliser)), and the row's own token becomes own_gradient
     const float *normaliser, *prob_factor;
-    const float *token_grad;  // null: a row's own token becomes 0
+    const float *own_gradient;  // null: 0
     const float *bits_factor;   // null: none
 };
 }
@@ -67,7 +67,7 @@ void groupgrad_tile(const Tile *call, int threads) {
             if (tile.sums) sums.add(weights);
             if (tile.normaliser) gradient_block(some, bits, count, weights.peak, tile, row);
         }
-        if (tile.normaliser && is_inside) logits[own] = tile.token_grad ? logits[own] + tile.token_grad[row] : 0.0f;
+        if (tile.normaliser && is_inside) logits[own] = tile.own_gradient ? tile.own_gradient[row] : 0.0f;
         if (!tile.sums) continue;
         double *to = tile.sums + 3 * row;
         to[0] = sums.peak, to[1] = sums.total, to[2] = sums.moment;

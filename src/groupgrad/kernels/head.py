@@ -24,7 +24,7 @@ class _Tile(ctypes.Structure):
         ("factor", ctypes.c_float),
         *(
             (name, ctypes.c_void_p)
-            for name in ("tokens", "sums", "chosen", "normaliser", "prob_factor", "token_grad", "bits_factor")
+            for name in ("tokens", "sums", "chosen", "normaliser", "prob_factor", "own_gradient", "bits_factor")
         ),
     )
 
@@ -66,12 +66,12 @@ class TileGradient:
     """The gradient that overwrites a tile, from vectors (t,) float32.
 
     With p = 2^(bits - normaliser) a logit becomes p * (prob_factor + bits_factor * (bits - normaliser)). The row's own
-    token gets `token_grad` more, or becomes 0 if that is None.
+    token becomes `own_gradient`, or 0 if that is None.
     """
 
     normaliser: torch.Tensor
     prob_factor: torch.Tensor
-    token_grad: torch.Tensor | None = None
+    own_gradient: torch.Tensor | None = None
     bits_factor: torch.Tensor | None = None
 
 
@@ -91,7 +91,7 @@ def pass_tile(
     """
     inputs = [tokens.to(torch.int64).contiguous(), sums and sums.sums, sums and sums.chosen]
     if gradient is not None:
-        vectors = (gradient.normaliser, gradient.prob_factor, gradient.token_grad, gradient.bits_factor)
+        vectors = (gradient.normaliser, gradient.prob_factor, gradient.own_gradient, gradient.bits_factor)
         inputs += [None if x is None else x.contiguous() for x in vectors]
     pointers = [None if x is None else x.data_ptr() for x in inputs]
     tile = _Tile(logits.data_ptr(), *logits.shape, first, factor, *pointers)

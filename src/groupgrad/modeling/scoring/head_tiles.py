@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -47,8 +47,7 @@ class Tiles:
         return _TILES.get(device.type, _TILES["cuda"])
 
 
-# On a CPU a tile of float32 logits takes 4 MB, and as much for its probabilities where they do not overwrite it.
-# The slice of the weight and its gradient take 4 MB each at H=512.
+# On a CPU a tile of logits takes 4 MB, as much as a slice of the weight and one of its gradient each take at H=512.
 _TILES = {"cpu": Tiles(512, 2048), "cuda": Tiles(4096, 8192)}
 
 
@@ -117,12 +116,10 @@ class HeadTask:
 
 @dataclass(slots=True)
 class Scores:
-    """Results of a pass, all (L,) but the last."""
+    """Results of a pass, all (L,) but the last, in nats but the normaliser."""
 
     logprobs: torch.Tensor
-    """Nats."""
     entropy: torch.Tensor
-    """Nats."""
     normaliser: torch.Tensor
     """Log-sum-exp of the logits, in bits."""
     direction: torch.Tensor | None = None
@@ -142,17 +139,29 @@ class HeadGradRequest:
     """Bits."""
     token_grad: torch.Tensor
     prob_grad: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    """Exact log-probs; None to leave the tokens' own logits out of the gradients."""
     entropy: torch.Tensor | None = None
     entropy_grad: torch.Tensor | None = None
-    """d loss / d entropy; None if there is none, and then `entropy` is not needed."""
 
     def at(self, rows: slice | torch.Tensor) -> HeadGradRequest:
         """The request for some of the tokens."""
-        entropy = None if self.entropy is None else self.entropy[rows]
-        entropy_grad = None if self.entropy_grad is None else self.entropy_grad[rows]
-        return HeadGradRequest(
-            self.tokens[rows], self.normaliser[rows], self.token_grad[rows], self.prob_grad[rows], entropy, entropy_grad
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[rows] for name, value in values.items() if value is not None})
+
+    def own_gradient(self, slope: float) -> torch.Tensor | None:
+        """(L,) d loss / d (h @ W.T + b) of the tokens themselves; None if they are left out.
+
+        From the exact log-prob: the p of a tile carries the rounding of a logit, which for a nearly certain token is a
+        large part of 1 - p.
+        """
+        if self.logprobs is None:
+            return None
+        gradient = self.token_grad - self.prob_grad - self.prob_grad * torch.expm1(self.logprobs)
+        if self.entropy_grad is not None and self.entropy is not None:
+            logprobs = self.logprobs.clamp(min=-1e4)  # a logit of minus infinity
+            gradient -= self.entropy_grad * logprobs.exp() * (logprobs + self.entropy)
+        return gradient * slope
 
     def factors(self, slope: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(L,) f and g, or None for 0: d loss / d (h @ W.T + b) of other tokens is p * (f + g * log2 p)."""
@@ -174,16 +183,16 @@ class Gradients:
 
 
 class _Grid:
-    """The tiles of one pass and the scratch memory that they share."""
+    """The tiles of one pass and the scratch memory that they share. `slopes` keeps the slopes of the cap."""
 
-    def __init__(self, num_tokens: int, head: HeadWeights, task: HeadTask):
+    def __init__(self, num_tokens: int, head: HeadWeights, task: HeadTask, *, slopes: bool):
         self._head, self._task = head, task
         self.tokens = list(slices(num_tokens, task.tiles.tokens))
         """Slices of the tokens; the first is the longest."""
         self._columns = list(slices(len(head), task.tiles.vocab, 128))
         size = (self.tokens[0].stop if self.tokens else 0) * self.vocab_size
         self._logits = torch.empty(size, dtype=task.exact, device=head.device)
-        self._slopes = None if task.cap is None else torch.empty_like(self._logits)
+        self._slopes = torch.empty_like(self._logits) if slopes and task.cap is not None else None
         self._rounded = None if task.dtype == task.exact else torch.empty_like(self._logits, dtype=task.dtype)
         is_float = task.dtype == torch.float32 and head.device.type == "cpu"
         self.kernels = library() if is_float and task.cap is None else None
@@ -222,6 +231,8 @@ class _Grid:
             logits.addmm_(hidden, weight.t(), beta=0, alpha=factor)
         else:
             torch.addmm(bias, hidden, weight.t(), beta=factor, alpha=factor, out=logits)
+        if self._slopes is not None:
+            _cap_slope(logits, out=_view(self._slopes, shape))
         return logits if cap is None else logits.tanh_().mul_(cap)
 
     def raw_logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -231,12 +242,8 @@ class _Grid:
         return product(self.kernels, hidden, weight, bias, out=logits)
 
     def cap_slope(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """(t, v) slope of the cap at these logits; None without a cap."""
-        cap = self._task.cap
-        if cap is None or self._slopes is None:
-            return None
-        slope = _view(self._slopes, logits.shape).fill_(1.0)
-        return torch.addcmul(slope, logits, logits, value=-1.0 / cap**2, out=slope)
+        """Like `logits` (t, v), the latest: the slope of the cap at each; None without a cap."""
+        return None if self._slopes is None else _view(self._slopes, logits.shape)
 
     def exp2(self, logits: torch.Tensor) -> torch.Tensor:
         """(t, v) in memory of its own."""
@@ -250,21 +257,21 @@ class _Grid:
 
 def score_pass(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask) -> Scores:
     """Scores in one pass; sums are rescaled when a larger logit appears. `hidden` has the products' dtype."""
-    grid = _Grid(len(hidden), head, task)
+    grid = _Grid(len(hidden), head, task, slopes=task.keep_direction)
     if grid.kernels is not None:
         return _compiled_scores(grid, hidden, head, tokens, task)
     like: dict[str, Any] = {"dtype": task.exact, "device": head.device}
     # `top` stays finite, so that no difference of two tops is NaN.
     top = torch.full((len(hidden),), torch.finfo(task.exact).min / 4, **like)
     total, moment = torch.zeros_like(top), torch.zeros_like(top)
-    chosen = torch.full_like(top, math.nan)
+    chosen, own_slope = torch.full_like(top, math.nan), torch.ones_like(top)
     mean = torch.zeros(hidden.shape, **like) if task.keep_direction else None
     for columns, w, b in grid.vocab():
         for rows in grid.tokens:
             logits = grid.logits(hidden[rows], w, b)
             inside, where = _place(tokens[rows], columns)
             chosen[rows] = torch.where(inside, _own(logits, where), chosen[rows])
-            cap_slope = grid.cap_slope(logits) if mean is not None else None
+            cap_slope = grid.cap_slope(logits)
             highest = torch.maximum(top[rows], logits.amax(1))
             probs = grid.exp2(logits.sub_(highest[:, None]))
             lower = top[rows] - highest
@@ -277,14 +284,13 @@ def score_pass(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, ta
                 # The token's own part nearly cancels; it is left out here and added exactly below.
                 _add_at(probs, where, inside, -_own(probs, where))
                 if cap_slope is not None:
+                    own_slope[rows] = torch.where(inside, _own(cap_slope, where), own_slope[rows])
                     probs.mul_(cap_slope)
                 mean[rows] *= shrink[:, None]
                 _accumulate(mean[rows], grid.rounded(probs), w)
     scores = Scores((chosen - top - total.log2()) * NATS, (total.log2() - moment / total) * NATS, top + total.log2())
     if mean is not None:
-        own = -torch.expm1(scores.logprobs)
-        if task.cap is not None:
-            own *= 1 - (chosen / task.cap) ** 2
+        own = -torch.expm1(scores.logprobs) * own_slope
         scores.direction = head[tokens].to(task.exact) * own[:, None] - mean / total[:, None]
     return scores
 
@@ -327,14 +333,14 @@ def gradient_pass(
 
     `hidden` has the products' dtype and holds the tokens of `request` alone, as does `grads.hidden`.
     """
-    grid = _Grid(len(hidden), head, task)
+    grid = _Grid(len(hidden), head, task, slopes=True)
 
     def tile_of(rows: slice, columns: slice, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         part = request.at(rows)
         if grid.kernels is None:
             return grid.rounded(_gradient_tile(grid, grid.logits(hidden[rows], w, b), part, columns, task))
         tile, (prob_factor, bits_factor) = grid.raw_logits(hidden[rows], w, b), part.factors(task.slope)
-        gradient = TileGradient(part.normaliser, prob_factor, part.token_grad * task.slope, bits_factor)
+        gradient = TileGradient(part.normaliser, prob_factor, part.own_gradient(task.slope), bits_factor)
         pass_tile(grid.kernels, tile, part.tokens, columns.start, task.factor, gradient=gradient)
         return tile
 
@@ -349,7 +355,7 @@ def scored_gradient_pass(
     Leaves each token's own logit out of the gradients, because its share 1 - p is known exactly only afterwards. Also
     returns (L,) the sums of the probabilities in use, 1 for exact normalisers. No gradient flows from entropies.
     """
-    grid = _Grid(len(hidden), head, task)
+    grid = _Grid(len(hidden), head, task, slopes=True)
     exact_sums = None if grid.kernels is None else SoftmaxSums.empty(len(hidden))
     sums = request.normaliser.new_zeros(3, len(hidden))
     """Per token: its logit less the normaliser, the sum of p, and the sum of p * log2 p."""
@@ -425,26 +431,33 @@ def _gradient_tile(
         chosen.copy_(torch.where(inside, _own(logits, where), chosen))
         total.add_(tile.sum(1))
         moment.add_(logits.mul_(tile).sum(1))
-        _add_at(tile, where, inside, -_own(tile, where))
     if bits_factor is None:
         tile.mul_(prob_factor[:, None])
     else:
         tile.mul_(torch.addcmul(prob_factor[:, None], logits, bits_factor[:, None], out=logits))
-    if sums is None:
-        _add_at(tile, where, inside, request.token_grad * task.slope)
+    _add_at(tile, where, inside, -_own(tile, where))
+    if (own := request.own_gradient(task.slope)) is not None:
+        _add_at(tile, where, inside, own)
     return tile if cap_slope is None else tile.mul_(cap_slope)
 
 
-def token_logits(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask) -> torch.Tensor:
-    """(L,) logits of the tokens alone, in bits; NaN for ids outside the vocabulary."""
+def token_logits(
+    hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(L,) logits of the tokens alone, in bits, NaN for ids outside the vocabulary; (L,) slopes of the cap, or None."""
     ids = tokens.clamp(0, len(head) - 1)
     logits = (hidden.to(task.exact) * head[ids]).sum(1)
     if head.bias is not None:
         logits = logits + head.bias[ids]
-    logits = logits * task.factor
+    logits, slopes = torch.where(ids == tokens, logits * task.factor, math.nan), None
     if task.cap is not None:
-        logits = logits.tanh() * task.cap
-    return torch.where(ids == tokens, logits, math.nan)
+        logits, slopes = logits.tanh() * task.cap, _cap_slope(logits)
+    return logits, slopes
+
+
+def _cap_slope(argument: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Slope of tanh, as 1 / cosh^2: near the cap, 1 - tanh^2 would be rounding alone."""
+    return torch.cosh(argument, out=out).square_().reciprocal_()
 
 
 def slices(total: int, bound: int, multiple: int = 64) -> Iterator[slice]:

@@ -180,7 +180,9 @@ class _TiledScores(torch.autograd.Function):
         if task.keep_direction:
             ctx.save_for_backward(scores.direction)
         else:
-            ctx.save_for_backward(hidden, weight, adapter, bias, tokens, scores.normaliser, scores.entropy)
+            ctx.save_for_backward(
+                hidden, weight, adapter, bias, tokens, scores.normaliser, scores.logprobs, scores.entropy
+            )
         if not task.entropy_gradient:
             ctx.mark_non_differentiable(scores.entropy)
         return scores.logprobs, scores.entropy
@@ -193,10 +195,10 @@ class _TiledScores(torch.autograd.Function):
         if task.keep_direction:
             (direction,) = ctx.saved_tensors
             return (direction * (logprob_grad * task.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 6
-        hidden, weight, adapter, bias, tokens, normaliser, entropy = ctx.saved_tensors
-        request = HeadGradRequest(
-            tokens, normaliser, logprob_grad, logprob_grad, entropy, entropy_grad if task.entropy_gradient else None
-        )
+        hidden, weight, adapter, bias, tokens, normaliser, logprobs, entropy = ctx.saved_tensors
+        if not task.entropy_gradient:
+            entropy_grad = None
+        request = HeadGradRequest(tokens, normaliser, logprob_grad, logprob_grad, logprobs, entropy, entropy_grad)
         # Early gradients are used once: a second backward pass through this node computes its own.
         early, ctx.early = ctx.early, None
         head = HeadWeights(weight, adapter, bias)
@@ -238,7 +240,7 @@ def _early_gradients(
     needed: tuple[bool, bool, bool],
 ) -> _EarlyGradients | None:
     """Scores and gradients in one pass, or None if the precomputed log-probs are far off."""
-    own_logits = token_logits(hidden, head, tokens, task)
+    own_logits, own_slopes = token_logits(hidden, head, tokens, task)
     normaliser = own_logits - precomputed.logprobs / NATS
     is_known = (precomputed.gradient != 0) & normaliser.isfinite()
     rows, others = _where(is_known), _where(~is_known)
@@ -252,9 +254,8 @@ def _early_gradients(
     if not bool(((excess - 1).abs() < 0.5).all()):
         return None
     own = -gradient * torch.expm1(scores.logprobs) * task.slope
-    if task.cap is not None:
-        # From the logits themselves: near the cap, rounding of `normaliser + logprobs` would be a large part of it.
-        own *= 1 - (own_logits[rows] / task.cap) ** 2
+    if own_slopes is not None:
+        own *= own_slopes[rows]
     _add_own_tokens(grads, hidden[rows], head, tokens[rows], own, task)
     if not len(others):
         return _EarlyGradients(scores, grads, gradient, excess)
