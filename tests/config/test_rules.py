@@ -79,6 +79,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"logging_steps": "inf"}, ["logging_steps='inf' is a text", "a number"]),
     ({"generation_kwargs": {"custom_generate": "x"}}, ["'custom_generate', which neither", "Take it out"]),
     ({"gradient_checkpointing_kwargs": "abc"}, ["'abc', which is no dict", "torch.utils.checkpoint"]),
+    ({"output_dir": "/proc/runs"}, ["a folder in '/proc' cannot be made", "Set it to a folder"]),
     ({"output_dir": "x" * 300}, ["cannot be written to", "Set it to a folder"]),
     ({"max_steps": "many"}, ["max_steps='many'", "a whole number"]),
     ({"learning_rate": "fast"}, ["learning_rate='fast'", "0 or more"]),

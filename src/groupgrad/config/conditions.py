@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import math
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,12 @@ def unusable_folder(c: GRPOSettings) -> str | None:
     existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     if not os.path.isdir(existing):
         return f"{str(existing)!r} is a file"
-    return None if os.access(existing, os.W_OK) else f"{str(existing)!r} is read-only"
+    try:
+        # The administrator has every right, and still cannot make folders everywhere.
+        tempfile.TemporaryDirectory(prefix=".groupgrad-", dir=existing).cleanup()
+    except OSError as error:
+        return f"a folder in {str(existing)!r} cannot be made ({error.strerror or error})"
+    return None
 
 
 def overridden_sampling(c: GRPOSettings) -> str:
