@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import gc
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -394,3 +395,47 @@ def test_a_cancelled_function_cleans_up_on_a_loop_that_is_given_up():
         assert cleaned.wait(timeout=20)
     finally:
         workers.close()
+
+
+SUSPENDED = """
+import asyncio, sys, time
+from groupgrad.concurrency.workers import Workers
+
+
+def plain():
+    print("begun", flush=True)
+    for _ in range(10):
+        time.sleep(0.05)
+    return "answer"
+
+
+async def on_loop():
+    print("begun", flush=True)
+    for _ in range(10):
+        await asyncio.sleep(0.05)
+    return "answer"
+
+
+async def of_plain():
+    return await on_loop()
+
+
+tool = {"plain": plain, "async": on_loop, "awaitable": lambda: of_plain()}[sys.argv[1]]
+print(Workers().call(tool, {}, timeout_s=1.5).result().value, flush=True)
+"""
+
+
+@pytest.mark.fault(
+    "a scheduler suspends the process (SIGSTOP) for longer than a tool's `tool_timeout_s`, and lets it go on",
+    "the tool goes on: time in which the process is suspended does not count",
+    "nothing",
+)
+@pytest.mark.parametrize("tool", ["plain", "async", pytest.param("awaitable", marks=pytest.mark.slow)])
+def test_time_in_which_the_process_is_suspended_does_not_count(tool: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", SUSPENDED, tool], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.readline() == "answer\n"

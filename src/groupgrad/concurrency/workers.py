@@ -17,6 +17,7 @@ from typing import Any
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.concurrency.daemon_threads import DaemonThreads
 from groupgrad.concurrency.event_loop import LoopThread
+from groupgrad.concurrency.running_time import SLICE_S, slices
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Workers:
     Plain functions run on at most `num_threads` daemon threads, async ones on one event loop. Each call has a
     supervisor, a coroutine on a second event loop that runs no user code and therefore cannot be blocked:
 
+    - time in which the process is suspended counts for no deadline;
     - a plain function past its deadline is answered as timed out and its thread is no longer counted, so that the pool
       never shrinks;
     - an async function past its deadline is answered and cancelled;
@@ -174,29 +176,35 @@ class Workers:
         call.started = time.monotonic()
         running = self._threads.submit(call.context.run, call.run)
         try:
-            await asyncio.wait({asyncio.wrap_future(running)}, timeout=call.timeout_s)
-            return running.result() if running.done() else self._time_out(call)
+            for wait_s in slices(call.timeout_s):
+                await asyncio.wait({asyncio.wrap_future(running)}, timeout=wait_s)
+                if running.done():
+                    return running.result()
+            return self._time_out(call)
         finally:
             if not running.done():
                 running.add_done_callback(lambda late: _discard(late.result().value))
 
     async def _supervise_on_loop(self, call: _Call) -> Outcome:
         self._on_loop.add(call)
-        submitted = time.monotonic()
+        # A blocked loop never starts a call, so before the start the deadline counts from the submission.
+        has_started, left_s = call.started is not None, call.timeout_s - call.seconds
         try:
             self._start_on_loop(call)
             while True:
-                # A blocked loop never starts a call, so before the start the deadline counts from the submission.
-                deadline = (submitted if call.started is None else call.started) + call.timeout_s
-                if (left_s := deadline - time.monotonic()) > 0:
-                    await asyncio.wait({asyncio.wrap_future(call.on_loop)}, timeout=left_s)
+                for wait_s in slices(left_s):
+                    await asyncio.wait({asyncio.wrap_future(call.on_loop)}, timeout=wait_s)
                     if call.on_loop.done():
                         return call.on_loop.result()
+                    if call.started is not None and not has_started:
+                        break
+                if call.started is not None and not has_started:
+                    has_started, left_s = True, call.timeout_s - min(call.seconds, SLICE_S)
                     continue
                 self._check_loop()
-                if call.started is not None:
+                if has_started:
                     return self._time_out(call)
-                submitted = time.monotonic()
+                left_s = call.timeout_s
         finally:
             self._on_loop.remove(call)
             call.on_loop.cancel()
