@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -37,8 +38,8 @@ STARTS_IN_S = 300.0
 
 
 def set_environment() -> None:
-    """Apply `ENVIRONMENT`; call it before torch is imported."""
-    for name, value in ENVIRONMENT.items():
+    """Apply `ENVIRONMENT` and a key for servers and trainers; call it before torch is imported."""
+    for name, value in {**ENVIRONMENT, "VLLM_API_KEY": secrets.token_hex()}.items():
         os.environ.setdefault(name, value)
 
 
@@ -121,7 +122,10 @@ class SlowFront:
             time.sleep(seconds)
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
         with contextlib.closing(connection), contextlib.suppress(OSError):  # the caller may have disconnected
-            connection.request(handler.command, handler.path, body=body if handler.command == "POST" else None)
+            headers = {name: handler.headers[name] for name in ("Authorization",) if name in handler.headers}
+            connection.request(
+                handler.command, handler.path, body=body if handler.command == "POST" else None, headers=headers
+            )
             response = connection.getresponse()
             # Without a content length the answer ends with the connection, and lines arrive as they are written.
             handler.send_response(response.status)

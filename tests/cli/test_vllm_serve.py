@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from groupgrad.cli import vllm_serve
 from groupgrad.cli.vllm_serve import check_port, main, vllm_arguments
+from groupgrad.engines.vllm.api_keys import find_key, key_file
 
-ADDED = ["--api-server-count", "1", "--logprobs-mode", "processed_logprobs"]
+ADDED = ["--api-server-count", "1", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No key in the environment; returns the folder of stored keys."""
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    monkeypatch.delenv("VLLM_API_KEY")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "groupgrad" / "vllm-keys"
 
 
 @pytest.mark.parametrize("argv", [["--model", "m"], ["--model=m"], ["m"]])
@@ -50,7 +64,7 @@ def test_keys_behind_a_point_are_values() -> None:
 
 def test_the_way_of_telling_log_probs_may_be_chosen() -> None:
     expected = ["--logprobs-mode", "raw_logprobs"]
-    assert vllm_arguments(["--model", "m", *expected]) == ["m", *expected, "--api-server-count", "1"]
+    assert vllm_arguments(["--model", "m", *expected]) == ["m", *expected, *ADDED[:2], *ADDED[4:]]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +99,7 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
     called: list[list[str]] = []
     monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(os, "execv", lambda path, command: called.append([path, *command]))
-    monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: None)
+    monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: ("127.0.0.1", 8000))
 
     main(["--model", "m"])
 
@@ -118,7 +132,111 @@ def test_ports_that_are_free_and_hosts_that_are_not_ours() -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     check_port(["m", "--host", "127.0.0.1", "--port", port])
-    check_port(["m", "--uds", "/tmp/x", "--port", port])
-    check_port(["m", "--port", "many"])
+    assert check_port(["m", "--uds", "/tmp/x", "--port", port]) is None
+    with pytest.raises(ValueError, match="--port 'many' is no number"):
+        check_port(["m", "--port", "many"])
     with pytest.raises(ValueError, match=r"a server cannot listen at 192\.0\.2\.1, port"):
         check_port(["m", "--host=192.0.2.1"])
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], str]]:
+    """`serve(*options)`: the command that would run, and the key in its environment."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(os, "execv", lambda path, command: ran.append(command) or 0)
+
+    def run(*options: str) -> tuple[list[str], str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        before = os.environ.get("VLLM_API_KEY")
+        assert main(["--model", "m", "--port", str(port), *options]) == 0
+        key = os.environ.pop("VLLM_API_KEY")
+        if before is not None:
+            os.environ["VLLM_API_KEY"] = before
+        return ran[-1], key
+
+    return run
+
+
+def port_of(command: list[str]) -> int:
+    return int(command[command.index("--port") + 1])
+
+
+def test_without_a_key_one_is_made_printed_and_stored_for_this_user(
+    serve: Callable[..., Any], capsys: pytest.CaptureFixture[str], keys: Path
+) -> None:
+    command, key = serve()
+    said = capsys.readouterr().err
+    assert len(key) > 40 and said.count(key) == 1 and key not in " ".join(command) and "warning" not in said
+    path = key_file(port_of(command))
+    assert path.read_text() == key and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.parent == keys and stat.S_IMODE(keys.stat().st_mode) == 0o700
+    assert find_key("127.0.0.1", port_of(command)) == (key, str(path)) == find_key("localhost", port_of(command))
+    assert find_key("node-5", port_of(command)) is None
+    assert serve()[1] != key
+
+
+def test_a_key_that_is_given_is_neither_printed_nor_stored(
+    serve: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, keys: Path
+) -> None:
+    command, key = serve("--api-key", "mine")
+    assert key == "mine" and "mine" not in command and "--api-key" not in command
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-shell")
+    assert serve()[1] == "of-the-shell" and serve("--api-key=mine")[1] == "mine"
+    assert capsys.readouterr().err == "" and not keys.exists()
+
+
+def test_a_key_that_is_given_makes_the_stored_one_go(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, _ = serve()
+    monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: ("127.0.0.1", port_of(command)))
+    serve("--api-key", "mine")
+    assert not key_file(port_of(command)).exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_machines_are_served_only_if_asked_for(
+    host: str, serve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve()[0].count("127.0.0.1") == 1
+    capsys.readouterr()
+    command, _ = serve("--host", host)
+    assert command.count("--host") == 1 and command[command.index("--host") + 1] == host
+    warned = capsys.readouterr().err
+    assert f"warning: it listens at {host}" in warned and "set VLLM_API_KEY to one key on both sides" in warned
+    serve("--host", host, "--api-key", "mine")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    serve: Callable[..., Any], capsys: pytest.CaptureFixture[str], keys: Path
+) -> None:
+    keys.parent.write_text("no folder")
+    serve()
+    assert "warning: it was not stored" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", "with space", "ümlaut", "two\nlines"])
+def test_a_key_that_no_header_carries_is_refused(key: str, capsys: pytest.CaptureFixture[str], serve: Any) -> None:
+    assert main(["--model", "m", "--api-key", key]) == 2
+    said = capsys.readouterr().err
+    assert f"the key in --api-key has {len(key)} characters" in said and (not key or key not in said)
+
+
+def test_vllms_own_file_of_options_is_read(serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text("host: 0.0.0.0\n")
+    command, _ = serve("--config", str(path))
+    assert "--host" not in command and "it listens at 0.0.0.0" in capsys.readouterr().err
+    path.write_text("api_key: mine\n")
+    assert main(["--model", "m", "--config", str(path)]) == 2
+    assert "has a key, which groupgrad's routes do not read there; set VLLM_API_KEY" in capsys.readouterr().err
+    assert main(["--model", "m", "--config", str(tmp_path / "none")]) == 2
+
+
+def test_a_server_without_a_port_needs_a_key(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "m", "--uds", "/tmp/x"]) == 2
+    assert "a server without a port needs a key; set VLLM_API_KEY" in capsys.readouterr().err

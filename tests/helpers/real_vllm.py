@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.vllm.api_keys import find_key
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
 
@@ -65,6 +66,13 @@ class Served:
     @property
     def address(self) -> Address:
         return Address.of(port=self.port)
+
+    @property
+    def key(self) -> str:
+        """The key that the server has made and stored."""
+        found = find_key("127.0.0.1", self.port)
+        assert found is not None
+        return found[0]
 
     def engine(self, **options: Any) -> VLLMServerEngine:
         return VLLMServerEngine(self.address, **{"timeout_s": START_S, "bucket_bytes": 40_000, **options})

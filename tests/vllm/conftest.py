@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
             if not HAS_VLLM:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stored_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers make their keys and store them; trainers of these tests and of their processes find them there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_API_KEY", raising=False)
+        patch.setitem(os.environ, "XDG_STATE_HOME", str(tmp_path_factory.mktemp("keys")))
+        yield
 
 
 @pytest.fixture(scope="session")

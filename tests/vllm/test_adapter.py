@@ -40,7 +40,7 @@ def test_each_push_of_an_adapter_is_what_is_sampled_from(server: Served, policy:
         assert all(is_greedy(model, row, sample) for row, sample in zip(rows, greedy))
         sizes.append(engine.info["base_version"])
     # The weights below the adapter were sent once.
-    assert sizes == [engine._base_version] * 3
+    assert sizes == [engine.base_version] * 3
 
 
 def test_whole_weights_and_adapters_may_follow_each_other(server: Served, policy: Any) -> None:

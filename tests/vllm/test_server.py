@@ -196,7 +196,9 @@ def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
 ) -> None:
     engine.push(policy, 0)
     before = [sample.ids for sample in engine.sample(requests(), OPTIONS)]
-    call(server.address, "begin", {"weight_version": "1-dead", "tensors": [], "timeout_s": 5.0}, timeout_s=30.0)
+    token = call(server.address, "info", timeout_s=30.0)["next_push"]
+    body = {"weight_version": "1-dead", "push": token, "tensors": [], "timeout_s": 5.0}
+    call(server.address, "begin", body, timeout_s=30.0)
     _nothing_is_sampled(server, engine, "1-dead")
 
     engine.push(policy, 1)
@@ -209,9 +211,8 @@ def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "
     with pytest.raises(ServerRefused, match="nothing is sampled until one has") as caught:
         call(server.address, "generate", body, timeout_s=10.0)
     assert caught.value.status == 503 and other in str(caught.value)
-    data = json.dumps({"model": "x", "prompt": [5, 6]}).encode()
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{server.address}/v1/completions", data)
+        _completion(server)
     assert refused.value.code == 503
 
 
@@ -241,7 +242,8 @@ def test_others_cannot_keep_a_push_waiting(server: Served, engine: VLLMServerEng
 def _completion(server: Served) -> int:
     """The status of vLLM's own answer."""
     data = json.dumps({"model": server.command[server.command.index("--model") + 1], "prompt": [5, 6]}).encode()
-    request = urllib.request.Request(f"{server.address}/v1/completions", data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.key}"}
+    request = urllib.request.Request(f"{server.address}/v1/completions", data, headers)
     with urllib.request.urlopen(request, timeout=60.0) as answer:
         return answer.status
 

@@ -9,9 +9,13 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
 
 from groupgrad import compat
 from groupgrad.cli.command_parser import COMMAND_CODES, codes_in_words
+from groupgrad.engines.vllm.api_keys import VARIABLE, check_key, forget_key, is_loopback, store_new_key
 from groupgrad.engines.vllm.server import server_command
 from groupgrad.engines.vllm.vllm_params import LOGPROBS_MODE
 
@@ -21,9 +25,12 @@ Serve a model with vLLM so that a groupgrad trainer (use_vllm=True, vllm_mode="s
 weights to it.
 
   --model NAME    a folder or a name on the Hugging Face hub (required)
+  --api-key KEY   what every call has to bring; VLLM_API_KEY does not show it to other users of the machine. Without
+                  both a key is made, printed once and stored for trainers of this user on this machine
+  --host NAME     127.0.0.1 unless it is given; 0.0.0.0 serves other machines
   --vllm_model_impl NAME, --log_level NAME
                   other names of vLLM's --model-impl and --uvicorn-log-level
-  ...             everything else goes to `vllm serve`, such as --host, --port (8000), --dtype, --max-model-len,
+  ...             everything else goes to `vllm serve`, such as --port (8000), --dtype, --max-model-len,
                   --gpu-memory-utilization, --enable-lora --max-lora-rank N; `vllm serve --help=all` lists them
 
 """ + codes_in_words(COMMAND_CODES["vllm-serve"])
@@ -31,6 +38,8 @@ weights to it.
 # Aliases of vLLM's options that users of other servers know.
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 _RESERVED = ("--worker-extension-cls", "--api-server-count")
+HOST = "127.0.0.1"
+"""Where the server listens unless `--host` or `--uds` is given."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,12 +51,21 @@ def main(argv: Sequence[str]) -> int:
         arguments = vllm_arguments(argv)
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed; run `pip install vllm`")
-        check_port(arguments)
+        address = check_port(arguments)
+        key, arguments = take_key(arguments)
+        if key is None and address is None:
+            raise ValueError(f"a server without a port needs a key; set {VARIABLE}")
     except ValueError as error:
         print(f"groupgrad vllm-serve: error: {error}", file=sys.stderr)
         return 2
     for problem in compat.unsupported_versions(["vllm"]):
         print(f"groupgrad vllm-serve: warning: {problem}", file=sys.stderr)
+    if key is None:
+        assert address is not None
+        key = new_key(*address)
+    elif address is not None:
+        forget_key(address[1])
+    os.environ[VARIABLE] = key
     command = [sys.executable, "-m", "groupgrad.engines.vllm.server_launch", *server_command(arguments)]
     sys.stdout.flush()
     # The process becomes the server: signals and the exit status are its own.
@@ -62,20 +80,54 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_port(arguments: Sequence[str]) -> None:
-    """ValueError if the server cannot listen at its `--host` and `--port`.
+def take_key(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The key of `--api-key` or `VLLM_API_KEY` (None: neither), and the other arguments.
+
+    vLLM reads the variable as well, and a key in an argument would be in its log. ValueError for an invalid key.
+    """
+    key, origin, others = os.environ.get(VARIABLE), VARIABLE, []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--api-key":
+            key, origin = value if equals else next(words, ""), name
+        else:
+            others.append(word)
+    return (None if key is None else check_key(key, origin)), others
+
+
+def new_key(host: str, port: int) -> str:
+    """A new key, printed, and stored for trainers of this user on this machine."""
+    key, error = store_new_key(port)
+    _say(f"the key of this server is {key}")
+    if error is not None:
+        _say(f"warning: it was not stored ({error}): set {VARIABLE} to it in each trainer's environment")
+    if not is_loopback(host):
+        _say(
+            f"warning: it listens at {host or 'all addresses'} with a key that trainers of other machines do not have: "
+            f"set {VARIABLE} to one key on both sides. HTTP is not encrypted, so let nobody else onto that network"
+        )
+    return key
+
+
+def _say(text: str) -> None:
+    print(f"groupgrad vllm-serve: {text}", file=sys.stderr)
+
+
+def check_port(arguments: Sequence[str]) -> tuple[str, int] | None:
+    """The server's host and port; None for a server without them. ValueError if it cannot listen there.
 
     vLLM itself notices only after loading the model, or not at all if another server listens on all addresses.
     """
-    options = {"--host": "", "--port": "8000"}
+    options = {"--host": "", "--port": "8000", **config_file(arguments)}
     for word, following in zip(arguments, [*arguments[1:], ""]):
         name, equals, value = word.partition("=")
-        if name == "--uds":
-            return
-        if name in options:
+        if name in ("--host", "--port", "--uds"):
             options[name] = value if equals else following
+    if "--uds" in options:
+        return None
     if not options["--port"].isdigit():
-        return  # vLLM reports it
+        raise ValueError(f"--port {options['--port']!r} is no number")
     host, port = options["--host"], int(options["--port"])
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -88,6 +140,7 @@ def check_port(arguments: Sequence[str]) -> None:
             raise ValueError(f"port {port} is in use by another program; end it, or give another with --port") from None
         place = f"{host or 'any address'}, port {port}"
         raise ValueError(f"a server cannot listen at {place}: {error}; see --host and --port") from None
+    return host, port
 
 
 def vllm_arguments(argv: Sequence[str]) -> list[str]:
@@ -119,6 +172,26 @@ def vllm_arguments(argv: Sequence[str]) -> list[str]:
         raise ValueError("no model is given; add --model NAME")
     # All requests go through one process, which tracks whether weights are complete.
     arguments += ["--api-server-count", "1"]
-    if not any(word.partition("=")[0] == "--logprobs-mode" for word in arguments):
+    names = {word.partition("=")[0] for word in arguments} | config_file(arguments).keys()
+    if "--logprobs-mode" not in names:
         arguments += ["--logprobs-mode", LOGPROBS_MODE]
+    if names.isdisjoint(("--host", "--uds")):
+        arguments += ["--host", HOST]
     return [model, *arguments]
+
+
+def config_file(arguments: Sequence[str]) -> dict[str, str]:
+    """The options in vLLM's `--config FILE`, as flags and texts. ValueError if it has a key, or is no YAML."""
+    for word, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, path = word.partition("=")
+        if name == "--config":
+            path = path if equals else following
+            try:
+                content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+                options = {"--" + str(key).replace("_", "-"): str(value) for key, value in content.items()}
+            except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+                raise ValueError(f"--config {path} cannot be read: {error}") from None
+            if "--api-key" in options:
+                raise ValueError(f"{path} has a key, which groupgrad's routes do not read there; set {VARIABLE} to it")
+            return options
+    return {}

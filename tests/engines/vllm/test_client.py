@@ -42,6 +42,7 @@ class Scripted:
             "sizes": sizes,
             "vocab_size": 92,
             "base_version": "x",
+            "next_push": "0",
         }
         self.info |= {"dtype": "bfloat16", "max_model_len": 64, "max_lora_rank": 0, "complete": True}
         self.info |= {"weight_version": "as loaded", "pending_version": None}

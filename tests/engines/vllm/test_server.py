@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from types import ModuleType, SimpleNamespace
+import urllib.parse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
-from groupgrad.engines.vllm.server import Refusal, Routes
+from groupgrad.engines.vllm.server import Routes
+from groupgrad.engines.vllm.server_requests import Call, Refusal
+from groupgrad.engines.vllm.wire import TensorSpec
 from groupgrad.engines.vllm.worker import OTHER_GROUP, WeightReceiver
+
+KEY = "the-key-of-these-tests"
 
 
 class Engine:
@@ -37,53 +41,60 @@ class Engine:
             raise Exception(f"Call to {name} method failed: {error}") from None
 
 
-class FakeRequest:
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+
+def scope(path: str, **query: str) -> dict[str, Any]:
+    """A POST with the key."""
+    text = urllib.parse.urlencode(query).encode()
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    return {"type": "http", "method": "POST", "path": path, "query_string": text, "headers": headers}
+
+
+def call_of(body: Any = None, **query: str) -> Call:
     """A request with a JSON body, or with a query."""
 
-    def __init__(self, body: Any = None, **query: str):
-        self._body, self.query_params = body, query
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}
 
-    async def json(self) -> Any:
-        return self._body
-
-    async def body(self) -> bytes:
-        return b""
+    return Call(scope("/", **query), receive)
 
 
 def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:
     routes = Routes(None)
-    routes._weights.begin("3-a")
+    routes._weights.begin("3-a", [TensorSpec("a", "uint8", (64,))])
     engine = Engine(WeightReceiver())
-    bucket = FakeRequest(weight_version="3-a", first="0", count="1", group="mine", num_bytes="64")
+    bucket = call_of(weight_version="3-a", first="0", count="1", group="mine", num_bytes="64")
     with pytest.raises(Refusal, match=f"{OTHER_GROUP} None, and weights are to come over mine") as caught:
         asyncio.run(routes.route_bucket(engine, bucket))
     assert caught.value.status == GROUP_LEFT_STATUS
 
 
-def answer_to(routes: Routes, engine: Any, path: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def answer_to(routes: Routes, engine: Any, path: str, body: Any) -> dict[str, Any]:
     """Status and body of the answer to a call of groupgrad's routes."""
-    starlette = ModuleType("starlette.requests")
-    starlette.Request = lambda scope, receive: FakeRequest(body)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "starlette", ModuleType("starlette"))
-    monkeypatch.setitem(sys.modules, "starlette.requests", starlette)
     answer: dict[str, Any] = {}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
 
     async def send(event: Any) -> None:
         answer.update({"status": event["status"]} if "status" in event else json.loads(event["body"]))
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    asyncio.run(routes({"type": "http", "method": "POST", "path": path, "app": app}, None, send))
+    asyncio.run(routes({**scope(path), "app": app}, receive, send))
     return answer
 
 
-def test_routes_of_workers_answer_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_of_workers_answer_for_each_worker() -> None:
     routes, engine = Routes(None), Engine(WeightReceiver())
-    reads = answer_to(routes, engine, "/groupgrad/reads", {"name": "groupgrad-" + 32 * "0"}, monkeypatch)
+    reads = answer_to(routes, engine, "/groupgrad/reads", {"name": "groupgrad-" + 32 * "0"})
     assert reads == {"status": 200, "workers": [False]}
-    assert answer_to(routes, engine, "/groupgrad/leave", {}, monkeypatch) == {"status": 200, "workers": [None]}
-    unknown = answer_to(routes, engine, "/groupgrad/nothing", {}, monkeypatch)
+    assert answer_to(routes, engine, "/groupgrad/leave", {"name": "mine"}) == {"status": 200, "workers": [None]}
+    unknown = answer_to(routes, engine, "/groupgrad/nothing", {})
     assert unknown == {"status": 404, "error": "there is no route /groupgrad/nothing"}
-    failed = answer_to(routes, engine, "/groupgrad/commit", {"weight_version": "3-a", "checksum": 0}, monkeypatch)
+    failed = answer_to(routes, engine, "/groupgrad/commit", {"weight_version": "3-a", "checksum": 0})
     assert failed == {"status": 409, "error": "the push '3-a' is not under way on this server"}
 
 
@@ -118,7 +129,7 @@ async def call_vllm(routes: Routes) -> dict[str, Any]:
         else:
             answer.update(json.loads(event["body"]))
 
-    await routes({"type": "http", "method": "POST", "path": "/v1/completions"}, None, send)
+    await routes(scope("/v1/completions"), None, send)
     return answer
 
 
@@ -126,7 +137,15 @@ async def begin_push(routes: Routes, timeout_s: float) -> asyncio.Task[Any]:
     """A push that waits for rows to end."""
     push = asyncio.create_task(
         routes.route_begin(
-            Engine(Quiet()), FakeRequest({"weight_version": "3-a", "tensors": [], "timeout_s": timeout_s})
+            Engine(Quiet()),
+            call_of(
+                {
+                    "weight_version": "3-a",
+                    "push": routes._weights.next_push,
+                    "tensors": [],
+                    "timeout_s": timeout_s,
+                }
+            ),
         )
     )
     await asyncio.sleep(0.05)
@@ -146,7 +165,7 @@ def test_calls_are_refused_while_a_push_waits() -> None:
         app.may_end.set()
         assert (await early)["status"] == 200 and await push is None
         assert (await call_vllm(routes))["error"].startswith("the push '3-a' of weights has not ended")
-        await routes.route_commit(Engine(Quiet()), FakeRequest({"weight_version": "3-a", "checksum": 0}))
+        await routes.route_commit(Engine(Quiet()), call_of({"weight_version": "3-a", "checksum": 0}))
         assert (await call_vllm(routes))["status"] == 200
 
     asyncio.run(run())

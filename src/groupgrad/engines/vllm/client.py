@@ -66,18 +66,19 @@ class VLLMServerEngine(VLLMEngine):
         bucket_bytes: int = BUCKET_BYTES,
         transport: HttpTransport | None = None,
         group_port: int = GROUP_PORT,
+        attempts: int = PUSH_ATTEMPTS,
     ):
         super().__init__(regex)
         self.address, self.timeout_s = address, timeout_s
-        self._pushes, self._bucket_bytes = pushes, bucket_bytes
-        self._transport, self._group_port = transport, group_port
+        self.pushes, self._bucket_bytes = pushes, bucket_bytes
+        self._transport, self._group_port, self._attempts = transport, group_port, attempts
         self._chosen: tuple[str, HttpTransport] | None = None
         """The transport of the last push, and the server's start id that it was chosen for."""
         self._served: tuple[nn.Module, int] | None = None
         """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
         self.info: dict[str, Any] = {}
         """The server's last answer about itself: model, `vocab_size`, `dtype`, `max_model_len`, ..."""
-        self._base_version = f"base-{uuid.uuid4().hex[:8]}"
+        self.base_version = f"base-{uuid.uuid4().hex[:8]}"
         """Weight version of the weights below an adapter, which do not change in training."""
         self._checked: list[dict[str, Any]] = []
 
@@ -93,13 +94,13 @@ class VLLMServerEngine(VLLMEngine):
 
     def check(self, options: SamplingOptions) -> None:
         """ValueError if the server refuses the sampling options."""
-        fields = sampling_fields(options, regex=self._regex)
+        fields = sampling_fields(options, regex=self.regex)
         if fields in self._checked:
             return
         try:
             call(self.address, "check", {"sampling": fields}, timeout_s=self.timeout_s)
         except ServerRefused as refused:
-            raise refusal(refused, fields, self._regex) from None
+            raise refusal(refused, fields, self.regex) from None
         self._checked.append(fields)
 
     def _push(self, push: Push) -> str:
@@ -112,7 +113,7 @@ class VLLMServerEngine(VLLMEngine):
             raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
         if self._served is None:
             self.connect(push.model)
-        if not self._pushes:
+        if not self.pushes:
             with drained_checkpoint_weights(push.model):  # gathering sharded parameters takes all ranks
                 return self._weight_version or ""
         self._weight_version, self._last_push = push.weight_version, push
@@ -129,7 +130,7 @@ class VLLMServerEngine(VLLMEngine):
 
     def session(self, options: SamplingOptions) -> closing[ServerSession]:
         """A session over the server; requests that have not ended when it is closed are aborted."""
-        fields = sampling_fields(options, regex=self._regex)
+        fields = sampling_fields(options, regex=self.regex)
         weight_version = self.weight_version
         self.check(options)
         return closing(ServerSession(self.address, weight_version, fields, self.recover, self.timeout_s))
@@ -160,13 +161,10 @@ class VLLMServerEngine(VLLMEngine):
             is_unfinished = not info["complete"] and info["pending_version"] == self._weight_version
             if info["start_id"] == known_start and not is_unfinished:
                 other = info["weight_version"] if info["complete"] else info["pending_version"]
-                raise RuntimeError(
-                    f"the vLLM server {self.address} has the weights {other!r}, but this trainer pushed "
-                    f"{self._weight_version!r}: another trainer uses the same server; give each a server of its own"
-                )
+                raise another_trainer(self.address, other, self._weight_version)
             if self.is_frozen:
                 raise self._lost(", which the policy has left behind")
-            if self._pushes and self._last_push is not None:
+            if self.pushes and self._last_push is not None:
                 if is_sharded(self._last_push.model):
                     raise self._lost(
                         ", and a model that is spread over ranks can only be sent between generation batches"
@@ -190,25 +188,37 @@ class VLLMServerEngine(VLLMEngine):
     def _reconnect(self, reason: str | None = None) -> None:
         """Wait for the server, refresh `info`, and check that it fits."""
         try:
-            self.info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=lambda: self.is_stopped)
+            info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=lambda: self.is_stopped)
         except TimeoutError as error:
             raise TimeoutError(f"{error}" + (f"; it is looked for because {reason}" if reason else "")) from None
-        if self.info.get("protocol") != PROTOCOL:
+        self._check_fit(info)
+        self.info = info
+        self.max_model_len = int(info["max_model_len"])
+        self.logprobs_mode = str(info.get("logprobs_mode", PROCESSED))
+
+    def look(self, timeout_s: float) -> dict[str, Any]:
+        """What the server says of itself now, if it fits and its workers answer; errors as those of `connect`."""
+        info = call(self.address, "info", timeout_s=timeout_s)
+        self._check_fit(info)
+        call(self.address, "devices", {}, timeout_s=timeout_s)
+        return info
+
+    def _check_fit(self, info: dict[str, Any]) -> None:
+        """ValueError if a server with this `info` does not fit."""
+        if info.get("protocol") != PROTOCOL:
             raise ValueError(
-                f"the vLLM server {self.address} speaks protocol {self.info.get('protocol', 'none')} (groupgrad "
-                f"{self.info.get('release', 'of an older release')}), and this trainer speaks protocol {PROTOCOL} "
+                f"the vLLM server {self.address} speaks protocol {info.get('protocol', 'none')} (groupgrad "
+                f"{info.get('release', 'of an older release')}), and this trainer speaks protocol {PROTOCOL} "
                 f"(groupgrad {__version__}); start the server with the trainer's release"
             )
-        self.max_model_len = int(self.info["max_model_len"])
-        self.logprobs_mode = str(self.info.get("logprobs_mode", PROCESSED))
-        problems = incompatibilities(*self._served, self.info) if self._served is not None else []
+        problems = incompatibilities(*self._served, info) if self._served is not None else []
         if problems:
             raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
     def _send(self, push: Push) -> None:
         """Push, again if the server goes away meanwhile and comes back."""
         started = time.monotonic()
-        for attempt in range(1, PUSH_ATTEMPTS + 1):
+        for attempt in range(1, self._attempts + 1):
             try:
                 if push.kind == "weights":
                     self._push_weights(push.model, push.weight_version, merge=True)
@@ -218,8 +228,8 @@ class VLLMServerEngine(VLLMEngine):
             except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
                 story = f"pushing version {push.policy_step} to {self.address} failed: {error}{_remedy(error)}"
                 went_away = isinstance(error, (ServerUnreachable, GroupBroken)) or self._is_restarted()
-                if not went_away or attempt == PUSH_ATTEMPTS or is_sharded(push.model):
-                    error.args = (f"{story} (attempt {attempt} of {PUSH_ATTEMPTS})",)
+                if not went_away or attempt == self._attempts or is_sharded(push.model):
+                    error.args = (f"{story} (attempt {attempt} of {self._attempts})",)
                     raise
                 logger.warning("%s; trying again", story)
                 self._reconnect(f"it went away in the middle of a push ({error})")
@@ -238,6 +248,7 @@ class VLLMServerEngine(VLLMEngine):
             shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
             specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
             body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
+            body["push"] = self.info["next_push"]
             # The server waits that long for rows to end; its answer takes a moment more.
             call(self.address, "begin", body, timeout_s=self.timeout_s + 5.0)
             transport = self._current_transport(model)
@@ -278,18 +289,27 @@ class VLLMServerEngine(VLLMEngine):
                 f"the adapter has rank {rank}, but the vLLM server {self.address} {has}; start it with --enable-lora "
                 f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
             )
-        if self.info["base_version"] != self._base_version:
-            self._push_weights(push.model, self._base_version, merge=False)
-            self.info["base_version"] = self._base_version
+        if self.info["base_version"] != self.base_version:
+            self._push_weights(push.model, self.base_version, merge=False)
+            self._reconnect()
         config, tensors = adapter_bytes(files, torch_dtype(self.info["dtype"]))
         query = {
             "weight_version": push.weight_version,
-            "base_version": self._base_version,
+            "base_version": self.base_version,
             "checksum": zlib.crc32(tensors, zlib.crc32(config)),
             "config_bytes": len(config),
+            "push": self.info["next_push"],
             "timeout_s": self.timeout_s,
         }
         call(self.address, "adapter", config + tensors, query=query, timeout_s=self.timeout_s + 5.0)
+
+
+def another_trainer(address: Address, theirs: str | None, ours: str | None) -> RuntimeError:
+    """The error for a server that has weights which this trainer has not pushed."""
+    return RuntimeError(
+        f"the vLLM server {address} has the weights {theirs!r}, but this trainer pushed {ours!r}: another trainer uses "
+        "the same server; give each a server of its own"
+    )
 
 
 def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) -> list[str]:

@@ -8,12 +8,17 @@ import json
 import socket
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupgrad.engines.vllm.api_keys import VARIABLE, find_key
+
 POLL_S = 0.25
 """Seconds between two attempts to reach a server that is not up yet."""
+
+MISSING_KEY_STATUS = 401
+"""Status of a refusal of a call without the server's key."""
 
 GROUP_LEFT_STATUS = 410
 """Status of a refusal of weights over a process group that the workers have left."""
@@ -63,6 +68,22 @@ class Address:
         secure = url.scheme == "https"
         return cls(url_host, url_port or (443 if secure else 80), secure, url.path.rstrip("/"))
 
+    @classmethod
+    def all_of(cls, base_url: str | Sequence[str] | None, host: str = "0.0.0.0", port: int = 8000) -> list[Address]:
+        """The addresses of one server or several. ValueError for no URL, one that is no address, or one given twice."""
+        if base_url is None or isinstance(base_url, str):
+            return [cls.of(base_url, host, port)]
+        if not base_url:
+            raise ValueError(
+                "vllm_server_base_url is an empty list; name a server, or leave it unset for vllm_server_host and "
+                "vllm_server_port"
+            )
+        addresses = [cls.of(str(url)) for url in base_url]
+        twice = [str(address) for number, address in enumerate(addresses) if address in addresses[:number]]
+        if twice:
+            raise ValueError(f"vllm_server_base_url has {', '.join(twice)} more than once; name each server once")
+        return addresses
+
     def __str__(self) -> str:
         return f"http{'s' if self.secure else ''}://{self.host}:{self.port}{self.path}"
 
@@ -100,6 +121,8 @@ class Stream:
         self._address, self._route, self._timeout_s = address, route, timeout_s
         connection_type = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
         self._connection = connection_type(address.host, address.port, timeout=timeout_s)
+        key = find_key(address.host, address.port)
+        self._headers = {"Authorization": f"Bearer {key[0]}"} if key else {}
         self._path = f"{address.path}/groupgrad/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         self._data = json.dumps(body).encode() if isinstance(body, Mapping) else body
         self._is_closed = False
@@ -109,11 +132,12 @@ class Stream:
         address = self._address
         data, self._data = self._data, None  # a body with images is large, and is not needed once it is sent
         try:
-            self._connection.request("GET" if data is None else "POST", self._path, body=data)
+            self._connection.request("GET" if data is None else "POST", self._path, body=data, headers=self._headers)
             del data
             response = self._connection.getresponse()
             if response.status != 200:
-                raise ServerRefused(response.status, _reason(response.read()))
+                is_keyless = response.status == MISSING_KEY_STATUS
+                raise ServerRefused(response.status, _key_problem(address) if is_keyless else _reason(response.read()))
             if self._is_closed:  # before there was a connection to close
                 return
             for line in response:
@@ -159,6 +183,8 @@ def wait_until_up(
                     f"a server answers at {address}, but it has no /groupgrad/info: it was not started by "
                     "`groupgrad vllm-serve`, or something else uses that port",
                 ) from None
+            if isinstance(error, ServerRefused) and error.status == MISSING_KEY_STATUS:
+                raise
         if time.monotonic() >= deadline:
             raise TimeoutError(
                 f"no vLLM server came up at {address} within {timeout_s:g} s (last: {failure}); start one with "
@@ -168,6 +194,15 @@ def wait_until_up(
         if is_given_up():
             raise RuntimeError(GIVEN_UP)
         time.sleep(POLL_S)
+
+
+def _key_problem(address: Address) -> str:
+    key = find_key(address.host, address.port)
+    what = f"does not take the key in {key[1]}" if key else "wants a key, and this trainer has none"
+    return (
+        f"the vLLM server {address} {what}; set {VARIABLE} in the trainer's environment to the server's key, which "
+        "`groupgrad vllm-serve` was given or has printed"
+    )
 
 
 def _reason(data: bytes) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.engines.vllm.media import check_prompt, decode, vllm_prompt
+from groupgrad.engines.vllm.server_requests import Refusal, take
 from groupgrad.engines.vllm.vllm_params import sampled_logprobs, sampling_params
 
 HEARTBEAT_S = 1.0
@@ -32,12 +33,13 @@ class RowStream:
     `body` has `weight_version`, `sampling`, `prompts` (lists of ids) and `rows`, each with `row` (its name in the
     answer), `prompt` (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's
     `images`, which holds lists of PNGs in base64. `load` counts over all calls, since a row may have to wait for those
-    of another rank. ValueError if vLLM refuses the options.
+    of another rank. ValueError if vLLM refuses the options; Refusal for a body without these fields.
     """
 
     def __init__(self, engine: Any, body: dict[str, Any], adapter: Any, load: ServerLoad):
         from vllm.sampling_params import RequestOutputKind
 
+        _check(body)
         self._engine, self._body, self._adapter, self._load = engine, body, adapter, load
         self._decoded: dict[str, asyncio.Future[Any]] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -102,3 +104,18 @@ class RowStream:
             decoding = asyncio.to_thread(lambda: [decode(text) for text in self._body["images"][key]])
             self._decoded[key] = asyncio.ensure_future(decoding)
         return await asyncio.shield(self._decoded[key])
+
+
+def _check(body: dict[str, Any]) -> None:
+    """Refuses a body whose rows lack a field or name a prompt or images that are not there."""
+    take(body, "sampling", dict)
+    prompts, images = take(body, "prompts", list), body.get("images", {})
+    for row in take(body, "rows", list):
+        if not isinstance(row, dict):
+            raise Refusal(400, f"the row {str(row)[:80]!r} is no object")
+        for name in ("row", "prompt", "seed", "max_tokens"):
+            take(row, name, int)
+        if not 0 <= row["prompt"] < len(prompts) or not isinstance(prompts[row["prompt"]], list):
+            raise Refusal(400, f"row {row['row']} has the prompt {row['prompt']}, and no list of ids is there")
+        if "images" in row and (not isinstance(images, dict) or take(row, "images", str) not in images):
+            raise Refusal(400, f"row {row['row']} has images that are not there")

@@ -10,14 +10,18 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 - POST `/groupgrad/begin`, `/groupgrad/bucket`, `/groupgrad/commit`: a push of weights.
 - POST `/groupgrad/adapter`: a push of an adapter.
 
+Every route, vLLM's own included, needs the key (`api_keys.py`); without it only GET `/health` is answered.
+
 Weights are *complete* when a whole push has arrived and was verified. Until then no route samples: after a push that
 broke off, the server refuses to sample until another push has ended. A push first waits for rows under way; vLLM's own
-routes refuse new calls meanwhile, with a `Retry-After`.
+routes refuse new calls meanwhile, with a `Retry-After`. A push is announced with the token of `info`, which is another
+one after each announcement, so a recorded push that is sent again is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import os
@@ -25,18 +29,28 @@ import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad import compat
 from groupgrad._version import __version__
-from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
+from groupgrad.engines.vllm.api_keys import VARIABLE, check_key
+from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS
 from groupgrad.engines.vllm.lora import lora_request
 from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
+from groupgrad.engines.vllm.server_requests import Call, Refusal, check_length, header, limited, take, take_timeout
 from groupgrad.engines.vllm.vllm_params import sampling_params, verify
-from groupgrad.engines.vllm.wire import PROTOCOL, model_sizes
+from groupgrad.engines.vllm.wire import (
+    AS_LOADED,
+    PROTOCOL,
+    TensorSpec,
+    model_sizes,
+    padded_bytes,
+    specs_from_json,
+    specs_to_json,
+)
 from groupgrad.engines.vllm.worker import EXTENSION, OTHER_GROUP, REFUSED
 
 logger = logging.getLogger(__name__)
@@ -45,18 +59,19 @@ MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
 PREFIX = "/groupgrad/"
 RETRY_S = 1
 """Seconds after which a caller that was refused during a push may retry."""
-AS_LOADED = "as loaded"
-"""Version of the weights that the server read from disk when it started."""
-WORKER_ROUTES = frozenset({"reads", "devices", "open", "join", "leave"})
-"""Routes that call the method `groupgrad_<route>` of all workers, with the fields of the body."""
-
-
-class Refusal(Exception):
-    """A request that cannot be answered: HTTP status and reason."""
-
-    def __init__(self, status: int, reason: str):
-        super().__init__(reason)
-        self.status = status
+WORKER_ROUTES: dict[str, dict[str, type]] = {
+    "reads": {"name": str},
+    "devices": {},
+    "open": {"port": int, "timeout_s": float},
+    "join": {"name": str, "backend": str, "port": int, "size": int, "timeout_s": float},
+    "leave": {"name": str},
+}
+"""Routes that call the method `groupgrad_<route>` of all workers, with these fields of the body. `open` and `join` get
+the server's own address besides: callers name none."""
+SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**26, 2**30, 2**33
+"""Largest announcement of a push, largest call for rows (with images, or of vLLM's own routes), and largest adapter."""
+OPEN_PATH = "/health"
+"""The only path that is answered without the key."""
 
 
 @dataclass(slots=True)
@@ -75,6 +90,12 @@ class ServerWeights:
     """vLLM's request for the adapter that rows are sampled with."""
     num_adapters: int = 0
     """Adapters pushed since the start."""
+    next_push: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Token that the next push has to name."""
+    specs: Sequence[TensorSpec] = ()
+    """Tensors that the push under way has announced."""
+    num_tensors: int = 0
+    """How many of them the workers have."""
     push_is_waiting: bool = False
     """True while a push waits for rows to end."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -85,15 +106,40 @@ class ServerWeights:
             503, f"the push {self.pending_version!r} of weights has not ended; nothing is sampled until one has"
         )
 
-    def begin(self, version: str) -> None:
-        """Mark the weights incomplete until the push ends."""
-        self.is_complete, self.pending_version = False, version
+    def check_announced(self, token: str) -> None:
+        """Refuses a push that names another token than `info` tells now."""
+        if token != self.next_push:
+            raise Refusal(409, "another push has begun since this one asked for `info`, or this one was sent before")
+
+    def begin(self, version: str, specs: Sequence[TensorSpec] = ()) -> None:
+        """Mark the weights incomplete until the push of these tensors ends."""
+        self.is_complete, self.pending_version, self.next_push = False, version, uuid.uuid4().hex
+        self.specs, self.num_tensors = specs, 0
+
+    def check_pending(self, version: str) -> None:
+        """Refuses a part of another push than the one under way."""
+        if self.is_complete or self.pending_version != version:
+            raise Refusal(409, f"the push {version!r} is not under way on this server")
+
+    def next_bucket(self, first: int, count: int) -> int:
+        """Length in bytes of the bucket with these tensors, which have to be the next ones of the push."""
+        if first != self.num_tensors or not 0 < count <= len(self.specs) - first:
+            raise Refusal(
+                409,
+                f"a bucket has the tensors {first} to {first + count}, but {self.num_tensors} of {len(self.specs)} are "
+                "here",
+            )
+        return padded_bytes(self.specs[first : first + count])
 
 
 class Routes:
     """ASGI middleware in front of vLLM's application."""
 
     def __init__(self, app: Any):
+        try:
+            self._key = check_key(os.environ.get(VARIABLE, ""), VARIABLE).encode()
+        except ValueError as error:
+            raise ValueError(f"{error}; `groupgrad vllm-serve` makes a key if none is given") from None
         self._app = app
         self._weights = ServerWeights()
         self._load = ServerLoad()
@@ -101,39 +147,52 @@ class Routes:
         self._adapters = tempfile.TemporaryDirectory(prefix="groupgrad-adapters-")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer groupgrad's routes; refuse vLLM's own POST routes while weights are incomplete."""
-        if scope["type"] != "http":
+        """Answer groupgrad's routes; refuse calls without the key, and vLLM's own POST routes during a push."""
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and _is_health(scope)):
             await self._app(scope, receive, send)
+        elif scope["type"] != "http":  # a websocket would sample whatever is pushed meanwhile
+            await send({"type": "websocket.close", "code": 1008})
+        elif not self._has_key(scope):
+            story = "this server answers only with its key, as a header `Authorization: Bearer KEY`"
+            await _reply(MISSING_KEY_STATUS, {"error": story}, send)
         elif scope["path"].startswith(PREFIX):
             await self._answer(scope, receive, send)
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
-        elif not self._weights.is_complete:
-            await _reply(503, {"error": str(self._weights.not_complete())}, send)
-        elif self._weights.push_is_waiting:
-            # New calls could keep a push waiting for ever.
-            await _reply(503, {"error": "a push of weights waits for rows to end; ask again in a moment"}, send)
         else:
-            self._load.num_sampling += 1
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._load.num_sampling -= 1
+            await self._sample_with_vllm(scope, receive, send)
+
+    def _has_key(self, scope: Any) -> bool:
+        scheme, _, given = header(scope, b"authorization").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(given, self._key)
+
+    async def _sample_with_vllm(self, scope: Any, receive: Any, send: Any) -> None:
+        """Call one of vLLM's POST routes, while weights are complete and no push waits."""
+        try:
+            check_length(scope, ROWS_BYTES)
+            if not self._weights.is_complete:
+                raise self._weights.not_complete()
+            if self._weights.push_is_waiting:  # new calls could keep a push waiting for ever
+                raise Refusal(503, "a push of weights waits for rows to end; ask again in a moment")
+        except Refusal as refusal:
+            await _reply(refusal.status, {"error": str(refusal)}, send)
+            return
+        self._load.num_sampling += 1
+        try:
+            await self._app(scope, limited(receive, ROWS_BYTES), send)
+        finally:
+            self._load.num_sampling -= 1
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.requests import Request
-
-        request = Request(scope, receive)
+        call = Call(scope, receive)
         engine = scope["app"].state.engine_client
         route = scope["path"].removeprefix(PREFIX).strip("/")
         handler = getattr(self, f"route_{route}", None)
         try:
             if route in WORKER_ROUTES:
-                async with self._weights.lock:
-                    workers = engine.collective_rpc(f"groupgrad_{route}", kwargs=await request.json())
-                    status, answer = 200, {"workers": await workers}
+                status, answer = 200, await self._call_workers(engine, route, call)
             elif handler is not None:
-                status, answer = 200, await handler(engine, request)
+                status, answer = 200, await handler(engine, call)
             else:
                 raise Refusal(404, f"there is no route {scope['path']}")
         except Refusal as refusal:
@@ -145,7 +204,21 @@ class Routes:
         else:
             await _reply(status, answer or {}, send)
 
-    async def route_info(self, engine: Any, request: Any) -> dict[str, Any]:
+    async def _call_workers(self, engine: Any, route: str, call: Call) -> dict[str, Any]:
+        body, kinds = await call.json(), WORKER_ROUTES[route]
+        if unknown := body.keys() - kinds.keys():
+            raise Refusal(400, f"the route {route} takes no {', '.join(sorted(unknown))}")
+        fields: dict[str, Any] = {name: take(body, name, kind) for name, kind in kinds.items()}
+        if "timeout_s" in fields:
+            take_timeout(body)
+        if "port" in fields:
+            if not 0 < fields["port"] < 65536:
+                raise Refusal(400, f"there is no port {fields['port']}")
+            fields["host"] = call.server_host
+        async with self._weights.lock:
+            return {"workers": await engine.collective_rpc(f"groupgrad_{route}", kwargs=fields)}
+
+    async def route_info(self, engine: Any, call: Call) -> dict[str, Any]:
         if engine.errored:
             raise Refusal(503, "the engine of this server has died; the server is about to end")
         config = engine.model_config
@@ -169,66 +242,85 @@ class Routes:
             "base_version": weights.base_version,
             "complete": weights.is_complete,
             "pending_version": weights.pending_version,
+            "next_push": weights.next_push,
             "num_sampling": self._load.num_sampling,
             "push_is_waiting": weights.push_is_waiting,
         }
 
-    async def route_check(self, engine: Any, request: Any) -> None:
+    async def route_check(self, engine: Any, call: Call) -> None:
+        sampling = take(await call.json(), "sampling", dict)
         with _refused_options():
-            params = sampling_params((await request.json())["sampling"], {"seed": 0, "max_tokens": 1})
+            params = sampling_params(sampling, {"seed": 0, "max_tokens": 1})
             await asyncio.to_thread(verify, params, engine)  # a regex may take a while
 
-    async def route_generate(self, engine: Any, request: Any) -> RowStream:
+    async def route_generate(self, engine: Any, call: Call) -> RowStream:
         """Start the rows."""
-        body, weights = await request.json(), self._weights
+        body, weights = await call.json(ROWS_BYTES), self._weights
+        version = take(body, "weight_version", str)
         # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
         if not weights.is_complete:
             raise weights.not_complete()
-        if weights.version != body["weight_version"]:
-            raise Refusal(409, f"this server has the weights {weights.version!r}, not {body['weight_version']!r}")
+        if weights.version != version:
+            raise Refusal(409, f"this server has the weights {weights.version!r}, not {version!r}")
         with _refused_options():
             return RowStream(engine, body, weights.adapter, self._load)
 
-    async def route_begin(self, engine: Any, request: Any) -> None:
-        body = await request.json()
-        weights = self._weights
+    async def route_begin(self, engine: Any, call: Call) -> None:
+        body, weights = await call.json(SPECS_BYTES), self._weights
+        version, token, timeout_s = take(body, "weight_version", str), take(body, "push", str), take_timeout(body)
+        try:
+            specs = specs_from_json(take(body, "tensors", list))
+        except (ValueError, TypeError) as error:
+            raise Refusal(400, f"the announced tensors are no list of name, dtype and shape: {error}") from None
         async with weights.lock:
-            await self._drain(float(body["timeout_s"]))
-            weights.begin(str(body["weight_version"]))
+            weights.check_announced(token)
+            await self._drain(timeout_s)
+            weights.begin(version, specs)
             weights.adapter = None
-            await engine.collective_rpc("groupgrad_begin", args=(body["tensors"],))
+            await engine.collective_rpc("groupgrad_begin", args=(specs_to_json(specs),))
 
-    async def route_bucket(self, engine: Any, request: Any) -> None:
-        query, body = dict(request.query_params), await request.body()
-        async with self._weights.lock:
-            self._check_pending(query["weight_version"])
+    async def route_bucket(self, engine: Any, call: Call) -> None:
+        query, weights = call.query, self._weights
+        version, first, count = take(query, "weight_version", str), take(query, "first", int), take(query, "count", int)
+        weights.check_pending(version)
+        num_bytes = weights.next_bucket(first, count)
+        is_here = query.keys().isdisjoint(("shared", "group"))
+        body = await call.body(num_bytes if is_here else 0)
+        sent = len(body) if is_here else take(query, "num_bytes", int)
+        if sent != num_bytes:
+            raise Refusal(422, f"a bucket has {sent} bytes, but its tensors have {num_bytes}")
+        async with weights.lock:
+            weights.check_pending(version)
+            weights.next_bucket(first, count)
             with _refused_as(GROUP_LEFT_STATUS, OTHER_GROUP):  # another trainer may have met the workers meanwhile
                 await engine.collective_rpc("groupgrad_bucket", args=(body, query))
+            weights.num_tensors += count
 
-    async def route_commit(self, engine: Any, request: Any) -> None:
-        body = await request.json()
-        weights, version = self._weights, body["weight_version"]
+    async def route_commit(self, engine: Any, call: Call) -> None:
+        body, weights = await call.json(), self._weights
+        version, checksum = take(body, "weight_version", str), take(body, "checksum", int)
         async with weights.lock:
-            self._check_pending(version)
+            weights.check_pending(version)
             with _refused_as(422, REFUSED):
-                await engine.collective_rpc("groupgrad_commit", args=(int(body["checksum"]),))
+                await engine.collective_rpc("groupgrad_commit", args=(checksum,))
             weights.base_version = version
             await self._finish_push(engine, version)
 
-    def _check_pending(self, version: str) -> None:
-        if self._weights.is_complete or self._weights.pending_version != version:
-            raise Refusal(409, f"the push {version!r} is not under way on this server")
-
-    async def route_adapter(self, engine: Any, request: Any) -> None:
+    async def route_adapter(self, engine: Any, call: Call) -> None:
         """Load an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
-        query, data = request.query_params, await request.body()
-        version, config_bytes = query["weight_version"], int(query["config_bytes"])
-        if zlib.crc32(data) != int(query["checksum"]):
+        query, timeout_s = call.query, take_timeout(call.query)
+        version, base_version = take(query, "weight_version", str), take(query, "base_version", str)
+        config_bytes, checksum = take(query, "config_bytes", int), take(query, "checksum", int)
+        token = take(query, "push", str)
+        self._weights.check_announced(token)
+        data = await call.body(ADAPTER_BYTES)
+        if zlib.crc32(data) != checksum:
             raise Refusal(422, f"the adapter {version!r} arrived with another checksum than it was sent with")
         weights = self._weights
         async with weights.lock:
-            await self._drain(float(query["timeout_s"]))
-            if weights.base_version != query["base_version"]:
+            weights.check_announced(token)
+            await self._drain(timeout_s)
+            if weights.base_version != base_version:
                 raise Refusal(
                     409,
                     f"the adapter {version!r} belongs to other weights than {weights.base_version!r}, which are here",
@@ -310,8 +402,14 @@ async def _reply(status: int, answer: dict[str, Any], send: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     if status == 503:
         headers.append((b"retry-after", str(RETRY_S).encode()))
+    if status in (MISSING_KEY_STATUS, 408, 413):  # a part of the body may still be on its way
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
+
+
+def _is_health(scope: Any) -> bool:
+    return scope["method"] == "GET" and scope["path"] == OPEN_PATH
 
 
 def server_command(arguments: list[str]) -> list[str]:

@@ -6,11 +6,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from groupgrad.activity import sign_of_life
-from groupgrad.engines.base import Sample, TicketSession
+from groupgrad.engines.base import Request, Sample, TicketSession
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
 from groupgrad.engines.vllm.media import encode
 from groupgrad.engines.vllm.vllm_params import FINISH_REASONS, row_fields
@@ -40,8 +40,10 @@ class ServerSession(TicketSession):
         fields: dict[str, Any],
         recover: Callable[[str], None],
         timeout_s: float,
+        wait_s: float = WAIT_S,
     ):
         super().__init__()
+        self._wait_s = wait_s
         self._address, self._weight_version, self._fields = address, weight_version, fields
         self._recover, self._timeout_s = recover, timeout_s
         self._calls: dict[Stream, set[int]] = {}
@@ -89,8 +91,9 @@ class ServerSession(TicketSession):
         elif time.monotonic() - self._last_progress > self._timeout_s and self._heard_at > self._last_progress:
             # A server that has been silent since then is left to the time limit of the call itself.
             raise TimeoutError(
-                f"the vLLM server {self._address} sampled no token for {self._timeout_s:g} s; {self._open_rows()}. It "
-                "answers, so its workers hang: look into its output, or raise vllm_server_timeout"
+                f"the vLLM server {self._address} sampled no token for {self._timeout_s:g} s; "
+                f"{open_rows(self._open)}. It answers, so its workers hang: look into its output, or raise "
+                "vllm_server_timeout"
             )
         return sorted(ended.items())
 
@@ -135,7 +138,7 @@ class ServerSession(TicketSession):
     def _next_events(self) -> list[tuple[Stream, dict[str, Any] | Exception | None]]:
         events = []
         try:
-            events.append(self._events.get(timeout=WAIT_S))
+            events.append(self._events.get(timeout=self._wait_s))
             while True:
                 events.append(self._events.get_nowait())
         except queue.Empty:
@@ -179,12 +182,13 @@ class ServerSession(TicketSession):
         if self._failures > FRUITLESS_ATTEMPTS:
             raise ConnectionError(
                 f"the vLLM server {self._address} failed {self._failures} times with {num_rows} rows to sample and "
-                f"none sampled in between; last: {failure}; {self._open_rows()}. Its own output says why"
+                f"none sampled in between; last: {failure}; {open_rows(self._open)}. Its own output says why"
             )
-        self._recover(f"sampling {num_rows} rows failed: {failure}; {self._open_rows()}")
+        self._recover(f"sampling {num_rows} rows failed: {failure}; {open_rows(self._open)}")
         self._last_progress = time.monotonic()
 
-    def _open_rows(self) -> str:
-        """Names the rows that have not ended, for error messages."""
-        rows = [f"{ticket} (prompt of {len(r.prompt_ids)} tokens)" for ticket, r in sorted(self._open.items())]
-        return f"rows that have not ended: {', '.join(rows[:8])}" + (f" and {len(rows) - 8} more" if rows[8:] else "")
+
+def open_rows(requests: Mapping[int, Request]) -> str:
+    """Names the rows that have not ended, by ticket, for error messages."""
+    rows = [f"{ticket} (prompt of {len(request.prompt_ids)} tokens)" for ticket, request in sorted(requests.items())]
+    return f"rows that have not ended: {', '.join(rows[:8])}" + (f" and {len(rows) - 8} more" if rows[8:] else "")

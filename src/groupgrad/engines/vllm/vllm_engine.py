@@ -41,7 +41,7 @@ class VLLMEngine(ABC):
     """vLLM's setting of this name, see `vllm_params`."""
 
     def __init__(self, regex: str | None = None):
-        self._regex = regex
+        self.regex = regex
         self._weight_version: str | None = None
         self._last_push: Push | None = None
         self.is_frozen = False
@@ -64,7 +64,7 @@ class VLLMEngine(ABC):
 
         Otherwise they are renormalised over the tokens that cuts, penalties or a regex left.
         """
-        return is_plain(sampling_fields(options, regex=self._regex), self.logprobs_mode)
+        return is_plain(sampling_fields(options, regex=self.regex), self.logprobs_mode)
 
     def push(self, model: nn.Module, policy_step: int) -> str:
         """Send all weights, adapters merged; returns their weight version. Collective if they are sharded."""

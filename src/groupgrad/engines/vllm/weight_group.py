@@ -7,6 +7,7 @@ which meet at a port of the server's machine. Both sides use torch's own classes
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -99,14 +100,16 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
-    """TCP store for the ranks' rendezvous; with `serves` this process hosts it.
+    """TCP store for the ranks' rendezvous; with `serves` this process hosts it, at that address alone.
 
     GroupBroken, naming the port, if it is taken or nobody opens it in time.
     """
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     try:
-        return torch_dist.TCPStore(
-            host, port, is_master=serves, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        if serves:  # by itself the store would listen at all addresses
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
+        return torch_dist.TCPStore(host, port, is_master=serves, **options)
     except (RuntimeError, OSError) as error:
         what = "cannot be opened" if serves else "was not reached"
         raise GroupBroken(

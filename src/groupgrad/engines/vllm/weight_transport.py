@@ -45,7 +45,8 @@ class SharedMemoryTransport(HttpTransport):
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
         with shared_file(bucket.data.numpy().data) as name:
-            call(address, "bucket", b"", query=_query(weight_version, bucket, shared=name), timeout_s=timeout_s)
+            query = _query(weight_version, bucket, shared=name, num_bytes=len(bucket.data))
+            call(address, "bucket", b"", query=query, timeout_s=timeout_s)
 
 
 class GroupTransport(HttpTransport):
@@ -73,8 +74,7 @@ class GroupTransport(HttpTransport):
         except ServerRefused as refused:
             raise GroupBroken(f"the server says: {refused}") from None
         self._address, self._name = address, uuid.uuid4().hex[:8]
-        body = {"name": self._name, "backend": self._backend, "host": address.host, "port": self._port, "size": size}
-        body["timeout_s"] = timeout_s
+        body = {"name": self._name, "backend": self._backend, "port": self._port, "size": size, "timeout_s": timeout_s}
 
         def join_here() -> None:
             store = open_store(address.host, self._port, serves=False, timeout_s=meeting_s)

@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the routes under `/groupgrad` and of what they carry; a change that one side alone would not understand
 makes it the next number."""
+
+AS_LOADED = "as loaded"
+"""Version of the weights that a server read from disk when it started."""
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes, so that it can be read in place."""
@@ -107,8 +110,13 @@ def specs_to_json(specs: Iterable[TensorSpec]) -> list[list[Any]]:
 
 
 def specs_from_json(lists: Iterable[list[Any]]) -> list[TensorSpec]:
-    """Inverse of `specs_to_json`."""
-    return [TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in lists]
+    """Inverse of `specs_to_json`. ValueError or TypeError for lists that are of no tensors."""
+    specs = [TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in lists]
+    for spec in specs:
+        torch_dtype(spec.dtype)
+        if any(size < 0 for size in spec.shape):
+            raise ValueError(f"{spec.name} has the shape {spec.shape}")
+    return specs
 
 
 def pack(
@@ -126,7 +134,7 @@ def pack(
     checksum = 0
     for number, (first, end) in enumerate(bucket_ranges(specs, bucket_bytes)):
         own = specs[first:end]
-        data = torch.zeros(sum(map(_padded_bytes, own)), dtype=torch.uint8, device=device)
+        data = torch.zeros(padded_bytes(own), dtype=torch.uint8, device=device)
         for index, (name, place) in enumerate(unpack(own, data), first):
             tensor = next(remaining, None)
             if tensor is None:
@@ -148,13 +156,14 @@ def bucket_ranges(specs: list[TensorSpec], bucket_bytes: int) -> Iterator[tuple[
         if index > first and spec.num_bytes and num_bytes + spec.num_bytes > bucket_bytes:
             yield first, index
             first, num_bytes = index, 0
-        num_bytes += _padded_bytes(spec)
+        num_bytes += padded_bytes([spec])
     if specs:
         yield first, len(specs)
 
 
-def _padded_bytes(spec: TensorSpec) -> int:
-    return spec.num_bytes + -spec.num_bytes % ALIGNMENT
+def padded_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Length of a bucket with these tensors."""
+    return sum(spec.num_bytes + -spec.num_bytes % ALIGNMENT for spec in specs)
 
 
 def _unannounced(index: int, tensor: torch.Tensor, expected: str) -> RuntimeError:
@@ -169,7 +178,7 @@ def unpack(specs: Iterable[TensorSpec], data: torch.Tensor) -> list[tuple[str, t
         if end > len(data):
             raise ValueError(f"a bucket of {len(data)} bytes ends inside the tensor {spec.name}")
         tensors.append((spec.name, data[offset:end].view(torch_dtype(spec.dtype)).view(spec.shape)))
-        offset += _padded_bytes(spec)
+        offset += padded_bytes([spec])
     if offset != len(data):
         raise ValueError(f"a bucket has {len(data)} bytes, but its tensors have {offset}")
     return tensors

@@ -128,14 +128,14 @@ class WeightReceiver:
         """This worker's rank, GPU and NCCL release."""
         return {"rank": int(self.rank), **describe_device(self.device)}
 
-    def groupgrad_open(self, port: int, timeout_s: float) -> None:
+    def groupgrad_open(self, host: str, port: int, timeout_s: float) -> None:
         """Leave any group; the first worker opens the port where the trainer and all workers meet."""
         self.groupgrad_leave()
         if self.rank == 0:
-            self._groupgrad_store = open_store("0.0.0.0", port, serves=True, timeout_s=timeout_s)
+            self._groupgrad_store = open_store(host, port, serves=True, timeout_s=timeout_s)
 
     def groupgrad_join(self, name: str, backend: Backend, host: str, port: int, size: int, timeout_s: float) -> None:
-        """Join the trainer and the other workers; `host` is this server's, as the trainer knows it."""
+        """Join the trainer and the other workers at the address that the server itself has."""
         store = self._groupgrad_store if self.rank == 0 else open_store(host, port, serves=False, timeout_s=timeout_s)
         device = self.device if backend == "nccl" else None
         group = WeightGroup(backend, store, self.rank + 1, size, timeout_s=timeout_s, device=device)

@@ -1,0 +1,308 @@
+"""A stranger on the network, and a trainer that misbehaves, against a server over real HTTP.
+
+After each attack the weights are what they were, and the server samples for its trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_http import raw_exchange, request
+from simulated_server import KEY, SimulatedServer, pretend_vllm, servers_of
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.vllm import server as server_module
+from groupgrad.engines.vllm import server_requests
+from groupgrad.engines.vllm.client import VLLMServerEngine
+from groupgrad.engines.vllm.http import ServerRefused, call
+
+OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
+ROWS = [Request([5, 6], seed=number, max_new_tokens=4) for number in range(3)]
+
+
+@pytest.fixture
+def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedServer]:
+    pretend_vllm(monkeypatch)
+    for (server,) in servers_of(model, 1):
+        yield server
+
+
+@pytest.fixture
+def trainer(server: SimulatedServer, model: Any) -> Iterator[VLLMServerEngine]:
+    """A trainer that has pushed. When a test ends, weights and samples have to be those of the push."""
+    engine = server.client()
+    engine.push(model, 0)
+    digest, samples = server.engine.worker.digest, engine.sample(ROWS, OPTIONS)
+    yield engine
+    assert server.engine.worker.digest == digest
+    assert engine.sample(ROWS, OPTIONS) == samples
+    assert call(engine.address, "info", timeout_s=5.0)["weight_version"] == engine.weight_version
+
+
+def text(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+PUSH = [
+    ("begin", text(weight_version="9-x", push="0", tensors=[["lm_head.weight", "float32", [92, 32]]], timeout_s=1.0)),
+    ("bucket", bytes(92 * 32 * 4)),
+    ("commit", text(weight_version="9-x", checksum=0)),
+]
+
+
+@pytest.mark.fault(
+    "a stranger without the key pushes weights to a vLLM server, commits, or asks what it serves",
+    "status 401, without the server's version; weights stay, sampling goes on",
+    "nothing",
+)
+@pytest.mark.parametrize("key", [None, "", "wrong", KEY + "x", KEY[:-1]])
+def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: VLLMServerEngine, key: Any) -> None:
+    version = trainer.weight_version
+    paths = [(f"/groupgrad/{route}", body) for route, body in PUSH]
+    paths += [("/groupgrad/commit", text(weight_version=version, checksum=0)), ("/groupgrad/leave", text(name="a"))]
+    paths += [("/groupgrad/join", text(host="10.0.0.1", port=1)), ("/groupgrad/adapter", b"x"), ("/groupgrad/no", b"x")]
+    paths += [("/groupgrad/info", b""), ("/version", b""), ("/v1/completions", text(prompt="a")), ("//version", b"")]
+    for path, body in paths:
+        status, answer = raw_exchange(server.port, request(path, body, key, weight_version=version, first=0, count=1))
+        assert (status, list(answer)) == (401, ["error"]), path
+        assert "0.32" not in str(answer) and "groupgrad 1" not in str(answer)
+    assert raw_exchange(server.port, request("/health")) == (200, {})
+
+
+def test_the_key_opens_the_routes(server: SimulatedServer, trainer: VLLMServerEngine) -> None:
+    assert raw_exchange(server.port, request("/version", key=KEY)) == (200, {"version": "0.32.0"})
+    assert raw_exchange(server.port, request("/groupgrad/info", key=KEY))[1]["complete"] is True
+
+
+def test_a_websocket_is_closed(server: SimulatedServer) -> None:
+    upgrade = request("/v1/realtime", key=KEY).replace(
+        b"Connection: close", b"Connection: Upgrade\r\nUpgrade: websocket"
+    )
+    status, _ = raw_exchange(server.port, upgrade, timeout_s=1.0)
+    assert status != 101
+
+
+@pytest.mark.fault(
+    "a huge body, a slow body, or half a body is sent to a vLLM server",
+    "it is refused by its length before it is read (413), or after its time (408); others are answered meanwhile",
+    "nothing",
+)
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_huge_body_is_refused_before_it_is_read(server: SimulatedServer, trainer: Any, key: str | None) -> None:
+    for route in ("check", "begin", "generate", "adapter", "join"):
+        query = {"weight_version": "9-x", "base_version": "b", "config_bytes": 1, "checksum": 0, "timeout_s": 1.0}
+        query["push"] = call(trainer.address, "info", timeout_s=5.0)["next_push"]
+        head = request(f"/groupgrad/{route}", key=key, length=2**40, **query)
+        status, answer = raw_exchange(server.port, head)
+        assert status == (401 if key is None else 413), (route, answer)
+    status, _ = raw_exchange(server.port, request("/v1/completions", key=key, length=2**40))
+    assert status == (401 if key is None else 413)
+
+
+def test_a_body_without_a_length_is_refused_when_it_is_too_long(server: SimulatedServer, trainer: Any) -> None:
+    head = request("/groupgrad/check", key=KEY, length=1).replace(b"Content-Length: 1", b"Transfer-Encoding: chunked")
+    chunk = f"{2**19:x}\r\n".encode() + b" " * 2**19 + b"\r\n"
+    status, answer = raw_exchange(server.port, head, *[chunk] * 3)
+    assert status == 413 and "takes at most 1048576" in answer["error"]
+
+
+def test_a_slow_body_is_given_up_and_holds_nothing_up(
+    server: SimulatedServer, trainer: VLLMServerEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_requests, "SILENCE_S", 0.5)
+    heads = [request(f"/groupgrad/{route}", key=KEY, length=1000) for route in ("join", "check")]
+    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=5.0) for _ in heads]
+    try:
+        for connection, head in zip(connections, heads):
+            connection.sendall(head + b'{"name": ')
+        started = time.monotonic()
+        trainer.push(model, 1)  # waits for none of them
+        assert len(trainer.sample(ROWS, OPTIONS)) == 3 and time.monotonic() - started < 0.4
+        for connection in connections:
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 408"), answer
+        assert time.monotonic() - started < 4.0
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"{", b"[1]", b"\xff", b'{"a": 1e}', b"[" * 100_000, b"null", b'{"name": 5}', b'{"name": ["a"]}'),
+        *(b'{"name": "a", "host": "10.0.0.1"}', pickle.dumps({"name": "a"})),
+    ],
+    ids=str,
+)
+def test_bad_json_is_a_bad_request(server: SimulatedServer, trainer: VLLMServerEngine, body: bytes) -> None:
+    status, answer = raw_exchange(server.port, request("/groupgrad/reads", body, KEY))
+    assert status == 400 and answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "words"),
+    [
+        ("open", {"port": 0, "timeout_s": 1.0}, "there is no port 0"),
+        ("open", {"port": 5, "timeout_s": 1e9}, "waits at most 86400 s: lower vllm_server_timeout"),
+        ("open", {"port": 5, "timeout_s": float("nan")}, "timeout_s is nan"),
+        ("open", {"port": 5, "timeout_s": 10**400}, "which is no float"),
+        ("open", {"port": 5, "timeout_s": 1.0, "host": "10.0.0.1"}, "the route open takes no host"),
+        ("join", {"host": "10.0.0.1"}, "the route join takes no host"),
+        ("leave", {}, "the field name is 'None', which is no str"),
+        ("begin", {"weight_version": "9-x", "push": "0", "tensors": [["a", "float32", [1]]]}, "timeout_s"),
+        ("begin", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [5]}, "no list of name, dtype"),
+        ("begin", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "os", [1]]]}, "'os' is not"),
+        ("begin", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "int8", [-1]]]}, "shape"),
+        ("commit", {"weight_version": "9-x", "checksum": "many"}, "the field checksum is 'many', which is no int"),
+        ("commit", {"weight_version": "9-x", "checksum": True}, "the field checksum is 'True'"),
+        ("generate", {"weight_version": 5}, "the field weight_version"),
+        ("check", {"sampling": []}, "the field sampling is '\\[\\]', which is no dict"),
+    ],
+)
+def test_a_field_that_cannot_be_is_a_bad_request(
+    server: SimulatedServer, trainer: VLLMServerEngine, route: str, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ServerRefused, match=words) as caught:
+        call(trainer.address, route, fields, timeout_s=5.0)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "row",
+    [5, {}, {"row": 0, "prompt": 1, "seed": 0, "max_tokens": 1}, {"row": 0, "prompt": -1, "seed": 0, "max_tokens": 1}],
+)
+def test_rows_without_a_prompt_are_a_bad_request(server: SimulatedServer, trainer: VLLMServerEngine, row: Any) -> None:
+    body = {"weight_version": trainer.weight_version, "sampling": {}, "prompts": [[5]], "rows": [row]}
+    with pytest.raises(ServerRefused) as caught:
+        call(trainer.address, "generate", body, timeout_s=5.0)
+    assert caught.value.status == 400
+
+
+@pytest.mark.fault(
+    "somebody who has recorded a push to a vLLM server sends it again",
+    "status 409: its token and its weight version have been used; weights stay, sampling goes on",
+    "nothing",
+)
+def test_a_recorded_push_is_refused(
+    server: SimulatedServer, trainer: VLLMServerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from groupgrad.engines.vllm import client, weight_transport
+
+    recorded: list[tuple[Any, ...]] = []
+
+    def record(address: Any, route: str, body: Any = None, *, query: Any = None, timeout_s: float) -> Any:
+        data = bytes(body) if isinstance(body, memoryview) else body
+        recorded.append((route, data, query))
+        return call(address, route, body, query=query, timeout_s=timeout_s)
+
+    for module in (client, weight_transport):
+        monkeypatch.setattr(module, "call", record)
+    monkeypatch.setattr(trainer, "_transport", weight_transport.HttpTransport())
+    assert trainer._last_push is not None
+    trainer.push(trainer._last_push.model, 1)
+    replayed = [entry for entry in recorded if entry[0] in ("begin", "bucket", "commit")]
+    assert {route for route, _, _ in replayed} == {"begin", "bucket", "commit"}
+    for route, data, query in replayed:
+        with pytest.raises(ServerRefused) as caught:
+            call(trainer.address, route, data, query=query, timeout_s=5.0)
+        assert caught.value.status == 409, route
+
+
+def announce(trainer: VLLMServerEngine, version: str, tensors: list[list[Any]]) -> None:
+    """Begin a push."""
+    body = {"weight_version": version, "tensors": tensors, "timeout_s": 1.0}
+    body["push"] = call(trainer.address, "info", timeout_s=5.0)["next_push"]
+    call(trainer.address, "begin", body, timeout_s=5.0)
+
+
+HEAD = ["lm_head.weight", "float32", [92, 32]]
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "status"),
+    [
+        (bytes(64), {"first": 0, "count": 1}, 422),
+        (bytes(92 * 32 * 4 + 64), {"first": 0, "count": 1}, 413),
+        (bytes(92 * 32 * 4), {"first": 1, "count": 1}, 409),
+        (bytes(92 * 32 * 4), {"first": 0, "count": 2}, 409),
+        (bytes(92 * 32 * 4), {"first": 0, "count": 0}, 409),
+        (bytes(92 * 32 * 4), {"first": -1, "count": 1}, 409),
+        (bytes(92 * 32 * 4), {"first": "a", "count": 1}, 400),
+        (b"", {"first": 0, "count": 1, "group": "g", "num_bytes": 2**40}, 422),
+        (b"x", {"first": 0, "count": 1, "shared": "s", "num_bytes": 92 * 32 * 4}, 413),
+    ],
+)
+def test_a_bucket_of_other_tensors_reaches_no_worker(
+    server: SimulatedServer,
+    trainer: VLLMServerEngine,
+    model: Any,
+    body: bytes,
+    query: dict[str, Any],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    announce(trainer, "1-x", [HEAD])
+    with monkeypatch.context() as patch, pytest.raises(ServerRefused) as caught:
+        patch.setattr(server.engine.worker, "groupgrad_bucket", lambda *given: pytest.fail("it reached a worker"))
+        call(trainer.address, "bucket", body, query={"weight_version": "1-x", **query}, timeout_s=5.0)
+    assert caught.value.status == status
+    trainer.push(model, 0)
+
+
+@pytest.mark.fault(
+    "half a push comes to a vLLM server, and then nothing",
+    "it answers, but samples nothing until another push has ended, which may begin at once",
+    "nothing",
+)
+def test_half_a_push_and_then_silence_holds_up_no_other_push(
+    server: SimulatedServer, trainer: VLLMServerEngine, model: Any
+) -> None:
+    announce(trainer, "1-x", [HEAD, ["model.norm.weight", "float32", [32]]])
+    call(
+        trainer.address,
+        "bucket",
+        bytes(HEAD[2][0] * 32 * 4),
+        query={"weight_version": "1-x", "first": 0, "count": 1},
+        timeout_s=5.0,
+    )
+    with pytest.raises(ServerRefused, match="2 tensors were announced, 1 came"):
+        call(trainer.address, "commit", {"weight_version": "1-x", "checksum": 0}, timeout_s=5.0)
+    assert raw_exchange(server.port, request("/v1/completions", text(prompt="a"), KEY))[0] == 503
+    started = time.monotonic()
+    trainer.push(model, 1)
+    assert time.monotonic() - started < 2.0
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self._path,)
+
+
+def test_nothing_is_unpickled(server: SimulatedServer, trainer: VLLMServerEngine, tmp_path: Path, model: Any) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    pickle.loads(bomb)  # it works
+    (tmp_path / "exploded").unlink()
+    for route in ("check", "generate", "begin", "commit", "reads", "adapter"):
+        raw_exchange(server.port, request(f"/groupgrad/{route}", bomb, KEY))
+    announce(trainer, "1-x", [["lm_head.weight", "uint8", [len(bomb)]]])
+    padded = bomb + bytes(-len(bomb) % 64)
+    query = {"weight_version": "1-x", "first": 0, "count": 1}
+    with pytest.raises(ServerRefused):  # the worker's tensor has another shape
+        call(trainer.address, "bucket", padded, query=query, timeout_s=5.0)
+    assert not (tmp_path / "exploded").exists()
+    sources = Path(server_module.__file__).parent.glob("*.py")
+    assert not [path for path in sources if "pickle" in path.read_text() or "torch.load" in path.read_text()]
+    trainer.push(model, 0)
