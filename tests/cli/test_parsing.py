@@ -35,6 +35,14 @@ def test_every_field_of_every_record_is_a_flag_in_two_spellings():
             assert f"--{field.name.replace('_', '-')}" in flags
 
 
+@pytest.mark.parametrize("urls", [["http://a:1"], ["http://a:1", "http://b:2"]])
+def test_servers_are_one_flag_or_a_list_in_a_file(urls, tmp_path):
+    vllm = ["--use_vllm", "--vllm_mode", "server"]
+    assert parse([*CPU, *vllm, "--vllm_server_base_url", *urls]).config.vllm_server_base_url == urls
+    path = write(tmp_path, f"vllm_server_base_url: {urls}")
+    assert parse([*CPU, *vllm, "--config", path]).config.vllm_server_base_url == urls
+
+
 def test_no_field_name_is_in_two_records():
     names = [f.name for r in (ScriptArguments, ModelArguments, GRPOConfig) for f in dataclasses.fields(r)]
     assert len(names) == len(set(names))

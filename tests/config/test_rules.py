@@ -23,6 +23,7 @@ from groupgrad.trainer import room_options
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 PAGED = {"use_transformers_continuous_batching": True}
 PAGES = "transformers_continuous_batching_config"
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
 # (settings, texts in the message: the value seen, and what to set)
 BAD: list[tuple[dict, list[str]]] = [
@@ -202,6 +203,9 @@ BAD: list[tuple[dict, list[str]]] = [
         ["gradient_checkpointing_kwargs={'a': 1}", "Set both to the same"],
     ),
     ({"vllm_server_port": 0}, ["vllm_server_port=0", "1 to 65535"]),
+    ({**SERVER, "vllm_server_base_url": []}, ["vllm_server_base_url is an empty list", "name a server"]),
+    ({**SERVER, "vllm_server_base_url": ["http://a:1", "http://a:1/"]}, ["http://a:1 more than once"]),
+    ({**SERVER, "vllm_server_base_url": "a:1"}, ["'a:1', which is no address"]),
     ({"vllm_gpu_memory_utilization": 30}, ["vllm_gpu_memory_utilization=30", "at most 1"]),
     ({"learning_rate": -1e-6}, ["learning_rate=-1e-06", "0 or more"]),
     ({"eval_strategy": "sometimes"}, ["eval_strategy='sometimes'", "no, steps, epoch"]),

@@ -118,6 +118,8 @@ class FieldParser(HfArgumentParser):
 
     def _add_field(self, group: Any, field: dataclasses.Field) -> None:
         hint, num_actions = field.type, len(self._actions)
+        if typing.get_args(hint)[:2] == (str, list[str]):  # a flag takes one value or several
+            field.type = list[str] | None
         self._parse_dataclass_field(group, field)
         flag, *others = self._actions[num_actions:]
         for other in others:  # --no_x_y

@@ -27,6 +27,7 @@ from groupgrad.config.nested_values import cuda_in_map
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
+from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
 
 _RETURNED = "the trainer decides what the sampler returns"
@@ -368,6 +369,17 @@ def fields_of_rows(c: GRPOSettings) -> str | None:
         return None
     try:
         vllm_fields(c)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def server_addresses(c: GRPOSettings) -> str | None:
+    """Finds addresses of vLLM servers that are none, or are given twice."""
+    if not c.use_vllm or c.vllm_mode != "server":
+        return None
+    try:
+        Address.all_of(c.vllm_server_base_url)
     except ValueError as error:
         return str(error)
     return None

@@ -288,6 +288,7 @@ RULES: tuple[Rule, ...] = (
         "rollout_ahead={c.rollout_ahead} samples while the model trains, but with {found} both would use the same "
         "device at once. Set use_vllm=True and vllm_mode='server', or rollout_ahead=0",
     ),
+    Rule(("use_vllm", "vllm_mode", "vllm_server_base_url"), conditions.server_addresses, "{found}"),
     Rule(("use_vllm", "vllm_importance_sampling_correction"), conditions.uncorrected, "{found}", warns=True),
 )
 

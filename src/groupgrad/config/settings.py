@@ -199,7 +199,9 @@ class GRPOSettings(LegacyArguments):
     vllm_model_impl: str = _option("vllm", "Model code that vLLM runs: 'vllm' or 'transformers'.")
     vllm_enable_sleep_mode: bool = _option(False, "Colocate: free vLLM's memory while training.")
     vllm_structured_outputs_regex: str | None = _option(None, "Regular expression that every completion must match.")
-    vllm_server_base_url: str | None = _option(None, "Server: URL, which replaces host and port.")
+    vllm_server_base_url: str | list[str] | None = _option(
+        None, "Server: URL, or a list of the URLs of several, which replaces host and port."
+    )
     vllm_server_host: str = _option("0.0.0.0", "Server: host name or address.")
     vllm_server_port: int = _option(8000, "Server: HTTP port.")
     vllm_server_timeout: float = _option(240.0, "Server: seconds to wait for its start, a weight transfer or a token.")

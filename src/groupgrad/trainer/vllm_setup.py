@@ -19,6 +19,7 @@ from groupgrad.engines.vllm.colocate import VLLMColocateEngine
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.memory_check import TrainingBytes, check_memory
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.vllm_params import PROCESSED, logprobs_mode
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.engines.vllm.wire import torch_dtype
@@ -61,25 +62,30 @@ def serve_policy(config: GRPOConfig, model: nn.Module, bundle: PolicyBundle, rol
 
 
 def _server_policy(config: GRPOConfig, model: nn.Module, sampling: SamplingOptions) -> VLLMPolicy:
-    address = Address.of(config.vllm_server_base_url, config.vllm_server_host, config.vllm_server_port)
-    engine = VLLMServerEngine(
-        address,
-        timeout_s=config.vllm_server_timeout,
-        regex=config.vllm_structured_outputs_regex,
-        pushes=dist.is_main(),
-        group_port=config.vllm_group_port,
-    )
+    addresses = Address.all_of(config.vllm_server_base_url, config.vllm_server_host, config.vllm_server_port)
+    engines = [
+        VLLMServerEngine(
+            address,
+            timeout_s=config.vllm_server_timeout,
+            regex=config.vllm_structured_outputs_regex,
+            pushes=dist.is_main(),
+            group_port=config.vllm_group_port + number,  # servers of one machine need ports of their own
+        )
+        for number, address in enumerate(addresses)
+    ]
+    engine = engines[0] if len(engines) == 1 else VLLMServerPool(engines)
+    place = ", ".join(map(str, addresses))
     engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
     is_plain = engine.plain_logprobs(sampling)
     best_mode = logprobs_mode(vllm_fields(config))
     if config.vllm_importance_sampling_correction and best_mode is not None and not is_plain:
         raise ValueError(
-            f"the vLLM server {address} tells log-probs as {engine.logprobs_mode}, which are not those of the "
+            f"the vLLM server {place} tells log-probs as {engine.logprobs_mode}, which are not those of the "
             f"distribution that is trained, given how tokens are drawn; start it with --logprobs-mode {best_mode}, or "
             "set vllm_importance_sampling_correction=False"
         )
     max_rank = int(engine.info.get("max_lora_rank") or 0)
-    limit = f"the vLLM server {address} " + (f"takes ranks up to {max_rank}" if max_rank else "has no --enable-lora")
+    limit = f"the vLLM server {place} " + (f"takes ranks up to {max_rank}" if max_rank else "has no --enable-lora")
     sends_adapter = _sends_adapter(config, model, max_rank, limit)
     return VLLMPolicy(engine, model, sends_adapter=sends_adapter, keeps_logprobs=is_plain)
 

@@ -1,0 +1,90 @@
+"""Training that samples from simulated vLLM servers over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from simulated_server import SimulatedServer, pretend_vllm, servers_of
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.vllm.api_keys import store_new_key
+
+
+@pytest.fixture
+def servers(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimulatedServer]]:
+    pretend_vllm(monkeypatch)
+    yield from servers_of(make_model(seed=9), 3)
+
+
+class Reward:
+    """A reward of the tokens alone, which keeps them, and ends a server in the first of its calls."""
+
+    __name__ = "reward"
+
+    def __init__(self, victim: SimulatedServer | None = None):
+        self.texts: list[list[int]] = []
+        self._victim = victim
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        self.texts += completion_ids
+        if self._victim is not None:
+            self._victim.kill()
+        return [float(ids[0] % 5) for ids in completion_ids]
+
+
+def train(folder: Path, model: Any, tokenizer: Any, reward: Reward, **where: Any) -> Any:
+    config = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        max_steps=3,
+        per_device_train_batch_size=12,
+        num_generations=4,
+        max_completion_length=6,
+        learning_rate=1e-3,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_timeout=10.0,
+        vllm_importance_sampling_correction=False,
+        **where,
+    )
+    rows = Dataset.from_dict({"prompt": list("abcdefghi")})
+    trainer: Any = GRPOTrainer(model, reward, config, rows, processing_class=tokenizer)
+    trainer.train()
+    trainer.vllm_policy.close()
+    return trainer
+
+
+def test_a_run_goes_on_when_one_of_its_servers_dies(
+    servers: list[SimulatedServer], make_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    alone, reward = Reward(), Reward(victim=servers[0])
+    train(tmp_path / "one", make_model(seed=3), tokenizer, alone, vllm_server_base_url=servers[0].url)
+    counts = [len(server.engine.sampled) for server in servers]
+    assert counts == [36, 0, 0]
+    urls = [server.url for server in servers]
+    trainer = train(tmp_path / "three", make_model(seed=3), tokenizer, reward, vllm_server_base_url=urls)
+    assert trainer.state.global_step == 3 and reward.texts == alone.texts
+    assert [len(server.engine.sampled) for server in servers] == [40, 16, 16]
+
+
+def test_a_script_without_a_key_finds_that_of_a_server_on_its_machine(
+    servers: list[SimulatedServer], make_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    server = servers[0]
+    server.kill()
+    key, error = store_new_key(server.port)
+    assert error is None
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    server.start()
+    monkeypatch.delenv("VLLM_API_KEY")
+    train(tmp_path / "run", make_model(seed=3), tokenizer, Reward(), vllm_server_port=server.port)
+    assert len(server.engine.sampled) == 36
