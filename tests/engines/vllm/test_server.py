@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.parse
+import zlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from groupgrad.engines.vllm import server as server_module
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
 from groupgrad.engines.vllm.server import Routes
 from groupgrad.engines.vllm.server_requests import Call, Refusal
@@ -54,10 +57,11 @@ def scope(path: str, **query: str) -> dict[str, Any]:
 
 
 def call_of(body: Any = None, **query: str) -> Call:
-    """A request with a JSON body, or with a query."""
+    """A request with a body of bytes or JSON, and a query."""
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        return {"type": "http.request", "body": data}
 
     return Call(scope("/", **query), receive)
 
@@ -186,3 +190,34 @@ def test_a_push_that_times_out_leaves_the_server_as_it_was() -> None:
         assert [(await early)["status"], (await late)["status"]] == [200, 200]
 
     asyncio.run(run())
+
+
+def test_an_adapter_is_taken_once_and_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded: list[tuple[Any, ...]] = []
+
+    def request(*given: Any) -> Any:
+        loaded.append(given)
+        return SimpleNamespace(lora_int_id=given[1], lora_path=str(tmp_path / "none"))
+
+    async def add_lora(adapter: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(server_module, "lora_request", request)
+    routes, engine = Routes(None), Engine(Quiet())
+    engine.add_lora = engine.remove_lora = add_lora  # type: ignore[attr-defined]
+    token = routes._weights.next_push
+    query = {"weight_version": "1-a", "base_version": "as loaded", "push": token, "timeout_s": "1.0"}
+    query |= {"config_bytes": "2", "checksum": str(zlib.crc32(b"{}tensors"))}
+
+    def push(**changes: str) -> None:
+        asyncio.run(routes.route_adapter(engine, call_of(b"{}tensors", **{**query, **changes})))
+
+    for changes, status in (({"checksum": "5"}, 422), ({"base_version": "base-b"}, 409), ({"timeout_s": "1e9"}, 400)):
+        with pytest.raises(Refusal) as caught:
+            push(**changes)
+        assert caught.value.status == status and routes._weights.version == "as loaded"
+    push()
+    assert routes._weights.version == "1-a" and loaded[-1][3:] == (b"{}", b"tensors")
+    with pytest.raises(Refusal, match="or this one was sent before"):
+        push()
+    assert len(loaded) == 1 and routes._weights.is_complete
