@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from real_vllm import OPTIONS, Served, requests, until, vary
+from real_vllm import OPTIONS, START_S, Served, requests, until, vary
 
 from groupgrad.engines.base import Sample
 from groupgrad.engines.vllm.server_pool import VLLMServerPool
@@ -52,7 +52,7 @@ def test_rows_of_servers_that_die_and_hang_go_to_the_third(serve: Callable[..., 
         return len(pool.live) == 3
 
     _have_patience(pool, 60.0)
-    until(are_back, timeout_s=240.0)
+    until(are_back, timeout_s=START_S)
     assert ids(pool.sample(ROWS, OPTIONS)) == expected
 
 
