@@ -204,8 +204,10 @@ class _BucketReduce:
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, *, buffers: bool = True) -> None:
+def broadcast_module(module: nn.Module, *, buffers: bool = True, device: torch.device | None = None) -> None:
     """Overwrites the parameters and buffers of `module` with those of rank 0. Collective.
+
+    Tensors are sent one by one from `device`, which the ranks' backend must serve; None for the one that each is on.
 
     RuntimeError, on all ranks, if names, shapes, dtypes or frozen parameters differ. Quantized weights of a tensor
     subclass stay as each rank has loaded them.
@@ -225,7 +227,10 @@ def broadcast_module(module: nn.Module, *, buffers: bool = True) -> None:
             )
     for tensor in tensors.values():
         if type(tensor.data) is torch.Tensor:
-            broadcast_tensor(tensor.data)
+            sent = tensor.data if device is None else tensor.data.to(device)
+            broadcast_tensor(sent)
+            if sent is not tensor.data:
+                tensor.data.copy_(sent)
 
 
 def broadcast_tensor(tensor: torch.Tensor) -> None:

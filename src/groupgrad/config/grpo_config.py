@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from groupgrad import compat
 from groupgrad.config import legacy, rules
 from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, nearest, wrong_kinds
+from groupgrad.config.launcher import fsdp_settings
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
@@ -60,7 +61,8 @@ class GRPOConfig(GRPOSettings):
         except (ValueError, TypeError, ImportError, NotImplementedError) as error:
             failure = error
         if failure is None and checkpointing_by_need:
-            self._set_checkpointing(None if self.device.type == "cpu" else True)
+            is_asked = fsdp_settings(self).get("activation_checkpointing")
+            self._set_checkpointing(True if is_asked or self.device.type != "cpu" else None)
         problems = rules.problems(self)
         if self.deepspeed is not None and (problems or failure is not None):
             unset_hf_deepspeed_config()  # transformers would load the models of the next trainer for it

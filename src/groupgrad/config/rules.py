@@ -22,6 +22,7 @@ from groupgrad.config.field_rules import (
     is_number,
     parse_bytes,
 )
+from groupgrad.config.fsdp_rules import FSDP_RULES
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.rule import Rule
 from groupgrad.config.run_rules import RUN_RULES
@@ -224,6 +225,7 @@ RULES: tuple[Rule, ...] = (
         "and it is False. Set log_completions=True, or leave log_completions_hub_repo unset",
     ),
     *RUN_RULES,
+    *FSDP_RULES,
     # --- rewards ---
     Rule(("on_reward_failure",), conditions.unknown_failure_action, "{found}"),
     Rule(("reward_timeout_s", "reward_retries", "hang_timeout_s"), conditions.rewards_beyond_watchdog, "{found}"),

@@ -201,14 +201,6 @@ RUN_RULES: tuple[Rule, ...] = (
         "save_in_background=True does not go with DeepSpeed, which writes its files itself. Set it to False",
     ),
     Rule(
-        ("fsdp",),
-        lambda c: (
-            (c.fsdp and f"fsdp={c.fsdp!r}")
-            or (env_flag("ACCELERATE_USE_FSDP") and "fsdp, which the launcher turned on,")
-        ),
-        "{found} is not part of this version of groupgrad; use plain data parallelism",
-    ),
-    Rule(
         ("parallelism_config",),
         conditions.parallel_sizes,
         "parallelism_config with {found} splits sequences or weights over processes, which is not part of this "

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from groupgrad.config.field_rules import changed
-from groupgrad.config.launcher import uses_deepspeed, zero_stage
+from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings
 
 
@@ -139,6 +139,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
         "processes average the gradients of a step when all are computed, whichever parameters have one",
     ),
     UnusedSettings(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), "DeepSpeed joins the gradients", uses_deepspeed),
+    UnusedSettings(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), "FSDP joins the gradients", uses_fsdp),
     UnusedSettings(
         ("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
         "dataloader_num_workers is 0",

@@ -24,7 +24,7 @@ from groupgrad import kernels
 from groupgrad.kernels import layers
 from groupgrad.modeling.families import MLPS, NORMS, is_transformers_class
 from groupgrad.modeling.scoring.attention import is_checkpointing
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.sharding import is_sharded
 
 _LINEAR_FORWARD = nn.Linear.forward
 

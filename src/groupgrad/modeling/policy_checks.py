@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.systems.fsdp import local_part
 
 
 def check_language_model(model: nn.Module) -> None:
@@ -43,9 +44,10 @@ def check_language_model(model: nn.Module) -> None:
 def nonfinite_weights(model: nn.Module, *, trained_only: bool = False) -> str | None:
     """Names the first parameter with numbers that are not finite; None if there is none.
 
-    With `trained_only` frozen parameters are not read.
+    With `trained_only` frozen parameters are not read. Of a sharded parameter this rank's part is read.
     """
     for name, parameter in model.named_parameters():
+        parameter = local_part(parameter)
         if parameter.is_meta or is_packed(parameter) or parameter.dtype.itemsize < 2:  # quantized
             continue
         if trained_only and not parameter.requires_grad:

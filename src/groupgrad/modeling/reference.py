@@ -15,7 +15,7 @@ from torch import nn
 
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import active_adapters, is_adapted
-from groupgrad.modeling.systems.zero3 import ShardSnapshot, is_sharded
+from groupgrad.modeling.systems.sharding import ShardSnapshot, is_sharded
 from groupgrad.modeling.vlm import is_multimodal
 
 _INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
@@ -121,7 +121,7 @@ class Reference:
 
 def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None:
     """UnavailableError for VLMs and references that do not work with sharded parameters."""
-    name = f"{type(policy).__name__} under DeepSpeed ZeRO-3"
+    name = f"{type(policy).__name__.removeprefix('FSDP')} under DeepSpeed ZeRO-3 or FSDP"
     if is_multimodal(policy):
         raise UnavailableError(f"{name}: models that take images are not trained so; use ZeRO stage 1 or 2")
     if reference is not None and reference.keeps_parameters:

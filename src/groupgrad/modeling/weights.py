@@ -19,7 +19,8 @@ from torch import nn
 from groupgrad.modeling.adapters import active_adapters, base_model, is_adapted
 from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.scoring.forward import unwrap
-from groupgrad.modeling.systems.zero3 import gathered, is_sharded
+from groupgrad.modeling.systems import zero3
+from groupgrad.modeling.systems.sharding import gathered, is_sharded
 
 # Wrappers that insert their own name into the names of parameters.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -217,7 +218,7 @@ def _merge_layer(source: _Source) -> dict[str, torch.Tensor]:
     layer = source.layer
     if is_packed(source.tensor):
         raise ValueError(f"{source.name} is quantized: an adapter cannot be merged into it; send the adapter alone")
-    with gathered(layer.parameters()):
+    with gathered(layer):
         clone = copy.deepcopy(layer).float()
         if not clone.merged:
             clone.merge()
@@ -245,6 +246,6 @@ def _unsharded(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor().detach()
     if hasattr(tensor, "ds_id"):
-        with gathered([tensor]):
+        with zero3.gathered([tensor]):
             return tensor.detach().clone()
     return tensor.detach()

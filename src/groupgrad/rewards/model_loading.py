@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.systems.zero3 import loading_unsharded
+from groupgrad.modeling.systems.sharding import loading_unsharded
 
 logger = logging.getLogger(__name__)
 

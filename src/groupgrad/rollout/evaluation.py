@@ -15,7 +15,7 @@ from groupgrad.batching.totals import step_totals
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, policy_loss
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest

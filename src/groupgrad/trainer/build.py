@@ -20,7 +20,7 @@ from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import nearest
-from groupgrad.config.launcher import uses_deepspeed, zero_stage
+from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import sampling_options
 from groupgrad.config.settings import mapping
 from groupgrad.config.unused_settings import unused_reward_settings
@@ -39,8 +39,9 @@ from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
+from groupgrad.modeling.systems import fsdp
 from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
-from groupgrad.modeling.systems.zero3 import gather_all, gather_per_module
+from groupgrad.modeling.systems.sharding import gather_all, gather_per_module
 from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.multimodal.vlm_prompts import (
     VisionPromptMaker,
@@ -85,7 +86,8 @@ def build_policy(
     limit_spinning()
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
-    model = _load_model(model, config, quantization_config)
+    with fsdp.without_accelerate():
+        model = _load_model(model, config, quantization_config)
     check_language_model(model)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
@@ -110,10 +112,13 @@ def build_policy(
             owner.pad_token_id = tokenizer.pad_token_id
     if config.disable_dropout:
         load.turn_off_dropout(model)
+    if uses_fsdp(config):
+        check_sharded_policy(model, None)
+        fsdp.shard(model, room_options.fsdp_options(config), config.device)
     reference = None
     if config.beta != 0.0:
         reference = Reference(model, adapter_is_fresh=adapter_is_fresh, is_synced=config.sync_ref_model)
-    if zero_stage(config) == 3:
+    if zero_stage(config) == 3 or uses_fsdp(config):
         check_sharded_policy(model, reference)
     if config.cast_lm_head_to_fp32:
         for part in [model, reference.module if reference is not None else None]:
@@ -236,7 +241,7 @@ def checkpointing_by_need(
     """Turns gradient checkpointing on where memory runs short; None if the configuration decides."""
     can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
     # Ranks that share a model compute it in the same way, so none decides by its own memory.
-    if config.gradient_checkpointing is not None or not can or zero_stage(config) == 3:
+    if config.gradient_checkpointing is not None or not can or zero_stage(config) == 3 or uses_fsdp(config):
         return None
     chosen = mapping(config.gradient_checkpointing_kwargs)
     return CheckpointingByNeed(model, forward_options, chosen, precision, example)

@@ -15,21 +15,24 @@ import torch
 from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from groupgrad import dist, stopping
 from groupgrad.activity import Hung, doing
 from groupgrad.batching.data_position import prompts_used
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.checkpoints import saving
+from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint, choose
 from groupgrad.checkpoints.manifest import file_names
 from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER, TRAINER_STATE
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointError, CheckpointNotSaved
+from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.load import load_renamed_checkpoint
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import free_bytes
+from groupgrad.modeling.systems.fsdp import is_fully_sharded, whole_parameters
 from groupgrad.trainer import resumed_options
 from groupgrad.trainer.callbacks import RunState
 
@@ -201,10 +204,38 @@ class CheckpointedRun(Trainer):
 
     def _save_parts(self, run_folder: Path) -> list[Callable[[Path], None]]:
         """Functions that write this rank's parts of a checkpoint into a folder; the ranks meet between them."""
-        parts = [lambda aside: self.save_model(str(aside), _internal_call=True)]
+        parts = [lambda aside: self._write_model(str(aside))]
         if not self.args.save_only_model:
             parts += [self._write_optimizer, lambda aside: self._save_rng_state(str(aside))]
         return [*parts, lambda aside: self._write_trainer_state(run_folder, aside)]
+
+    def _write_model(self, folder: str) -> None:
+        """Collective. The model as `save_model` writes it; for a run that FSDP shards and may resume, in shards."""
+        if not is_fully_sharded(self.model) or self.args.save_only_model:
+            self.save_model(folder, _internal_call=True)
+            return
+        self._check_weights()
+        sharded_files.save_model(Path(folder), self.model, trained_only=is_adapted(self.model))
+        if self.args.should_save:
+            self._save_beside_weights(folder)
+
+    def _save_beside_weights(self, folder: str) -> None:
+        """What `Trainer._save` writes beside the weights."""
+        model: Any = self.model
+        for config in (*getattr(model, "peft_config", {}).values(), model.config, model.generation_config):
+            config.save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Collective under FSDP, whose optimizer is written in shards."""
+        if not is_fully_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharded_files.save_optimizer(Path(output_dir), self.model, self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _write_optimizer(self, aside: Path) -> None:
         with saving.refusals_at_the_end(aside) if self.is_deepspeed_enabled else nullcontext():
@@ -312,16 +343,25 @@ class CheckpointedRun(Trainer):
             _say("steps had other sizes in %s: the data go on behind its %d prompts", point.folder, used)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled or not load_renamed_checkpoint(unwrap(model or self.model), resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        """Collective under FSDP. Restores the weights, whole or in shards, whichever way they were saved."""
+        inner = unwrap(model or self.model)
+        if sharded_files.is_present(resume_from_checkpoint):
+            sharded_files.load_model(resume_from_checkpoint, inner, trained_only=is_adapted(inner))
+            return
+        with whole_parameters(inner, keep_changes=True):
+            if not load_renamed_checkpoint(inner, resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        folder = self.state.best_model_checkpoint
-        is_spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        folder, inner = self.state.best_model_checkpoint, unwrap(self.model)
         if folder is not None:
             choose(Path(str(self.args.output_dir)), folder)
-        if is_spread or folder is None or not load_renamed_checkpoint(unwrap(self.model), folder):
-            super()._load_best_model()
+        if folder is not None and sharded_files.is_present(folder):
+            sharded_files.load_model(folder, inner, trained_only=is_adapted(inner))
+            return
+        with whole_parameters(inner, keep_changes=True):
+            if self.is_deepspeed_enabled or folder is None or not load_renamed_checkpoint(inner, folder):
+                super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restores optimizer, scheduler and the run's state. CheckpointError if the optimizer is another one."""
@@ -368,12 +408,24 @@ class CheckpointedRun(Trainer):
             self._forward_scheduler()
             return False
         lacks = [name for name in (OPTIMIZER, SCHEDULER) if name in point.damage]
-        if not lacks:
+        in_shards = sharded_files.is_present(point.folder)
+        if is_fully_sharded(self.model) and not in_shards:
+            raise CheckpointError(
+                f"the optimizer of {checkpoint} was saved without FSDP, and this run shards its own; resume without "
+                "fsdp, or start a new run from its weights (model=the checkpoint's folder)"
+            )
+        if in_shards:
+            sharded_files.load_optimizer(point.folder, self.model, self.optimizer)
+        elif not lacks:
             super()._load_optimizer_and_scheduler(checkpoint)
             return True
-        if OPTIMIZER not in lacks:
+        elif OPTIMIZER not in lacks:
             state = torch.load(point.folder / OPTIMIZER, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)
+        if not lacks:
+            state = torch.load(point.folder / SCHEDULER, map_location="cpu", weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
+            return True
         _say("%s of %s: %s anew", " and ".join(lacks), checkpoint, "start" if len(lacks) > 1 else "starts")
         self._forward_scheduler()
         return OPTIMIZER not in lacks

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 
 from groupgrad import compat
 from groupgrad.config import GRPOConfig
-from groupgrad.config.launcher import uses_deepspeed
+from groupgrad.config.launcher import uses_deepspeed, uses_fsdp
 from groupgrad.modeling.liger import check_liger
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
 
@@ -108,6 +108,11 @@ def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any)
             )
         check_parameters(model)
         return
+    if optimizers[0] is not None and uses_fsdp(config):
+        raise ValueError(
+            "optimizers has an optimizer, which was made from whole weights, and fsdp trains shards of them; leave it "
+            "out, and set optim, learning_rate and optim_args"
+        )
     if optimizers[0] is not None:
         _check_parameters_of(optimizers[0], model)
         return

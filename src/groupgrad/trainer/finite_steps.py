@@ -15,6 +15,7 @@ from groupgrad import dist
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.errors import NonFiniteError
 from groupgrad.metrics import Metric, latest
+from groupgrad.modeling.systems.fsdp import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class FiniteSteps:
 
     def mark(self, loss: torch.Tensor, parameters: Iterable[nn.Parameter]) -> None:
         """Makes a number of the first gradient NaN if the loss is not finite; does not wait for the device."""
-        gradient = next((p.grad for p in parameters if p.grad is not None and p.grad.numel()), None)
+        found = (local_part(p.grad) for p in parameters if p.grad is not None)
+        gradient = next((part for part in found if part.numel()), None)
         if gradient is not None:
             first = gradient[(0,) * gradient.ndim]
             first.copy_(torch.where(torch.isfinite(loss.detach()).to(first.device), first, torch.nan))

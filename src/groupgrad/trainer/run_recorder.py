@@ -27,7 +27,7 @@ from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.scoring.head_hook import StatesTap
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.weights_digest import weights_digest
 from groupgrad.rollout.collector import Experience
 from groupgrad.stopping import Stopped

@@ -9,7 +9,7 @@ from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import MismatchOptions, OnPolicyInfo, fresh_rows, known_rows, logp_mismatch, mismatch_metrics
 from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
 

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from groupgrad import dist, stopping
 from groupgrad.activity import doing
-from groupgrad.config.launcher import zero_stage
+from groupgrad.config.launcher import uses_fsdp, zero_stage
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
@@ -150,7 +150,8 @@ class StoppableRun(CheckpointedRun):
         self.add_callback(callback)
         ignored = ("SIGTERM",) if self.args.enable_jit_checkpoint else ()
         # Ranks that hold parts of one model are inside collectives whenever they compute with it.
-        received = stopping.received_signals(ignored=ignored, leaves_work=zero_stage(self.args) != 3)
+        is_sharded = zero_stage(self.args) == 3 or uses_fsdp(self.args)
+        received = stopping.received_signals(ignored=ignored, leaves_work=not is_sharded)
         with received if self._receives_signals else nullcontext():
             try:
                 yield

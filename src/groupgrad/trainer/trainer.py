@@ -32,7 +32,7 @@ from groupgrad.config import GRPOConfig
 from groupgrad.engines.selection import brings_own_generate
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.oom_retry import memory_guard
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, Advantages, OnPolicyInfo, PolicyLoss, policy_loss
 from groupgrad.rollout.requests import training_request
 from groupgrad.rollout.sources import build_rollout_components
@@ -242,7 +242,8 @@ class GRPOTrainer(TrainingRun):
             self._on_policy,
             entropy_coef=self.entropy_controller.applied,
             aux_loss=self.components.forward_options.aux_loss,
-            backward_everywhere=self.is_deepspeed_enabled,  # DeepSpeed counts backward passes
+            # DeepSpeed counts backward passes, and a sharded model's are collectives.
+            backward_everywhere=self.is_deepspeed_enabled or is_sharded(self.model),
             one_pass=is_sharded(self.model),
             every_row=not self._keeps_loss,
             balance_ranks=self.args.balance_ranks,

@@ -39,9 +39,10 @@ from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
+from groupgrad.modeling.systems.fsdp import is_fully_sharded, is_shard, whole_state_dict, without_accelerate
 from groupgrad.modeling.systems.gradient_sync import GradientSync
+from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
-from groupgrad.modeling.systems.zero3 import is_sharded, num_parameters
 from groupgrad.objectives import PolicyLoss
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience
@@ -303,6 +304,7 @@ class TrainingRun(TRLNames, StoppableRun):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the averaged gradient; a gradient that is not finite is dropped, so that the step is none."""
         norm = super()._get_grad_norm(model, grad_norm)
+        norm = norm.full_tensor() if is_shard(norm) else norm
         scaler = getattr(self.accelerator, "scaler", None)
         scales = self.is_deepspeed_enabled and self.args.fp16 if scaler is None else scaler.get_scale() > 1
         if norm is None or scales:
@@ -317,27 +319,59 @@ class TrainingRun(TRLNames, StoppableRun):
         return norm
 
     def _check_weights(self) -> None:
-        """NonFiniteError, on every rank that has them, for trained weights that are not finite."""
-        if bad := nonfinite_weights(unwrap(self.model), trained_only=True):
-            raise NonFiniteError(
-                f"step {self.state.global_step}: {bad}, so they are not saved; go on from the last checkpoint with a "
-                "lower learning_rate"
-            )
+        """NonFiniteError, on every rank that has them, for trained weights that are not finite.
+
+        Collective for a model that FSDP shards, of which one rank may have them alone: all ranks raise.
+        """
+        with dist.errors_on_all_ranks() if is_fully_sharded(self.model) else nullcontext():
+            if bad := nonfinite_weights(unwrap(self.model), trained_only=True):
+                raise NonFiniteError(
+                    f"step {self.state.global_step}: {bad}, so they are not saved; go on from the last checkpoint with "
+                    "a lower learning_rate"
+                )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`, without a bar in files. NonFiniteError for weights that are not finite."""
+        """`Trainer.save_model`, without a bar in files. NonFiniteError for weights that are not finite.
+
+        Collective for a sharded model, whose weights the main process writes whole.
+        """
         self._check_weights()
         with bars_on_terminals_only():
-            super().save_model(output_dir, _internal_call)
+            if not is_fully_sharded(self.model):
+                super().save_model(output_dir, _internal_call)
+                return
+            self._save(output_dir, state_dict=whole_state_dict(self.model))
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """`Trainer`'s, for a model that this trainer shards itself under FSDP."""
+        plugin, self.args.fsdp_plugin_args = getattr(self.args, "fsdp_plugin_args", None), None
+        try:
+            with without_accelerate():
+                super().create_accelerator_and_postprocess()
+        finally:
+            self.args.fsdp_plugin_args = plugin
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing for shards, which are on the device."""
+        if not is_fully_sharded(model):
+            super()._move_model_to_device(model, device)
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model placed, compiled and given its precision, but not wrapped."""
+        placed = None if not is_fully_sharded(model) else False
+        return self.accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
-        if training and dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model):
+        if training and is_fully_sharded(self.model):
+            model = self._prepare_model(model)
+        elif training and dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model):
             args, megabytes = self.args, self.args.ddp_bucket_cap_mb
             size = dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20
             buffers = args.ddp_broadcast_buffers is not False
-            # What is prepared for evaluation is placed, compiled and given its precision, but not wrapped.
-            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            model = self._prepare_model(model)
             self._gradient_sync = GradientSync(self.model, bucket_bytes=size, buffers=buffers)
             self._gradient_sync.begin()
         return super()._wrap_model(model, training, dataloader)
@@ -416,7 +450,7 @@ class TrainingRun(TRLNames, StoppableRun):
     def _prepare_for_evaluation(self) -> None:
         """Place the model and give it training's precision, when evaluation comes before any training."""
         if self.model_wrapped is self.model and self.model not in self.accelerator._models:
-            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            self._prepare_model(self.model)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._without_end("the model card"):

@@ -17,7 +17,13 @@ from vlm_batches import make_vlm_setup
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.modeling.self_check import check_layout, random_batch
-from groupgrad.modeling.systems.zero3 import ShardSnapshot, gather_all, gather_per_module, is_sharded, num_parameters
+from groupgrad.modeling.systems.sharding import (
+    ShardSnapshot,
+    gather_all,
+    gather_per_module,
+    is_sharded,
+    num_parameters,
+)
 from groupgrad.modeling.weights import checkpoint_weights
 
 

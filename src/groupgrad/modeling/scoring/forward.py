@@ -24,7 +24,8 @@ from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 from groupgrad.modeling.systems.oom import score_in_parts
-from groupgrad.modeling.systems.zero3 import gather_per_module, is_sharded
+from groupgrad.modeling.systems.sharding import gather_per_module, is_sharded
+from groupgrad.modeling.systems.zero3 import is_zero_sharded
 from groupgrad.modeling.vlm import with_images
 from groupgrad.types import Media
 
@@ -119,7 +120,8 @@ def _score(
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
     has_images = batch.media is not None or batch.row_media is not None
     images = with_images(model, batch, inputs) if has_images else nullcontext(inputs)
-    with images as inputs, compiled_parts(model), hook.on(output_head(model), transform, is_sharded=is_sharded(model)):
+    head = hook.on(output_head(model), transform, is_sharded=is_zero_sharded(model))
+    with images as inputs, compiled_parts(model), head:
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
     return replace(scores, aux_loss=getattr(output, "aux_loss", None) if options.aux_loss else None)

@@ -57,9 +57,9 @@ class HeadHook:
     def on(self, head: Any, transform: LogitTransform | None, *, is_sharded: bool) -> Iterator[None]:
         """Hooks into the module `head`; nothing is hooked for None. The tiled head needs a `transform`.
 
-        With the tiled head the module itself computes one token, whose result is not used. A module with parameters
-        sharded over ranks returns the scores as its output, so that its weights are gathered for their backward pass as
-        for any module.
+        With the tiled head the module itself computes one token, whose result is not used. A module that ZeRO-3 shards
+        (`is_sharded`) returns the scores as its output, so that its weights are gathered for their backward pass as for
+        any module.
         """
         if head is None or not self.rows.numel():
             yield

@@ -18,7 +18,7 @@ from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.families import logit_effect
 from groupgrad.modeling.load import Float32Linear
 from groupgrad.modeling.scoring.tiled_head import LogitTransform, LowRank
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.zero3 import is_zero_sharded
 
 _ABOUT_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")
 # Fields with such names that do not affect the head's output.
@@ -44,7 +44,7 @@ class HeadLayer:
 def head_layer(head: Any) -> HeadLayer | None:
     """The linear layer of an output head under peft's wrappers; None if the head computes anything else."""
     class_name = f"{type(head).__module__}.{type(head).__name__}"
-    if class_name.startswith("peft.") and is_sharded(head):
+    if class_name.startswith("peft.") and is_zero_sharded(head):
         return None  # ZeRO-3 gathers the wrapper's modules one by one, when each is called
     if class_name.endswith(".ModulesToSaveWrapper"):
         names = [] if head.disable_adapters else [x for x in active_adapters(head) if x in head.modules_to_save]

@@ -11,6 +11,7 @@ from torch import nn
 
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,8 @@ def memory_guard(model: nn.Module, args: Any, *, aux_loss: bool) -> MemoryGuard:
     and micro-batches cannot be cut.
     """
     obstacle = obstacle_to_cutting(args)
+    if obstacle is None and is_sharded(model):
+        obstacle = "the ranks of a sharded model make the same passes, so that none can cut its own"
     reason = "the load-balancing loss (router_aux_loss_coef) depends on the rows of a pass" if aux_loss else obstacle
     if args.max_tokens_per_pass is not None and reason is not None:
         raise ValueError(

@@ -1,9 +1,6 @@
-"""Gathers the parameters of models that DeepSpeed ZeRO-3 shards over ranks.
+"""Parameters that DeepSpeed ZeRO-3 shards over ranks; `sharding.py` has what serves every way of sharding.
 
-In training ZeRO's own hooks gather each module's parameters for its forward and its backward pass. Such a pass is a
-collective, so all ranks must make the same number of passes; a rank without rows runs one dummy token (`forward.py`).
-Before training there are no hooks yet, and sampling needs all parameters throughout: `gather_per_module` and
-`gather_all` serve these cases.
+Before training there are no hooks yet that gather a module's parameters, so `gather_per_module` adds its own.
 """
 
 from __future__ import annotations
@@ -16,20 +13,25 @@ from torch import nn
 from transformers.integrations import deepspeed as hf_deepspeed
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """True if parameters are sharded over ranks (ZeRO-3, FSDP 2)."""
-    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor") for parameter in model.parameters())
+def is_shard(parameter: Any) -> bool:
+    """True for a parameter that ZeRO-3 shards, gathered or not."""
+    return hasattr(parameter, "ds_id")
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters of `model`, shards of other ranks included."""
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
+def is_absent(parameter: Any) -> bool:
+    """True if this rank currently has only its shard of the parameter."""
+    return is_shard(parameter) and parameter.ds_status.name != "AVAILABLE"
+
+
+def is_zero_sharded(model: nn.Module) -> bool:
+    """True if ZeRO-3 shards the model, so that hooks gather the parameters of each module by themselves."""
+    return any(is_shard(parameter) for parameter in model.parameters())
 
 
 @contextmanager
 def gathered(parameters: Iterable[Any]) -> Iterator[None]:
     """Gathers the parameters, which must not be changed inside; they are sharded again afterwards. Collective."""
-    absent = [parameter for parameter in parameters if _is_absent(parameter)]
+    absent = [parameter for parameter in parameters if is_absent(parameter)]
     if not absent:
         yield
         return
@@ -40,50 +42,36 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def gather_all(model: nn.Module) -> Iterator[None]:
-    """Gathers all parameters of `model` on every rank; inside, its passes are not collectives. Collective on entry.
-
-    Needs memory for all parameters. Nothing may be trained inside. An unsharded model is left as it is.
-    """
-    if not any(_is_absent(parameter) for parameter in model.parameters()):
-        yield
-        return
-    with gathered(model.parameters()), _unhooked(model):
-        yield
-
-
-@contextmanager
 def gather_per_module(model: nn.Module) -> Iterator[None]:
     """Inside, passes of `model` without gradient gather its parameters, before training too. Each pass is a collective.
 
-    Without ZeRO's own hooks each module's parameters are gathered while it computes, so a rank needs memory for its
-    shards and the largest module.
+    Without ZeRO's own hooks each module's parameters are gathered while it computes.
     """
-    has_hooks = any(_is_zero_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
-    if has_hooks or not any(_is_absent(parameter) for parameter in model.parameters()):
+    has_hooks = any(is_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if has_hooks or not any(is_absent(parameter) for parameter in model.parameters()):
         yield
         return
     gathered_now: dict[int, Any] = {}
 
     def gather(module: nn.Module, _inputs: Any) -> None:
-        absent = [parameter for parameter in module.parameters(recurse=False) if _is_absent(parameter)]
+        absent = [parameter for parameter in module.parameters(recurse=False) if is_absent(parameter)]
         if absent:
             absent[0].all_gather(param_list=absent)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             gathered_now.update({id(parameter): parameter for parameter in absent})
 
-    def release(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def free(module: nn.Module, _inputs: Any, _output: Any) -> None:
         own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in gathered_now]
-        _partition([gathered_now.pop(id(parameter)) for parameter in own])
+        release([gathered_now.pop(id(parameter)) for parameter in own])
 
     modules = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     handles = [module.register_forward_pre_hook(gather) for module in modules]
-    handles += [module.register_forward_hook(release) for module in modules]
+    handles += [module.register_forward_hook(free) for module in modules]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        _partition(list(gathered_now.values()))
+        release(gathered_now.values())
 
 
 @contextmanager
@@ -100,64 +88,16 @@ def loading_unsharded() -> Iterator[None]:
         hf_deepspeed.set_hf_deepspeed_config(config)
 
 
-class ShardSnapshot:
-    """A copy of this rank's shards of a model's current weights."""
+def release(parameters: Iterable[Any]) -> None:
+    """Frees the shards of other ranks of the parameters that are gathered. Not a collective.
 
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._shards = {name: p.ds_tensor.detach().clone() for name, p in _sharded_parameters(model)}
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the model computes with the copied weights; afterwards its own are restored bitwise."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        parameters = dict(_sharded_parameters(self._model))
-        # ZeRO may keep small parameters gathered between passes and would use them instead of the shards.
-        _partition([parameter for parameter in parameters.values() if not _is_absent(parameter)])
-        for name, parameter in parameters.items():
-            current = parameter.ds_tensor.detach().clone()
-            parameter.ds_tensor.data.copy_(self._shards[name])
-            self._shards[name].copy_(current)
+    ZeRO may keep small parameters gathered between passes, and would use them in place of changed shards.
+    """
+    present = [parameter for parameter in parameters if is_shard(parameter) and not is_absent(parameter)]
+    if present:
+        present[0].partition(param_list=present, has_been_updated=False)
 
 
-def _sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, parameter) for name, parameter in model.named_parameters() if hasattr(parameter, "ds_id"))
-
-
-def _is_absent(parameter: Any) -> bool:
-    """True if this rank currently has only its shard of the parameter."""
-    return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
-
-
-def _partition(parameters: list[Any]) -> None:
-    """Frees the shards of other ranks. Not a collective."""
-    if parameters:
-        parameters[0].partition(param_list=parameters, has_been_updated=False)
-
-
-def _is_zero_hook(hook: Any) -> bool:
+def is_hook(hook: Any) -> bool:
+    """True for a forward hook of DeepSpeed."""
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
-
-
-@contextmanager
-def _unhooked(model: nn.Module) -> Iterator[None]:
-    """Removes ZeRO's hooks, which would free gathered parameters, and restores them in their old order afterwards."""
-    saved = [(hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-    for hooks, before in saved:
-        for key, hook in before.items():
-            if _is_zero_hook(hook):
-                del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, before in saved:
-            added = {key: hook for key, hook in hooks.items() if key not in before}
-            restored = {key: hook for key, hook in before.items() if key in hooks or _is_zero_hook(hook)}
-            hooks.clear()
-            hooks.update({**restored, **added})

@@ -1,0 +1,173 @@
+"""Rules about FSDP; `rules.py` says what a rule is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupgrad.config import conditions
+from groupgrad.config.field_rules import nearest
+from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
+from groupgrad.config.rule import Rule
+from groupgrad.config.settings import GRPOSettings, mapping
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+"""Optimizers of torch, whose updates work number by number, so that a rank can update its shards alone."""
+
+_KEYS = (
+    *("version", "reshard_after_forward", "activation_checkpointing", "transformer_layer_cls_to_wrap"),
+    *("auto_wrap_policy", "min_num_params", "cpu_offload", "activation_checkpointing_offload"),
+)
+_INERT = {
+    "state_dict_type": "checkpoints are sharded, and save_model writes whole weights",
+    "cpu_ram_efficient_loading": "every process loads the model, and keeps its shards",
+    **dict.fromkeys(
+        (
+            *("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states"),
+            *("limit_all_gathers", "offload_params", "sharding_strategy"),
+        ),
+        "it is an option of FSDP 1",
+    ),
+}
+_XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+
+
+def _with_fsdp(find: Any) -> Any:
+    """A condition that holds only under FSDP."""
+    return lambda c: uses_fsdp(c) and find(c)
+
+
+def _other_version(c: GRPOSettings) -> str:
+    version = str(fsdp_settings(c).get("version", 2))
+    return "" if version == "2" else f"fsdp_version {version}"
+
+
+def _unknown_keys(c: GRPOSettings) -> str:
+    texts = []
+    for key, value in fsdp_settings(c).items():
+        if key not in (*_KEYS, *_INERT, *_XLA, "xla_fsdp_settings"):
+            similar = nearest(key, _KEYS)
+            texts.append(f"{key!r} ({f'did you mean {similar!r}?' if similar else f'{value!r}'})")
+    return ", ".join(texts)
+
+
+def _other_wrapping(c: GRPOSettings) -> str:
+    settings = fsdp_settings(c)
+    policy = settings.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    if policy != "TRANSFORMER_BASED_WRAP":
+        return f"auto_wrap_policy {policy!r}"
+    return f"min_num_params {size}" if (size := settings.get("min_num_params")) else ""
+
+
+def _offload(c: GRPOSettings) -> str:
+    settings = fsdp_settings(c)
+    return next((key for key in ("cpu_offload", "activation_checkpointing_offload") if settings.get(key)), "")
+
+
+def _xla(c: GRPOSettings) -> str:
+    settings = fsdp_settings(c)
+    return next((key for key in _XLA if settings.get(key)), "")
+
+
+def _inert_keys(c: GRPOSettings) -> str:
+    texts = []
+    for key, value in fsdp_settings(c).items():
+        if key in _INERT and value not in (False, None, "SHARDED_STATE_DICT"):
+            texts.append(f"{key}={value!r} ({_INERT[key]})")
+    return ", ".join(texts)
+
+
+def _checkpointing_off(c: GRPOSettings) -> bool:
+    return bool(fsdp_settings(c).get("activation_checkpointing")) and c.gradient_checkpointing is False
+
+
+def _excluded(c: GRPOSettings) -> str:
+    """Lists settings that a sharded model excludes, with the values to set instead."""
+    conflicts = {
+        "fp16=True (set bf16=True, or neither)": c.fp16,
+        "stochastic_rounding=True (set it to False)": c.stochastic_rounding,
+        "save_in_background=True (set it to False)": c.save_in_background,
+        "sync_ref_model=True (set it to False)": c.sync_ref_model,
+        "cast_lm_head_to_fp32=True (set it to False)": c.cast_lm_head_to_fp32,
+        "torch_compile=True (set it to False)": c.torch_compile,
+        "use_transformers_continuous_batching=True (set it to False)": c.use_transformers_continuous_batching,
+        "gradient_checkpointing_kwargs with use_reentrant=True (set it to False)": mapping(
+            c.gradient_checkpointing_kwargs
+        ).get("use_reentrant"),
+    }
+    return ", ".join(text for text, is_set in conflicts.items() if is_set)
+
+
+FSDP_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("fsdp", "fsdp_config"),
+        _with_fsdp(_other_version),
+        "fsdp is on with {found}, and only FSDP 2 is supported. Set fsdp_config={{'version': 2}}, or in the launcher's "
+        "configuration fsdp_version: 2",
+    ),
+    Rule(
+        ("fsdp",),
+        _with_fsdp(lambda c: c.world_size < 2),
+        "fsdp shards weights over several processes, and there is one. Start several (groupgrad train --num-processes "
+        "2), or leave fsdp unset",
+    ),
+    Rule(
+        ("fsdp", "deepspeed"),
+        _with_fsdp(uses_deepspeed),
+        "fsdp is on and so is deepspeed, which shards too. Leave one of the two unset",
+    ),
+    Rule(
+        ("fsdp", "fsdp_config"),
+        _with_fsdp(_unknown_keys),
+        "fsdp_config has {found}, which is no option of FSDP 2 here. Take it out",
+    ),
+    Rule(
+        ("fsdp", "fsdp_config"),
+        _with_fsdp(_other_wrapping),
+        "fsdp_config has {found}: a layer of the model is sharded at a time. Take it out, or set "
+        "transformer_layer_cls_to_wrap to the classes of the layers",
+    ),
+    Rule(
+        ("fsdp", "fsdp_config"),
+        _with_fsdp(_offload),
+        "fsdp_config has {found}, which is not part of this version. Take it out; save memory by more processes, "
+        "gradient_checkpointing=True or an adapter (peft_config)",
+    ),
+    Rule(
+        ("fsdp", "fsdp_config"),
+        _with_fsdp(_xla),
+        "fsdp_config has {found}, which is for TPUs, and they are not supported. Take it out",
+    ),
+    Rule(
+        ("fsdp", "fsdp_config", "gradient_checkpointing"),
+        _with_fsdp(_checkpointing_off),
+        "fsdp_config has activation_checkpointing on and gradient_checkpointing=False says the opposite. Set both to "
+        "the same",
+    ),
+    Rule(
+        ("fsdp", "optim"),
+        _with_fsdp(lambda c: c.optimizer_name not in OPTIMIZERS and ", ".join(OPTIMIZERS)),
+        "optim={c.optimizer_name!r} does not go with fsdp: it is not known to update a shard as it would the whole "
+        "weight. Set it to one of {found}",
+    ),
+    Rule(
+        ("fsdp", "use_vllm", "vllm_mode"),
+        _with_fsdp(lambda c: c.use_vllm and c.vllm_mode == "colocate"),
+        "vllm_mode='colocate' with fsdp is not part of this version. Set vllm_mode='server', or use_vllm=False",
+    ),
+    Rule(
+        ("fsdp",),
+        _with_fsdp(_excluded),
+        "fsdp does not go with {found}",
+    ),
+    Rule(
+        ("fsdp", "parallelism_config"),
+        lambda c: uses_fsdp(c) and not conditions.parallel_sizes(c) and c.parallelism_config is not None,
+        "fsdp does not go with parallelism_config: FSDP shards over all processes. Leave parallelism_config unset",
+    ),
+    Rule(
+        ("fsdp", "fsdp_config"),
+        _with_fsdp(_inert_keys),
+        "fsdp_config has settings without effect: {found}",
+        warns=True,
+    ),
+)

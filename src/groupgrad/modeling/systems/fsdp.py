@@ -1,0 +1,232 @@
+"""Shards a model over ranks by FSDP 2 (`fully_shard`): one unit for each decoder layer, and one for all else.
+
+The outer unit (embeddings, last norm, head) is gathered throughout a pass and its backward pass, a layer only while it
+computes. So the output head's weight is there when the tiled head scores, forward and backward. accelerate is left out
+of this: its FSDP refuses CPUs, and one way of sharding serves all devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad import dist
+from groupgrad.errors import UnavailableError
+from groupgrad.modeling.adapters import base_model
+from groupgrad.modeling.quantized import is_packed
+
+try:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import distribute_tensor
+except ImportError:  # torch before 2.6
+    FSDPModule = MixedPrecisionPolicy = fully_shard = distribute_tensor = None  # pyright: ignore[reportAssignmentType]
+
+_LAUNCHER_FLAG = "ACCELERATE_USE_FSDP"
+_COMPUTE_DTYPE = "_groupgrad_compute_dtype"
+
+
+@dataclass(slots=True, frozen=True)
+class FSDPOptions:
+    """How a model is sharded."""
+
+    layer_classes: tuple[str, ...] = ()
+    """Class names of the modules that are units of their own; empty for the model's decoder layers."""
+    reshard_after_forward: bool = True
+    """Free a layer after its forward pass and gather it again for its backward pass."""
+    compute_dtype: torch.dtype | None = None
+    """Parameters are gathered in this dtype, and gradients are reduced in float32; None for the parameters' own."""
+
+
+def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
+    """Shards `model` in place, with rank 0's weights, and moves it to `device`. Collective.
+
+    The model gets the class `FSDP<its class>`. UnavailableError for a model that cannot be sharded so.
+    """
+    if fully_shard is None:
+        raise UnavailableError(f"fsdp needs torch 2.6 or newer, and torch {torch.__version__} is installed; update it")
+    layers = decoder_layers(model, options.layer_classes)
+    _check(model, layers)
+    dist.broadcast_module(model, device=device)
+    mesh = torch.distributed.init_device_mesh(device.type, (dist.world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=options.reshard_after_forward, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    setattr(model, _COMPUTE_DTYPE, options.compute_dtype)
+
+
+def decoder_layers(model: Any, class_names: Sequence[str] = ()) -> list[nn.Module]:
+    """The modules of these classes, by default the model's decoder layers, without those inside another.
+
+    UnavailableError if there are none.
+    """
+    inner: Any = base_model(model)
+    names = set(class_names or getattr(inner, "_no_split_modules", None) or ())
+    layers: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if type(module).__name__ in names and id(module) not in inside:
+            layers.append(module)
+            inside.update(id(part) for part in module.modules())
+    if not layers:
+        raise UnavailableError(
+            f"{type(inner).__name__} has no module of the classes {', '.join(sorted(names)) or '(none are named)'}, so "
+            "FSDP cannot tell its decoder layers; name their class in fsdp_config, "
+            "{'transformer_layer_cls_to_wrap': [...]}"
+        )
+    return layers
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """True for a model that `shard` has sharded."""
+    return FSDPModule is not None and isinstance(model, FSDPModule)
+
+
+def is_shard(parameter: Any) -> bool:
+    """True for a parameter of which this rank holds a part."""
+    return hasattr(parameter, "full_tensor")
+
+
+def local_part(parameter: Any) -> torch.Tensor:
+    """This rank's part of a parameter or a gradient, sharing its memory; the tensor itself if it is unsharded."""
+    return parameter.detach().to_local() if is_shard(parameter) else parameter
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what is gathered of a model; a pass without backward leaves the outer unit gathered. Not a collective."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # pyright: ignore[reportCallIssue]
+
+
+@contextmanager
+def whole_parameters(
+    module: nn.Module, *, dtype: torch.dtype | None = None, keep_changes: bool = False
+) -> Iterator[None]:
+    """Inside, `module` has whole parameters in the place of its shards. Collective on entry.
+
+    `dtype` converts those in floating point. With `keep_changes` each rank takes its part of the parameters as they are
+    at the end; otherwise changes are lost.
+    """
+    reshard(module)
+    owners = [
+        (part._parameters, key, parameter)
+        for part in module.modules()
+        for key, parameter in part._parameters.items()
+        if is_shard(parameter)
+    ]
+    whole: dict[int, nn.Parameter] = {}
+    try:
+        for parameters, key, parameter in owners:  # a tied parameter belongs to several modules
+            if id(parameter) not in whole:
+                whole[id(parameter)] = _gathered(parameter, dtype)
+            parameters[key] = whole[id(parameter)]
+        yield
+        if keep_changes:
+            for _, _, parameter in owners:
+                _take_part(parameter, whole[id(parameter)])
+    finally:
+        for parameters, key, parameter in owners:
+            parameters[key] = parameter
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Inside, every module of `model` has its own class and whole parameters, in the dtype that passes compute in.
+
+    Collective on entry.
+    """
+    with whole_parameters(model, dtype=getattr(model, _COMPUTE_DTYPE, None)):
+        classes = [(module, type(module)) for module in model.modules() if is_fully_sharded(module)]
+        try:
+            for module, kind in classes:
+                module.__class__ = next(c for c in kind.__mro__ if not issubclass(c, FSDPModule))
+            yield
+        finally:
+            for module, kind in classes:
+                module.__class__ = kind
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights of a sharded model on the CPU of the main process, tied ones as one tensor; empty elsewhere.
+
+    Collective.
+    """
+    reshard(model)
+    found: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            whole = tensor.detach().full_tensor() if is_shard(tensor) else tensor.detach()
+            seen[id(tensor)] = whole.cpu() if dist.is_main() else whole.new_empty(0)
+        found[name] = seen[id(tensor)]
+    return found if dist.is_main() else {}
+
+
+def is_hook(hook: Any) -> bool:
+    """True for a forward hook of FSDP."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+@contextmanager
+def without_accelerate() -> Iterator[None]:
+    """Inside, neither accelerate nor transformers sees that the launcher has turned FSDP on."""
+    flag = os.environ.pop(_LAUNCHER_FLAG, None)
+    try:
+        yield
+    finally:
+        if flag is not None:
+            os.environ[_LAUNCHER_FLAG] = flag
+
+
+def _check(model: Any, layers: Sequence[nn.Module]) -> None:
+    """UnavailableError for a model whose gradients FSDP could not reduce, or whose weights it could not cut."""
+    name = type(base_model(model)).__name__
+    units = [list(layer.parameters()) for layer in layers]
+    in_layers = {id(parameter) for unit in units for parameter in unit}
+    units.append([parameter for parameter in model.parameters() if id(parameter) not in in_layers])
+    if any(is_packed(parameter) for unit in units for parameter in unit):
+        raise UnavailableError(f"{name} under FSDP: quantized weights are not sharded; load it without quantization")
+    shared = Counter(id(parameter) for unit in units for parameter in {id(p): p for p in unit}.values())
+    if any(count > 1 for count in shared.values()):
+        raise UnavailableError(
+            f"{name} under FSDP: decoder layers that share weights are not sharded; use ZeRO stage 3"
+        )
+    for unit in units:
+        dtypes = {parameter.dtype for parameter in unit if parameter.requires_grad}
+        if len(dtypes) > 1:
+            found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise UnavailableError(
+                f"{name} under FSDP: trained weights of one layer are in {found}, and its gradients are reduced "
+                "together; load the model in one dtype"
+            )
+    head = base_model(model).get_output_embeddings()
+    in_head = {id(parameter) for parameter in head.parameters()}
+    embedding = base_model(model).get_input_embeddings()
+    in_head -= {id(parameter) for parameter in embedding.parameters()}
+    if not any(p.requires_grad and id(p) not in in_head for unit in units for p in unit):
+        raise UnavailableError(
+            f"{name} under FSDP: nothing below the output head is trained, so no backward pass reaches the layers whose "
+            "hooks reduce gradients; train a layer too, or leave fsdp unset"
+        )
+
+
+def _gathered(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    values = parameter.detach()
+    if dtype is not None and values.is_floating_point():
+        values = values.to(dtype)
+    return nn.Parameter(values.full_tensor(), requires_grad=parameter.requires_grad)
+
+
+@torch.no_grad()
+def _take_part(parameter: Any, whole: torch.Tensor) -> None:
+    """Copies this rank's part of `whole` into a shard. Not a collective."""
+    part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    local_part(parameter).copy_(part.to_local())
