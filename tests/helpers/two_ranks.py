@@ -1,4 +1,4 @@
-"""Runs a script on two ranks."""
+"""Runs a script on two ranks, or on more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+_LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
 def run_on_two(script: Path, *arguments: object, timeout_s: float, **environment: str) -> None:
@@ -15,8 +15,16 @@ def run_on_two(script: Path, *arguments: object, timeout_s: float, **environment
 
     `environment` overrides variables of this process.
     """
+    run_on(2, script, *arguments, timeout_s=timeout_s, **environment)
+
+
+def run_on(num_ranks: int, script: Path, *arguments: object, timeout_s: float, **environment: str) -> None:
+    """Runs `script` on CPU ranks; AssertionError with their output if one of them fails.
+
+    `environment` overrides variables of this process.
+    """
     process = subprocess.Popen(
-        [sys.executable, *_LAUNCHER, str(script), *map(str, arguments)],
+        [sys.executable, *_LAUNCHER, str(num_ranks), str(script), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -213,8 +213,8 @@ def _check(model: Any, layers: Sequence[nn.Module]) -> None:
     in_head -= {id(parameter) for parameter in embedding.parameters()}
     if not any(p.requires_grad and id(p) not in in_head for unit in units for p in unit):
         raise UnavailableError(
-            f"{name} under FSDP: nothing below the output head is trained, so no backward pass reaches the layers whose "
-            "hooks reduce gradients; train a layer too, or leave fsdp unset"
+            f"{name} under FSDP: nothing below the output head is trained, so no backward pass reaches the layers "
+            "whose hooks reduce gradients; train a layer too, or leave fsdp unset"
         )
 
 

@@ -109,7 +109,7 @@ class ShardSnapshot:
 
 @contextmanager
 def _unhooked(model: nn.Module) -> Iterator[None]:
-    """Removes the hooks of ZeRO and FSDP, which would free gathered parameters, and restores them in their old order."""
+    """Removes the hooks that would free gathered parameters, and restores them in their old order afterwards."""
     saved = [(hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
     for hooks, before in saved:
         for key, hook in before.items():

@@ -1,0 +1,164 @@
+"""Processes that share a model by FSDP compute what one process does, and their checkpoints fit any number of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from two_ranks import run_on
+
+from groupgrad.checkpoints.choosing import choose
+from groupgrad.errors import CheckpointError
+
+SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
+FAST = ["saved", "saved_lora"]
+SLOW = [
+    *("dapo", "grpo", "luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy", "flat_groups", "reward_model"),
+    *("cut_groups", "agents", "hybrid", "clipped", "lora", "reference"),
+]
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("fsdp_ranks", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def ranks(script: Any) -> Any:
+    return script.load_ranks()
+
+
+@pytest.fixture(scope="module")
+def one(script: Any, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """`one(case)` makes the run in this process, without FSDP."""
+    out, made = tmp_path_factory.mktemp("one"), {}
+
+    def make(case: str) -> dict[str, Any]:
+        if case not in made:
+            trainer = script.build(ranks, case, out, save_strategy="no")
+            trainer.train()
+            made[case] = script.result(ranks, trainer)
+        return made[case]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of two processes."""
+    return made(2, tmp_path_factory.mktemp("two"), FAST)
+
+
+def made(num_ranks: int, out: Path, cases: list[str], checkpoint: Path | str = "from-start") -> Path:
+    """Runs the cases, from `checkpoint` on if it is one, and returns `out`."""
+    out.mkdir(exist_ok=True)
+    run_on(num_ranks, SCRIPT, out, checkpoint, *cases, timeout_s=500)
+    return out
+
+
+def results(out: Path, case: str, num_ranks: int = 2) -> Results:
+    return [torch.load(out / f"{case}_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def assert_equal(found: Results, expected: dict[str, Any], tools: Any) -> None:
+    """Weights to 1e-5 relative and equal on all ranks, every logged number to 1e-5."""
+    assert all(torch.equal(rank["weights"], found[0]["weights"]) for rank in found)
+    assert tools.relative(found[0]["weights"], expected["weights"]) < 1e-5
+    assert len(found[0]["log"]) == len(expected["log"]) > 2
+    for entry, wanted in zip(found[0]["log"][:-1], expected["log"][:-1]):
+        # What is known from sampling is computed again, and no gap to it is measured.
+        wanted = {key: value for key, value in wanted.items() if key != "sampling/logp_mismatch"}
+        assert entry == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_two_processes_with_shards_equal_one(one, two, tools, case):
+    """The native engine samples, and training uses the layout with shared prompts and the tiled head."""
+    found = results(two, case)
+    assert_equal(found, one(case), tools)
+    for rank in found:
+        is_sharded, own, all_of_them = rank["sharded"]
+        assert is_sharded and 0.4 * all_of_them < own < 0.6 * all_of_them
+        assert (rank["engine"], rank["layout"].layout, rank["layout"].tiled_head) == ("native", "shared", True)
+
+
+@pytest.mark.fault(
+    "a run of two processes that share a model by FSDP is resumed on two, in the middle of a generation batch",
+    "it continues bit for bit",
+    "nothing",
+)
+@pytest.mark.parametrize("case", ["saved", "saved_lora"])
+def test_a_resumed_run_continues_bit_for_bit(two, case):
+    for rank in results(two, case):
+        assert torch.equal(rank["again"]["weights"], rank["weights"])
+        assert rank["again"]["log"][:-1] == rank["log"][:-1]
+
+
+def test_what_save_model_writes_is_whole(two, tools):
+    saved = AutoModelForCausalLM.from_pretrained(two / "run" / "fsdp_saved" / "final")
+    assert type(saved).__name__ == "Qwen3ForCausalLM"
+    assert torch.equal(tools.weights(saved), results(two, "saved")[0]["weights"])
+
+
+@pytest.mark.fault(
+    "a run of two processes that share a model by FSDP is resumed on one, where a generation batch ends",
+    "it continues with the same prompts, to the same weights",
+    "metrics of the steps since the last log",
+)
+@pytest.mark.parametrize("case", ["saved", "saved_lora"])
+def test_a_checkpoint_in_shards_is_resumed_on_one_process(script, ranks, two, tools, tmp_path, case):
+    trainer = script.build(ranks, case, tmp_path, save_strategy="no")
+    trainer.train(str(two / "run" / f"fsdp_{case}" / "checkpoint-2"))
+    assert tools.relative(tools.weights(trainer.model), results(two, case)[0]["weights"]) < 1e-5
+
+
+def test_a_checkpoint_lists_its_shards_and_a_damaged_one_is_named(two, tmp_path):
+    source = two / "run" / "fsdp_saved"
+    manifest = choose(source, True).manifest
+    shards = {f"sharded/{part}/__{rank}_0.distcp" for part in ("model", "optimizer") for rank in range(2)}
+    assert shards < set(manifest.files) and "model.safetensors" not in manifest.files
+    path = source / "checkpoint-3" / "sharded" / "model" / "__1_0.distcp"
+    kept = path.read_bytes()
+    try:
+        path.write_bytes(kept[:-7] + b"damaged")
+        with pytest.raises(CheckpointError, match="sharded/model/__1_0.distcp has other content"):
+            choose(source, str(source / "checkpoint-3"))
+    finally:
+        path.write_bytes(kept)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_loss_and_kind_of_run(one, tools, ranks, script, tmp_path, num_ranks):
+    assert {*FAST, *SLOW} == set(script.cases(ranks))
+    out = made(num_ranks, tmp_path, SLOW)
+    for case in SLOW:
+        assert_equal(results(out, case, num_ranks), one(case), tools)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a run whose processes share a model by FSDP is resumed on twice or half as many, where a generation batch ends",
+    "it continues with the same prompts, to the same weights",
+    "metrics of the steps since the last log",
+)
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_a_checkpoint_in_shards_is_resumed_on_other_numbers(one, tools, tmp_path, before, after):
+    cases = ["saved", "saved_lora"]
+    first = made(before, tmp_path / "first", cases)
+    for case in cases:
+        second = made(after, tmp_path / "second", [case], first / "run" / f"fsdp_{case}" / "checkpoint-2")
+        for rank in results(second, case, after):
+            assert tools.relative(rank["weights"], one(case)["weights"]) < 1e-5
