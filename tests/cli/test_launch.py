@@ -41,7 +41,7 @@ def test_a_number_is_for_torchs_launcher_and_the_other_flags_stay():
     assert command[5:] == ["-m", "groupgrad", "train", "--config", "run.yaml", "--set", "seed=3"]
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_a_profile_is_a_file_for_accelerate(name):
     command = launch_command(["--accelerate-config", name, "--num-processes=8", "--config", "run.yaml"])
     assert command is not None
@@ -58,7 +58,8 @@ def test_a_profile_is_a_file_for_accelerate(name):
     ]
     content = yaml.safe_load(Path(command[4]).read_text())
     stage = content.get("deepspeed_config", {}).get("zero_stage")
-    assert stage == {"ddp": None, "zero2": 2, "zero3": 3}[name]
+    assert stage == {"zero2": 2, "zero3": 3}.get(name)
+    assert content.get("fsdp_config", {}).get("fsdp_version") == (2 if name == "fsdp2" else None)
 
 
 def test_all_is_one_process_for_each_gpu(monkeypatch):
@@ -76,7 +77,7 @@ def test_all_is_one_process_for_each_gpu(monkeypatch):
         (["--num-processes", "0"], "not a number from 1 on"),
         (["--num-processes", "all"], "no GPU is visible; give a number"),
         (["--accelerate-config", "zero33"], "neither a profile nor a file; did you mean 'zero3'"),
-        (["--accelerate-config", "fsdp2"], "FSDP is not supported; zero3 shards parameters too"),
+        (["--accelerate-config", "fsdp1"], "neither a profile nor a file; did you mean 'fsdp2'"),
     ],
 )
 def test_what_cannot_be_launched(argv, words, monkeypatch):

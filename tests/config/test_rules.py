@@ -176,7 +176,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({**PAGED, PAGES: {"page_sise": 8}}, ["'page_sise' (did you mean 'page_size'?)", "Take it out"]),
     ({**PAGED, PAGES: {"seed": 8}}, ["has seed=8, which the sampler sets itself", "Take it out"]),
     ({**PAGED, "deepspeed": ZERO_3}, ["use_transformers_continuous_batching=True", "ZeRO-3", "Set it to False"]),
-    ({"fsdp": "full_shard"}, ["fsdp=", "not part of this version", "data parallelism"]),
+    ({"fsdp": "full_shard"}, ["fsdp shards weights over several processes", "there is one", "--num-processes 2"]),
     (
         {"deepspeed": ZERO_3, "ds3_gather_for_generation": False},
         ["ds3_gather_for_generation=False", "use_vllm to True"],
@@ -414,12 +414,6 @@ def test_ddp_settings_are_unused_under_deepspeed():
 def test_evaluation_arithmetic_is_only_checked_when_the_run_evaluates():
     GRPOConfig(use_cpu=True, per_device_eval_batch_size=3)
     GRPOConfig(use_cpu=True, per_device_eval_batch_size=3, num_generations_eval=1, eval_strategy="steps")
-
-
-def test_fsdp_of_the_launcher_is_refused(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="fsdp, which the launcher turned on, is not part of this version"):
-        GRPOConfig(use_cpu=True)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

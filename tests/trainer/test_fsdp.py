@@ -132,7 +132,7 @@ def test_a_checkpoint_lists_its_shards_and_a_damaged_one_is_named(two, tmp_path)
     kept = path.read_bytes()
     try:
         path.write_bytes(kept[:-7] + b"damaged")
-        with pytest.raises(CheckpointError, match="sharded/model/__1_0.distcp has other content"):
+        with pytest.raises(CheckpointError, match=r"sharded/model/__1_0\.distcp has other content"):
             choose(source, str(source / "checkpoint-3"))
     finally:
         path.write_bytes(kept)

@@ -84,8 +84,6 @@ def _count(text: str, *, is_local: bool = True) -> int:
 def _profile(name: str) -> Path:
     if name in PROFILES:
         return PROFILES[name]
-    if name == "fsdp2" or name.startswith("fsdp"):
-        raise ValueError(f"--accelerate-config {name}: FSDP is not supported; zero3 shards parameters too")
     if not Path(name).is_file():
         similar = nearest(name, PROFILES)
         hint = f"did you mean {similar!r}?" if similar else f"the profiles are {', '.join(PROFILES)}"
