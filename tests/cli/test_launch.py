@@ -93,7 +93,10 @@ def test_a_process_of_a_launcher_launches_nothing_itself(monkeypatch):
         launch_command(["--num-processes", "2"])
 
 
-def test_two_processes_train_what_one_trains(model_dir, tmp_path):
+@pytest.mark.parametrize(
+    "profile", [pytest.param((), id="torch"), pytest.param(("--accelerate-config", "fsdp2"), marks=pytest.mark.slow)]
+)
+def test_two_processes_train_what_one_trains(model_dir, tmp_path, profile):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"what {i}"}) + "\n" for i in range(8)))
     (tmp_path / "run.yaml").write_text(
         yaml.safe_dump({**CONFIG, "model_name_or_path": str(model_dir), "dataset_name": "rows.jsonl"})
@@ -104,7 +107,7 @@ def test_two_processes_train_what_one_trains(model_dir, tmp_path):
     weights = [all_weights(model_dir)]
     for name, flags in (
         ("one", ["--per_device_train_batch_size", "8"]),
-        ("two", ["--per_device_train_batch_size", "4", "--num-processes", "2"]),
+        ("two", ["--per_device_train_batch_size", "4", "--num-processes", "2", *profile]),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "groupgrad", "train", "--config", "run.yaml", "--output_dir", name, *flags],

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from groupgrad.modeling.systems.fsdp import local_part
 from groupgrad.modeling.systems.sharding import gather_all, is_sharded, num_parameters
+from groupgrad.modeling.weights import checkpoint_weights
+from groupgrad.trainer import training_run
 
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 LARGE = {"optim": "sgd", "learning_rate": 0.3}
@@ -41,13 +44,13 @@ def cases(ranks: Any) -> dict[str, dict[str, Any]]:
     return {**{name: case for name, case in ranks.CASES.items() if name not in REFUSED}, **OWN}
 
 
-def load_ranks() -> Any:
-    """The module `ranks`, whose runs these are."""
-    spec = importlib.util.spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
+def load_ranks(name: str = "ranks") -> Any:
+    """The module `ranks`, whose runs these are, or another beside it."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
-    ranks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ranks)
-    return ranks
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def build(ranks: Any, name: str, out: Path, **changes: Any) -> Any:
@@ -86,8 +89,70 @@ def result(ranks: Any, trainer: Any) -> dict[str, Any]:
     """Collective."""
     return {
         "weights": whole_weights(ranks, trainer),
+        "pushed": {name: tensor.clone() for name, tensor in checkpoint_weights(trainer.model)},
         "log": ranks.HELP.without_times(trainer.state.log_history),
     }
+
+
+class Gradients(TrainerCallback):
+    """Notes dtypes of gradients, and how many of their numbers bfloat16 has."""
+
+    def __init__(self, model: Any):
+        self._model, self.dtypes, self.in_bf16 = model, set(), []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        parts = [local_part(p.grad).flatten() for p in self._model.parameters() if p.grad is not None]
+        self.dtypes |= {part.dtype for part in parts}
+        values = torch.cat(parts)
+        values = values[values != 0]
+        self.in_bf16.append(float((values == values.bfloat16().float()).float().mean()))
+
+
+def half_precision(ranks: Any, out: Path) -> dict[str, Any]:
+    """A run that computes in bfloat16 on float32 weights."""
+    settings = {"max_steps": 2, "micro_batches": 1, "max_grad_norm": 0.0, "bf16": True, **LARGE}
+    trainer = build(ranks, "lora", out, **{**settings, "peft": False, "gradient_checkpointing": False, "beta": 0.0})
+    gradients = Gradients(trainer.model)
+    trainer.add_callback(gradients)
+    trainer.train()
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
+    return {**result(ranks, trainer), "gradients": gradients.dtypes, "in_bf16": gradients.in_bf16, "dtypes": dtypes}
+
+
+def full_disk(ranks: Any, out: Path) -> dict[str, Any]:
+    """Three steps, of which rank 1 cannot save the second; returns the checkpoints."""
+    trainer = build(ranks, "saved", out, max_steps=3, output_dir=str(out / "full"), eval=None)
+    trainer.add_callback(ranks.FullDisk())
+    trainer.train()
+    names = sorted(path.name for path in (out / "full").iterdir() if path.name.startswith(("checkpoint", "_group")))
+    return {"found": names, "weights": whole_weights(ranks, trainer)}
+
+
+def served(ranks: Any, out: Path) -> dict[str, Any]:
+    """The case `lora`, sampled by an engine with weights of its own, which are pushed to it with adapters merged."""
+    ranks.FIRST, own = ranks.first_model(), training_run.serve_policy
+    load_ranks("zero_ranks").serve_copies(ranks)
+    try:
+        trainer = build(ranks, "lora", out, use_vllm=True, vllm_mode="server")
+        trainer.train()
+    finally:
+        training_run.serve_policy = own
+    return {"weights": whole_weights(ranks, trainer)}
+
+
+def weights_only(ranks: Any, out: Path) -> dict[str, Any]:
+    """A checkpoint without optimizer, and a run of as many steps that loads it."""
+    settings = {"max_steps": 1, "save_only_model": True, "output_dir": str(out / "weights_only"), "eval": None}
+    trainer = build(ranks, "saved", out, **settings)
+    trainer.train()
+    again = build(ranks, "saved", out, **{**settings, "save_strategy": "no"})
+    first = whole_weights(ranks, again)
+    again.train(str(out / "weights_only" / "checkpoint-1"))
+    return {"weights": whole_weights(ranks, trainer), "first": first, "again": whole_weights(ranks, again)}
+
+
+EXTRA = {"half_precision": half_precision, "full_disk": full_disk, "served": served, "weights_only": weights_only}
+"""Runs of a kind of their own."""
 
 
 def main(out: Path, checkpoint: str | None, names: list[str]) -> None:
@@ -95,7 +160,9 @@ def main(out: Path, checkpoint: str | None, names: list[str]) -> None:
     torch.set_num_threads(1)
     ranks, rank = load_ranks(), os.environ["RANK"]
     for name in names or cases(ranks):
-        if checkpoint is None:
+        if name in EXTRA:
+            torch.save(EXTRA[name](ranks, out), out / f"{name}_{rank}.pt")
+        elif checkpoint is None:
             torch.save(run(ranks, name, out), out / f"{name}_{rank}.pt")
         else:
             trainer = build(ranks, name, out, save_strategy="no")

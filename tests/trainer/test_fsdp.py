@@ -80,6 +80,9 @@ def assert_equal(found: Results, expected: dict[str, Any], tools: Any) -> None:
         # What is known from sampling is computed again, and no gap to it is measured.
         wanted = {key: value for key, value in wanted.items() if key != "sampling/logp_mismatch"}
         assert entry == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+    assert list(found[0]["pushed"]) == list(expected["pushed"])
+    for name, tensor in expected["pushed"].items():
+        torch.testing.assert_close(found[0]["pushed"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", FAST)
@@ -146,6 +149,50 @@ def test_every_loss_and_kind_of_run(one, tools, ranks, script, tmp_path, num_ran
     out = made(num_ranks, tmp_path, SLOW)
     for case in SLOW:
         assert_equal(results(out, case, num_ranks), one(case), tools)
+
+
+@pytest.mark.slow
+def test_half_precision_keeps_float32_weights_and_reduces_gradients_in_float32(tools, script, ranks, tmp_path):
+    """The mean of two ranks' bfloat16 gradients is no number of bfloat16, where one rank's own is.
+
+    The weights go where one process in bfloat16 takes them; its passes keep other intermediate results in float32.
+    """
+    found = results(made(2, tmp_path, ["half_precision"]), "half_precision")
+    alone = script.half_precision(ranks, tmp_path / "one")
+    for rank in found:
+        assert rank["gradients"] == rank["dtypes"] == {torch.float32}
+        assert max(rank["in_bf16"]) < 0.9
+    first = tools.weights(ranks.first_model())
+    change = tools.relative(alone["weights"], first)
+    assert change > 0.01
+    assert tools.relative(found[0]["weights"], alone["weights"]) < change / 2
+
+
+@pytest.mark.slow
+def test_save_only_model_writes_whole_weights_that_a_run_with_shards_loads(tools, tmp_path):
+    for rank in results(made(2, tmp_path, ["weights_only"]), "weights_only"):
+        assert torch.equal(rank["again"], rank["weights"]) and not torch.equal(rank["first"], rank["weights"])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "weights_only" / "checkpoint-1")
+    assert torch.equal(tools.weights(saved), rank["weights"])
+
+
+@pytest.mark.slow
+def test_an_engine_with_weights_of_its_own_gets_those_of_all_ranks(one, tools, tmp_path):
+    for rank in results(made(2, tmp_path, ["served"]), "served"):
+        assert tools.relative(rank["weights"], one("lora")["weights"]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "the disk of one rank is full while processes that share a model by FSDP save",
+    "no rank keeps the checkpoint, older ones stay, training goes on on all ranks, and a later save succeeds",
+    "that checkpoint",
+)
+def test_a_full_disk_on_one_rank_costs_one_checkpoint(tmp_path):
+    first, second = results(made(2, tmp_path, ["full_disk"]), "full_disk")
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["found"] == ["checkpoint-1", "checkpoint-3"]
+    assert choose(tmp_path / "full", True).folder.name == "checkpoint-3"
 
 
 @pytest.mark.slow

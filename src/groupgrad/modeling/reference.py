@@ -123,7 +123,10 @@ def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None
     """UnavailableError for VLMs and references that do not work with sharded parameters."""
     name = f"{type(policy).__name__.removeprefix('FSDP')} under DeepSpeed ZeRO-3 or FSDP"
     if is_multimodal(policy):
-        raise UnavailableError(f"{name}: models that take images are not trained so; use ZeRO stage 1 or 2")
+        raise UnavailableError(
+            f"{name}: models that take images are not trained so; use ZeRO stage 1 or 2, or "
+            "processes that each have the whole model"
+        )
     if reference is not None and reference.keeps_parameters:
         raise UnavailableError(
             f"{name}: a reference that is this adapter as it was given cannot be kept; begin with a new adapter, set "

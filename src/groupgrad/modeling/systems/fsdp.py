@@ -113,7 +113,7 @@ def whole_parameters(
     """Inside, `module` has whole parameters in the place of its shards. Collective on entry.
 
     `dtype` converts those in floating point. With `keep_changes` each rank takes its part of the parameters as they are
-    at the end; otherwise changes are lost.
+    on rank 0 at the end, which is a collective too; otherwise nothing may be changed.
     """
     reshard(module)
     owners = [
@@ -123,7 +123,12 @@ def whole_parameters(
         if is_shard(parameter)
     ]
     whole: dict[int, nn.Parameter] = {}
+    hooks = [part._load_state_dict_post_hooks for part in module.modules()]
+    load_hooks = [dict(of_module) for of_module in hooks]
     try:
+        for of_module in hooks:  # FSDP's would look for shards in what is loaded
+            for key in [key for key, hook in of_module.items() if is_hook(hook)]:
+                del of_module[key]
         for parameters, key, parameter in owners:  # a tied parameter belongs to several modules
             if id(parameter) not in whole:
                 whole[id(parameter)] = _gathered(parameter, dtype)
@@ -135,6 +140,9 @@ def whole_parameters(
     finally:
         for parameters, key, parameter in owners:
             parameters[key] = parameter
+        for of_module, before in zip(hooks, load_hooks):
+            of_module.clear()
+            of_module.update(before)
 
 
 @contextmanager
@@ -171,7 +179,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_hook(hook: Any) -> bool:
-    """True for a forward hook of FSDP."""
+    """True for a hook of FSDP."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
@@ -227,6 +235,6 @@ def _gathered(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
 
 @torch.no_grad()
 def _take_part(parameter: Any, whole: torch.Tensor) -> None:
-    """Copies this rank's part of `whole` into a shard. Not a collective."""
-    part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    """Copies this rank's part of rank 0's `whole` into a shard. Collective."""
+    part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements)
     local_part(parameter).copy_(part.to_local())
