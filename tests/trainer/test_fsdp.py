@@ -128,7 +128,8 @@ def test_a_checkpoint_in_shards_is_resumed_on_one_process(script, ranks, two, to
 
 def test_a_checkpoint_lists_its_shards_and_a_damaged_one_is_named(two, tmp_path):
     source = two / "run" / "fsdp_saved"
-    manifest = choose(source, True).manifest
+    found: Any = choose(source, True)
+    manifest = found.manifest
     shards = {f"sharded/{part}/__{rank}_0.distcp" for part in ("model", "optimizer") for rank in range(2)}
     assert shards < set(manifest.files) and "model.safetensors" not in manifest.files
     path = source / "checkpoint-3" / "sharded" / "model" / "__1_0.distcp"
@@ -192,7 +193,8 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint(tmp_path):
     first, second = results(made(2, tmp_path, ["full_disk"]), "full_disk")
     assert torch.equal(first["weights"], second["weights"])
     assert first["found"] == ["checkpoint-1", "checkpoint-3"]
-    assert choose(tmp_path / "full", True).folder.name == "checkpoint-3"
+    newest: Any = choose(tmp_path / "full", True)
+    assert newest.folder.name == "checkpoint-3"
 
 
 @pytest.mark.slow

@@ -27,9 +27,10 @@ from groupgrad.checkpoints.choosing import ResumePoint, choose
 from groupgrad.checkpoints.manifest import file_names
 from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER, TRAINER_STATE
 from groupgrad.config import GRPOConfig
-from groupgrad.errors import CheckpointError, CheckpointNotSaved
+from groupgrad.errors import CheckpointError, CheckpointNotSaved, NonFiniteError
 from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.load import load_renamed_checkpoint
+from groupgrad.modeling.policy_checks import nonfinite_weights
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import free_bytes
 from groupgrad.modeling.systems.fsdp import is_fully_sharded, whole_parameters
@@ -219,6 +220,18 @@ class CheckpointedRun(Trainer):
         if self.args.should_save:
             self._save_beside_weights(folder)
 
+    def _check_weights(self) -> None:
+        """NonFiniteError, on every rank that has them, for trained weights that are not finite.
+
+        Collective for a model that FSDP shards, of which one rank may have them alone: all ranks raise.
+        """
+        with dist.errors_on_all_ranks() if is_fully_sharded(self.model) else nullcontext():
+            if bad := nonfinite_weights(unwrap(self.model), trained_only=True):
+                raise NonFiniteError(
+                    f"step {self.state.global_step}: {bad}, so they are not saved; go on from the last checkpoint with "
+                    "a lower learning_rate"
+                )
+
     def _save_beside_weights(self, folder: str) -> None:
         """What `Trainer._save` writes beside the weights."""
         model: Any = self.model
@@ -235,7 +248,8 @@ class CheckpointedRun(Trainer):
             return
         sharded_files.save_optimizer(Path(output_dir), self.model, self.optimizer)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+            scheduler: Any = self.lr_scheduler
+            torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _write_optimizer(self, aside: Path) -> None:
         with saving.refusals_at_the_end(aside) if self.is_deepspeed_enabled else nullcontext():
@@ -423,8 +437,8 @@ class CheckpointedRun(Trainer):
             state = torch.load(point.folder / OPTIMIZER, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)
         if not lacks:
-            state = torch.load(point.folder / SCHEDULER, map_location="cpu", weights_only=True)
-            self.lr_scheduler.load_state_dict(state)
+            scheduler: Any = self.lr_scheduler
+            scheduler.load_state_dict(torch.load(point.folder / SCHEDULER, map_location="cpu", weights_only=True))
             return True
         _say("%s of %s: %s anew", " and ".join(lacks), checkpoint, "start" if len(lacks) > 1 else "starts")
         self._forward_scheduler()

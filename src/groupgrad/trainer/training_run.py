@@ -30,14 +30,12 @@ from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.errors import HangError, NonFiniteError
+from groupgrad.errors import HangError
 from groupgrad.metrics import latest, merge_all
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
-from groupgrad.modeling.policy_checks import nonfinite_weights
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.fsdp import is_fully_sharded, is_shard, whole_state_dict, without_accelerate
 from groupgrad.modeling.systems.gradient_sync import GradientSync
@@ -303,7 +301,7 @@ class TrainingRun(TRLNames, StoppableRun):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the averaged gradient; a gradient that is not finite is dropped, so that the step is none."""
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         norm = norm.full_tensor() if is_shard(norm) else norm
         scaler = getattr(self.accelerator, "scaler", None)
         scales = self.is_deepspeed_enabled and self.args.fp16 if scaler is None else scaler.get_scale() > 1
@@ -317,18 +315,6 @@ class TrainingRun(TRLNames, StoppableRun):
             for parameter in model.parameters():
                 parameter.grad = None
         return norm
-
-    def _check_weights(self) -> None:
-        """NonFiniteError, on every rank that has them, for trained weights that are not finite.
-
-        Collective for a model that FSDP shards, of which one rank may have them alone: all ranks raise.
-        """
-        with dist.errors_on_all_ranks() if is_fully_sharded(self.model) else nullcontext():
-            if bad := nonfinite_weights(unwrap(self.model), trained_only=True):
-                raise NonFiniteError(
-                    f"step {self.state.global_step}: {bad}, so they are not saved; go on from the last checkpoint with "
-                    "a lower learning_rate"
-                )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`Trainer.save_model`, without a bar in files. NonFiniteError for weights that are not finite.

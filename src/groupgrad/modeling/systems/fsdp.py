@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from groupgrad import dist
@@ -22,12 +24,9 @@ from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.quantized import is_packed
 
-try:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import distribute_tensor
-except ImportError:  # torch before 2.6
-    FSDPModule = MixedPrecisionPolicy = fully_shard = distribute_tensor = None  # pyright: ignore[reportAssignmentType]
-
+_torch_fsdp: Any = torch_fsdp
+_Sharded: Any = getattr(torch_fsdp, "FSDPModule", None)
+"""The class of sharded modules; None in torch before 2.6."""
 _LAUNCHER_FLAG = "ACCELERATE_USE_FSDP"
 _COMPUTE_DTYPE = "_groupgrad_compute_dtype"
 
@@ -49,16 +48,17 @@ def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
 
     The model gets the class `FSDP<its class>`. UnavailableError for a model that cannot be sharded so.
     """
-    if fully_shard is None:
+    if _Sharded is None:
         raise UnavailableError(f"fsdp needs torch 2.6 or newer, and torch {torch.__version__} is installed; update it")
     layers = decoder_layers(model, options.layer_classes)
     _check(model, layers)
     dist.broadcast_module(model, device=device)
     mesh = torch.distributed.init_device_mesh(device.type, (dist.world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    policy = _torch_fsdp.MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    fully_shard = partial(_torch_fsdp.fully_shard, mesh=mesh, mp_policy=policy)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=options.reshard_after_forward, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(layer, reshard_after_forward=options.reshard_after_forward)
+    fully_shard(model, reshard_after_forward=False)
     setattr(model, _COMPUTE_DTYPE, options.compute_dtype)
 
 
@@ -86,7 +86,7 @@ def decoder_layers(model: Any, class_names: Sequence[str] = ()) -> list[nn.Modul
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """True for a model that `shard` has sharded."""
-    return FSDPModule is not None and isinstance(model, FSDPModule)
+    return _Sharded is not None and isinstance(model, _Sharded)
 
 
 def is_shard(parameter: Any) -> bool:
@@ -155,7 +155,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         classes = [(module, type(module)) for module in model.modules() if is_fully_sharded(module)]
         try:
             for module, kind in classes:
-                module.__class__ = next(c for c in kind.__mro__ if not issubclass(c, FSDPModule))
+                module.__class__ = next(c for c in kind.__mro__ if not issubclass(c, _Sharded))
             yield
         finally:
             for module, kind in classes:
@@ -236,5 +236,7 @@ def _gathered(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
 @torch.no_grad()
 def _take_part(parameter: Any, whole: torch.Tensor) -> None:
     """Copies this rank's part of rank 0's `whole` into a shard. Collective."""
+    from torch.distributed.tensor import distribute_tensor  # where older releases have nothing of this name
+
     part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements)
     local_part(parameter).copy_(part.to_local())

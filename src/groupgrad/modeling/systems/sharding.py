@@ -100,7 +100,8 @@ class ShardSnapshot:
         """Names and shards of the model, which the next pass gathers."""
         fsdp.reshard(self._model)
         zero3.release(self._model.parameters())
-        for name, parameter in self._model.named_parameters():
+        parameters: Any = self._model.named_parameters()
+        for name, parameter in parameters:
             if zero3.is_shard(parameter):
                 yield name, parameter.ds_tensor.detach()
             elif fsdp.is_shard(parameter):
