@@ -81,7 +81,8 @@ def test_a_configuration_takes_effect(two_processes):
     made = config(fsdp="shard_grad_op", fsdp_config={"transformer_layer_cls_to_wrap": "Block"})
     options = fsdp_options(made)
     assert (options.layer_classes, options.reshard_after_forward, options.compute_dtype) == (("Block",), False, None)
-    assert uses_fsdp(made) and not uses_fsdp(config())
+    assert uses_fsdp(made) and uses_fsdp(config(fsdp="true"))
+    assert not uses_fsdp(config()) and not uses_fsdp(config(fsdp="false"))
     assert config(fsdp=True, fsdp_config={"activation_checkpointing": True}).gradient_checkpointing is True
     assert config(fsdp=True).gradient_checkpointing is None
 

@@ -98,6 +98,8 @@ class GRPOConfig(GRPOSettings):
         if isinstance(self.pad_to_multiple_of, str):
             text = self.pad_to_multiple_of.strip().lower()
             self.pad_to_multiple_of = None if text in ("none", "null") else int(text) if text.isdigit() else text
+        if isinstance(self.fsdp, str) and self.fsdp.lower() in ("true", "false"):
+            self.fsdp = True if self.fsdp.lower() == "true" else None  # pyright: ignore[reportAttributeAccessIssue]
         if self.report_to is None:
             self.report_to = "none"
         if self.bf16 and not (torch.cuda.is_available() or torch.accelerator.is_available()):
