@@ -22,7 +22,7 @@ from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_params import sampling_fields
 from groupgrad.engines.vllm.wire import AS_LOADED
 from groupgrad.errors import WeightsLost
-from groupgrad.modeling.systems.zero3 import is_sharded
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.weights import drained_checkpoint_weights
 
 logger = logging.getLogger(__name__)
