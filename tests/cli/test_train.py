@@ -50,6 +50,7 @@ def _fakes(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "some" / "model").mkdir(parents=True)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}))
 
 
@@ -104,7 +105,9 @@ def test_values_of_resume_from_checkpoint(value, expected):
         (["--use_cpu", "--reward_funcs", "nowhere.reward"], "'nowhere.reward' cannot be imported"),
         (["--use_cpu", "--reward_funcs", "json.__name__"], "is a str, not a reward function"),
         (["--use_cpu", "--reward_funcs", "accuracy_reward"], "no model is given; set model_name_or_path"),
-        ([*BASE[:3], "--reward_funcs", "accuracy_reward", "--model_name_or_path", "m"], "set prompt_column"),
+        ([*BASE[:3], "--reward_funcs", "accuracy_reward", *BASE[3:5]], "set prompt_column"),
+        ([*BASE, "--reward_funcs", "accuracy_reward", "--model_name_or_path", "some/modle"], "mean 'some/model'?"),
+        ([*BASE, "--reward_model_name_or_path", "./none"], "reward_model_name_or_path='./none': there is no such"),
         ([*BASE, "--reward_funcs", "accuracy_reward", "--load_in_4bit", "--load_in_8bit"], "are both True"),
     ],
 )

@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
     # arguments · error · the value seen · what to set
     "model of another kind": ({"model": 7}, TypeError, "model is a int", "a model id, a directory"),
     "model class": ({"model": Qwen3ForCausalLM}, TypeError, "model is a type", "a model id, a directory"),
-    "no such directory": ({"model": "./nowhere"}, ValueError, "model is './nowhere'", "give an existing one"),
+    "no such directory": ({"model": "./nowhere"}, ValueError, "model='./nowhere': there is no such", "set it to"),
     "encoder-decoder": (
         lambda t, m: {"model": T5ForConditionalGeneration(T5), "processing_class": t},
         UnavailableError,

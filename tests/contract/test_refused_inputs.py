@@ -174,8 +174,8 @@ BAD: dict[str, tuple[Arguments | dict[str, Any], type[Exception], str, str]] = {
     "reward model that is not there": (
         {"reward_funcs": "./nowhere"},
         ValueError,
-        "reward_funcs contains './nowhere', and there is no such directory",
-        "give an existing one",
+        r"reward_funcs has './nowhere'.* there is no such folder",
+        "give the function itself",
     ),
     "content that is a number": (
         {"train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": 5}]}] * 2)},
@@ -185,13 +185,13 @@ BAD: dict[str, tuple[Arguments | dict[str, Any], type[Exception], str, str]] = {
     ),
     "policy that is nowhere": (
         {"model": "no/such-model"},
-        OSError,
-        "model='no/such-model' cannot be loaded",
-        "cached files",
+        ValueError,
+        "model='no/such-model': there is no such folder.* HF_HUB_OFFLINE forbids",
+        "set it to a folder",
     ),
     "reward model that is nowhere": (
         {"reward_funcs": "accuracy"},
-        OSError,
+        ValueError,
         "reward_funcs has 'accuracy'.* sequence-classification model",
         "give the function itself",
     ),

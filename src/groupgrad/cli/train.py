@@ -25,7 +25,9 @@ from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import DTYPES, changed, nearest
 from groupgrad.config.settings import mapping
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
+from groupgrad.modeling.model_names import check_model_name
 from groupgrad.rewards import REWARD_FUNCTIONS
+from groupgrad.rewards.model_loading import hub_kwargs
 
 _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
     "lora": {
@@ -111,6 +113,10 @@ def build(
 
     rewards = (rewards_of or load_rewards)(parsed.script)
     model = model_name(parsed.model, parsed.config)
+    check_model_name("model_name_or_path", model, mapping(parsed.config.model_init_kwargs))
+    if parsed.script.reward_model_name_or_path:
+        kwargs = hub_kwargs(mapping(parsed.config.model_init_kwargs)) | mapping(parsed.config.reward_model_init_kwargs)
+        check_model_name("reward_model_name_or_path", parsed.script.reward_model_name_or_path, kwargs)
     options = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
     train_dataset, eval_dataset = (splits_of or load_splits)(parsed.script, parsed.config.evaluates)
     return GRPOTrainer(

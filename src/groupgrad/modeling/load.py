@@ -30,6 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_
 from groupgrad import compat
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import is_adapted, load_adapter
+from groupgrad.modeling.model_names import check_model_name
 from groupgrad.modeling.quantized import check_forward, is_quantized, make_trainable_on_cpu
 from groupgrad.modeling.vlm import is_multimodal
 
@@ -58,8 +59,10 @@ def load_policy(
     The id or directory of an adapter loads its base model with the adapter on it, ready for further training. With
     `on_device` it is loaded onto this process's GPU, if there is one, unless `init_kwargs` has a `device_map`.
 
-    ValueError for an unknown dtype, two quantization configs, or an adapter that does not fit.
+    ValueError for a name that leads nowhere, an unknown dtype, two quantization configs, or an adapter that does not
+    fit.
     """
+    check_model_name("model", model_id, init_kwargs)
     base_id = _adapter_base_id(model_id, init_kwargs)
     if base_id is not None:
         base = load_policy(

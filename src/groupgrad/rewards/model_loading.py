@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.modeling.model_names import missing_because
 from groupgrad.modeling.systems.sharding import loading_unsharded
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ def model_source(model: str | nn.Module) -> str:
 def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     """Loads a sequence classifier with one label, in the checkpoint's dtype unless `init_kwargs` sets another.
 
-    ValueError if the checkpoint has no score head or one with several labels: transformers would initialize a new head
-    at random.
+    ValueError if the name leads nowhere, or if the checkpoint has no score head or one with several labels:
+    transformers would initialize a new head at random.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -76,14 +77,13 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
     # Sizes are compared below, since the library's own error does not mention labels.
     kwargs["ignore_mismatched_sizes"] = True
+    if (why := missing_because(name, kwargs)) is not None:
+        raise ValueError(_not_loaded(name, why))
     try:
         with loading_unsharded():
             model, loading_info = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
     except OSError as error:
-        raise OSError(
-            f"reward_funcs has {name!r}, a text, which stands for a sequence-classification model, and it cannot be "
-            f"loaded: {error}; correct the name, or give the function itself"
-        ) from error
+        raise OSError(_not_loaded(name, error)) from error
     mismatched = [key[0] if isinstance(key, (tuple, list)) else key for key in loading_info["mismatched_keys"]]
     if mismatched:
         raise ValueError(
@@ -98,6 +98,13 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
             "sequence-classification model that was trained to score texts"
         )
     return model
+
+
+def _not_loaded(name: str, why: object) -> str:
+    return (
+        f"reward_funcs has {name!r}, a text, which stands for a sequence-classification model, and it cannot be "
+        f"loaded: {why}; correct the name, or give the function itself"
+    )
 
 
 def load_tokenizer(source: str, name: str, options: RewardModelOptions) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Union
@@ -272,11 +271,8 @@ def _check(item: Any) -> None:
                 f"reward_funcs={item!r}: a text is the name of a reward model, but this is a function of "
                 "groupgrad.rewards; give the function itself"
             )
-        if not item or (item.startswith((".", "/", "~")) and not os.path.isdir(item)):
-            raise ValueError(
-                f"reward_funcs contains {item!r}, and there is no such directory; give an existing one, a model id "
-                "or a function"
-            )
+        if not item:
+            raise ValueError("reward_funcs contains the empty text; give a folder, a model id or a function")
     elif not callable(item) or isinstance(item, type):
         raise TypeError(
             f"reward_funcs contains {item!r} ({type(item).__name__}), which cannot be called; give functions, callable "

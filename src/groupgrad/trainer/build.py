@@ -399,8 +399,6 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
                 f"quantization_config is a {type(quantization_config).__name__}; give a configuration of transformers, "
                 "such as BitsAndBytesConfig(load_in_4bit=True)"
             )
-        if (Path(model).is_absolute() or model.startswith((".", "~"))) and not Path(model).is_dir():
-            raise ValueError(f"model is {model!r}, but there is no such directory; give an existing one or a model id")
         return load.load_policy(
             model,
             mapping(config.model_init_kwargs),
