@@ -75,10 +75,31 @@ def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model
     assert "Nothing fits." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("lengths", "mend"),
+    [
+        (["--prompt", "100", "--completion", "1000"], "lower --completion to 412, or"),
+        (["--prompt", "512", "--completion", "1000"], "lower --prompt and --completion, or"),
+    ],
+)
+def test_lengths_beyond_the_context_are_told_with_both_numbers(
+    lengths: list[str], mend: str, tmp_path: Path, make_model: Any, capsys: Any
+) -> None:
+    make_model().config.save_pretrained(tmp_path)
+    flags = ["plan", "--model", str(tmp_path), "--device", "8GB", "--cpu"]
+    assert main([*flags, *lengths]) == 0
+    shown = capsys.readouterr().out
+    assert "a completion of 1,000 tokens do not fit into the model's context of 512 positions" in shown
+    assert mend in shown and "Recommended: full" in shown
+    assert main([*flags, "--prompt", "100", "--completion", "412"]) == 0
+    assert "context" not in capsys.readouterr().out
+
+
 def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     for argv, text in (
-        (["--model", str(tmp_path / "nowhere"), "--device", "8GB"], "give a folder with a config.json"),
+        (["--model", str(tmp_path / "nowhere"), "--device", "8GB"], "there is no such folder; give a folder with"),
+        (["--model", "some/model", "--device", "8GB"], "and HF_HUB_OFFLINE forbids to download it; give a folder"),
         (["--model", str(tmp_path), "--device", "8GB"], "layers of a kind that is not predicted yet"),
         (["--model", str(tmp_path), "--device", "8"], "8 is no size; write it as 80GB or 24GiB"),
         (["--model", str(tmp_path), "--device", "8GB", "--completions", "9"], "did you mean --completion?"),

@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     found = choices(shape, sizes, options.device)
     print(_table(shape, sizes, options.device, found))
+    if (remark := _context_remark(shape, sizes)) is not None:
+        print(remark)
     best = recommended(found)
     print(_advice(shape, sizes, options.device, best))
     return 0 if best else 1
@@ -94,6 +96,19 @@ def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
         how = f"  {choice.sizes.micro_batch:>3}" + (" with checkpointing" if choice.sizes.checkpointing else "")
         lines.append(f"{choice.name:<16}{numbers}{how if choice.fits else '  does not fit'}")
     return "\n".join([*lines, ""])
+
+
+def _context_remark(shape: Any, sizes: Any) -> str | None:
+    """Returns a warning if a prompt and a completion are longer than the model's context; None if they fit."""
+    if shape.context is None or sizes.prompt + sizes.completion <= shape.context:
+        return None
+    room = shape.context - sizes.prompt
+    mend = f"lower --completion to {room:,}" if room > 0 else "lower --prompt and --completion"
+    return (
+        f"Warning: a prompt of {sizes.prompt:,} and a completion of {sizes.completion:,} tokens do not fit into the "
+        f"model's context of {shape.context:,} positions, so completions would be cut there; {mend}, or take a model "
+        "with a longer context.\n"
+    )
 
 
 def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from groupgrad.modeling.load import max_context
+from groupgrad.modeling.model_names import missing_because
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 
@@ -33,6 +35,8 @@ class ModelShape:
     hidden: int
     kv_values: int
     """Numbers of one token's keys and values, in all layers."""
+    context: int | None
+    """Most positions of prompt and completion together; None without a limit."""
     layer_bytes: float
     """Bytes of activations that a layer saves per token."""
     other_bytes: float
@@ -41,11 +45,13 @@ class ModelShape:
 
 def read_config(name: str) -> Any:
     """Loads a configuration from a folder, a config.json or the hub's cache. ValueError with what to give instead."""
+    wanted = "give a folder with a config.json, or a config.json"
+    if (why := missing_because(name)) is not None:
+        raise ValueError(f"--model {name}: {why}; {wanted}")
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"--model {name}: {first}; give a folder with a config.json, or a config.json") from error
+        raise ValueError(f"--model {name}: {str(error).splitlines()[0].rstrip('.')}; {wanted}") from error
 
 
 def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
@@ -75,6 +81,7 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
         adapter_inputs=sum(part.in_features + part.out_features for part in linear),
         hidden=text.hidden_size,
         kv_values=2 * kv_heads * head_dim * len(layers),
+        context=max_context(model),
         layer_bytes=(two - one) * factor,
         other_bytes=max(0.0, 2 * one - two) * factor,
     )
