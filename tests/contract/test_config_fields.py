@@ -278,6 +278,7 @@ LATER: dict[str, Any] = {
     "rollouts_keep": "1GB",
     "record_gradient_share": False,
     "record_spans": False,
+    "record_traces": False,
     "special_tokens_in_prompts": "auto",
 }
 
@@ -488,6 +489,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "rollouts_keep": Changes("tests/trainer/test_run_folder.py::test_rollouts_keep_bounds_the_folder_and_is_said_once"),
     "record_gradient_share": Changes("tests/trainer/test_gradient_share.py::test_shares_equal_a_pass_for_each_row"),
     "record_spans": Changes("tests/trainer/test_run_spans.py::test_steps_rollouts_and_events_are_spans"),
+    "record_traces": Changes("tests/trainer/test_run_traces.py::test_rollouts_and_events_are_traces"),
     # fields of earlier releases that were replaced
     "per_gpu_train_batch_size": MOVES,
     "per_gpu_eval_batch_size": MOVES,

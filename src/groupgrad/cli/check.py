@@ -75,7 +75,7 @@ def _build(parsed: Parsed, folder: str) -> Any:
 
     config = parsed.config
     config.output_dir, config.report_to, config.push_to_hub, config.log_completions = folder, [], False, False
-    config.record_spans = False
+    config.record_spans, config.record_traces = False, False
     return build(parsed)
 
 

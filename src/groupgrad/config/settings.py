@@ -316,6 +316,10 @@ class GRPOSettings(LegacyArguments):
         False,
         "Send each step, its rollouts and the run's events as OpenTelemetry spans to the process's tracer provider.",
     )
+    record_traces: bool = _option(
+        False,
+        "Send the rollouts of each step and the run's events as traces to its Trackio run; needs report_to='trackio'.",
+    )
 
     @property
     def world_size(self) -> int:

@@ -91,6 +91,24 @@ class StoredRows:
         )
 
 
+def rollout_values(part: StoredRows, row: int) -> dict[str, Any]:
+    """The numbers of a row by their columns' names; those that it does not have are left out."""
+    rollout, number = part.rollouts[row], part.first_row + part.rollouts[row].index
+    values: dict[str, Any] = {
+        "row": number,
+        "group": number // part.num_generations,
+        "reward": part.combined[row],
+        **{f"{REWARD}{name}": part.rewards[row][place] for place, name in enumerate(part.reward_names)},
+        "advantage": part.advantages[row],
+        "finish_reason": rollout.finish_reason,
+        "num_tokens": rollout.num_sampled,
+    }
+    if part.gradient_shares is not None:
+        start, end = part.offsets[row : row + 2]
+        values["gradient_share"] = float(part.gradient_shares[start:end].sum(dtype=np.float64))
+    return {key: value for key, value in values.items() if not isinstance(value, float) or value == value}
+
+
 def to_table(step: int, rows: StoredRows) -> pa.Table:
     """The rows as a table, with the number of the optimizer step that first trained on them."""
     rollouts = rows.rollouts

@@ -6,17 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from groupgrad import compat
 from groupgrad._version import __version__
 from groupgrad.errors import ConfigError
-from groupgrad.telemetry.rollout_table import REWARD, StoredRows, message_text
+from groupgrad.telemetry.rollout_table import StoredRows, message_text, rollout_values
 
 MAX_CHARS = 4000
-"""Characters of a prompt or completion in a span."""
+"""Characters of a prompt or completion in a span, and of a message in a trace."""
 FAILURES = ("failed", "error", "skipped_step")
-"""Events whose spans have the status of an error."""
+"""Events that have the status of an error."""
 
 
 class RunSpans:
@@ -55,30 +53,16 @@ class RunSpans:
         context = self._trace.set_span_in_context(span)
         for part in parts:
             for row in range(len(part.rollouts)):
-                attributes = {f"groupgrad.{key}": value for key, value in _rollout(part, row).items()}
+                rollout = part.rollouts[row]
+                texts = {
+                    "prompt": message_text(rollout.prompt.row["prompt"])[:MAX_CHARS],
+                    "completion": message_text(rollout.completion)[:MAX_CHARS],
+                }
+                values = {**rollout_values(part, row), **texts}
+                attributes = {f"groupgrad.{key}": value for key, value in values.items()}
                 child = self._tracer.start_span("groupgrad.rollout", context, start_time=begin, attributes=attributes)
                 child.end(end)
         span.end(end)
-
-
-def _rollout(part: StoredRows, row: int) -> dict[str, Any]:
-    """The numbers and texts of a row; those that it does not have are left out."""
-    rollout, number = part.rollouts[row], part.first_row + part.rollouts[row].index
-    values: dict[str, Any] = {
-        "row": number,
-        "group": number // part.num_generations,
-        "reward": part.combined[row],
-        **{f"{REWARD}{name}": part.rewards[row][place] for place, name in enumerate(part.reward_names)},
-        "advantage": part.advantages[row],
-        "finish_reason": rollout.finish_reason,
-        "num_tokens": rollout.num_sampled,
-        "prompt": message_text(rollout.prompt.row["prompt"])[:MAX_CHARS],
-        "completion": message_text(rollout.completion)[:MAX_CHARS],
-    }
-    if part.gradient_shares is not None:
-        start, end = part.offsets[row : row + 2]
-        values["gradient_share"] = float(part.gradient_shares[start:end].sum(dtype=np.float64))
-    return {key: value for key, value in values.items() if not isinstance(value, float) or value == value}
 
 
 def _plain(value: Any) -> Any:

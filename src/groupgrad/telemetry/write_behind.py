@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 import time
@@ -32,7 +33,8 @@ class WriteBehind:
                 self.num_dropped += 1
                 return False
             self._num_large += is_large
-        self._jobs.put((job, is_large))
+        context = contextvars.copy_context()  # a tracker's run is one of its variables
+        self._jobs.put((lambda: context.run(job), is_large))
         return True
 
     def drain(self, timeout_s: float) -> bool:

@@ -37,6 +37,7 @@ from groupgrad.telemetry.rollout_files import RolloutFiles
 from groupgrad.telemetry.run_files import LineFile
 from groupgrad.telemetry.spans import RunSpans
 from groupgrad.telemetry.token_texts import TokenTexts
+from groupgrad.telemetry.traces import RunTraces
 from groupgrad.telemetry.write_behind import WriteBehind
 from groupgrad.trainer.experience_rows import numbers_by_row, stored_rows
 from groupgrad.trainer.gradient_shares import GradientShares
@@ -79,7 +80,10 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._gradients = None
         if trainer.args.record_gradient_share:
             self._gradients = GradientShares(trainer.args.num_generations)
-        self.spans = RunSpans() if trainer.args.record_spans else None
+        self.senders: list[RunSpans | RunTraces] = [RunSpans()] if trainer.args.record_spans else []
+        """Where steps, rollouts and events are sent beside the folder."""
+        if trainer.args.record_traces:
+            self.senders.append(RunTraces(trainer.args.report_to))
         self._step_began_ns = time.time_ns()
         self._writer = WriteBehind(self._report)
         self._handler = _EventHandler(self)
@@ -90,7 +94,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
 
     def add(self, experience: Experience) -> None:
         """Keeps a generation batch of the present step until the step has ended."""
-        if self._is_open and (self.keep_bytes or self.spans is not None):
+        if self._is_open and (self.keep_bytes or self.senders):
             self._sampled.append(experience)
 
     def add_evaluation(self, experience: Experience, phase: str, first_row: int) -> None:
@@ -183,17 +187,19 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         sampled = [experience for experience in sampled if experience.rollouts]
         if sampled:
             size, files, max_steps = trainer.plan.num_generations, self._files_of("train"), state.max_steps
-            times, stores, spans = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.spans
+            times, stores, senders = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.senders
 
             def write() -> None:
                 found = numbers_by_row(scores) if known is None else known
                 rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
-                if spans is not None:
-                    spans.step(step, times, rows)
+                for sender in senders:
+                    sender.step(step, times, rows)
                 if stores:
                     files.write(step, rows, max_steps=max_steps)
 
             self._writer.put(write)
+            if self.senders and (step >= max_steps or control.should_training_stop):
+                self._writer.drain(WAIT_S)  # trackers close at the end of training, before this context
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Has the rollouts of an evaluation written."""
@@ -230,8 +236,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if self._folder is not None and dist.is_main():
             line = {"time": time.time(), "step": self._trainer.state.global_step, "event": kind, **fields}
             self._try(lambda: self._events.append(line))
-            if self.spans is not None:
-                self.spans.event(line)
+            for sender in self.senders:
+                self._try(lambda sender=sender: sender.event(line))
 
     # ---------------------------------------------------------------------------------------------------- the parts
 
