@@ -88,7 +88,8 @@ def test_a_run_of_the_command_is_repeated_and_compared(work: Path, capsys: Any, 
     assert main(["replay", "../out", "--step", "5", "--row", "2", "--keep", "kept"]) == 0
     shown = capsys.readouterr().out
     assert "../out: steps 4 to 5 repeated from checkpoint-3" in shown
-    assert "step 5, row 2:" in shown and "note:" not in shown
+    assert "step 5, row 2:" in shown and "note:" not in shown and "an optimizer step trains" not in shown
+    assert re.search(r"^  reward/count      \d", shown, re.MULTILINE)
     assert "checkpoint-5: " in shown and "the same bits" in shown and shown.endswith("0 bits differ.\n")
     assert (work / "elsewhere" / "kept" / "rollouts" / "step_000005.0.parquet").is_file()
 
@@ -124,6 +125,24 @@ def test_mistakes_are_named(work: Path, capsys: Any) -> None:
     (work / "rows.jsonl").write_text(rows.replace("3+1=", "3+2="))
     assert main(["replay", "out", "--step", "1"]) == 2
     assert "the data set is not the one that out was trained on" in capsys.readouterr().err
+
+
+def test_a_run_of_several_processes_is_refused_before_anything_is_loaded(work: Path, capsys: Any) -> None:
+    assert main(["train", "--config", "run.yaml", "--max_steps", "1"]) == 0
+    path = work / "out" / "run_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}))
+    (work / "model").rename(work / "gone")
+    capsys.readouterr()
+    for argv in (["replay", "out", "--step", "1"], ["bisect", "out", "out", "--replay"]):
+        assert main(argv) == 2
+        lines = capsys.readouterr().err.splitlines()
+        command = f"groupgrad {argv[0]}: error: "
+        assert lines[0] == (
+            f"{command}out was trained by 2 processes, and only runs of one process can be repeated; "
+            "`groupgrad bisect` without --replay compares its records with those of another run"
+        )
+        assert lines[1:] == ["(GROUPGRAD_TRACEBACK=1 shows where)"]
+    assert main(["bisect", "out", "out"]) == 0
 
 
 def test_a_script_of_ones_own_is_run_up_to_its_training(work: Path, capsys: Any, monkeypatch: Any) -> None:

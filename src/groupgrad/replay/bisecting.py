@@ -13,7 +13,7 @@ from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
 from groupgrad.replay.differences import Compared, compare_settings, compare_step, compare_weights
 from groupgrad.replay.records import RunRecords
-from groupgrad.replay.replaying import Start, find_start, repeat
+from groupgrad.replay.replaying import Start, check_processes, find_start, repeat
 from groupgrad.trainer.resumed_options import deciding
 
 MakeTrainer = Callable[[], Any]
@@ -81,9 +81,13 @@ def bisect(
     The records of every step up to the first difference are read, since a record may differ where later ones do not.
     With `make_first` or `make_second`, which return a new trainer like that of the run, this run is repeated once from
     the last checkpoint that both share to the first difference: that names the step where weights that are not recorded
-    differ, and says which of the two runs repeats what it recorded. NoRun if there is no run.
+    differ, and says which of the two runs repeats what it recorded. NoRun if there is no run, ReplayError
+    for a run that several processes have trained and that is to be repeated.
     """
     one, two = (run if isinstance(run, RunRecords) else RunRecords(run) for run in (first, second))
+    for records, make in ((one, make_first), (two, make_second)):
+        if make is not None:
+            check_processes(records)
     result = Bisection(one, two, _settings(one, two), _start(one, two), Compared())
     last = min(one.last_step, two.last_step)
     for step in range(1, last + 1):

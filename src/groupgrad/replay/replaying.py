@@ -28,6 +28,7 @@ from groupgrad.replay.differences import Compared, compare_settings, compare_ste
 from groupgrad.replay.records import RunRecords
 from groupgrad.trainer import build
 from groupgrad.trainer.resumed_options import deciding
+from groupgrad.trainer.run_summary import StartLines
 from groupgrad.types import RewardTable
 
 logger = logging.getLogger(__name__)
@@ -70,22 +71,31 @@ class Replay:
         return not self.compared.differences and all(found is None for _, found in self.weights.values())
 
 
+def check_processes(records: RunRecords) -> None:
+    """ReplayError for a run of several processes, and for a replay by several."""
+    processes = records.config.get("processes", 1)
+    if processes != 1:
+        raise ReplayError(
+            f"{records.name} was trained by {processes} processes, and only runs of one process can be repeated; "
+            "`groupgrad bisect` without --replay compares its records with those of another run"
+        )
+    if dist.is_active():
+        raise ReplayError(
+            f"a replay runs in one process, and this is one of {dist.world_size()}; start it without a launcher"
+        )
+
+
 def find_start(records: RunRecords, step: int, row: int | None = None) -> Start:
     """The nearest checkpoint before the sampling of what `step` trains on, or the start of the run.
 
     ReplayError if the run has no such step or row, or cannot be repeated by this number of processes.
     """
+    check_processes(records)
     last = records.last_step
     if not last:
         raise ReplayError(f"{records.name} has recorded no step, so there is nothing to compare a replay with")
     if not 1 <= step <= last:
         raise ReplayError(f"{records.name} has no step {step}; it has recorded steps 1 to {last}")
-    processes = records.config.get("processes", 1)
-    if processes != 1 or dist.is_active():
-        raise ReplayError(
-            f"{records.name} was trained by {processes} process{'es' if processes > 1 else ''} and this is one of "
-            f"{dist.world_size()}; only runs of one process can be repeated, by one process"
-        )
     sampled_at = _sampled_at(records, step)
     if row is not None:
         _check_row(records, step, sampled_at, row)
@@ -277,7 +287,8 @@ def _send_to(trainer: Any, folder: Path) -> None:
     args.save_only_model = True
     trainer.hub_model_id = None
     trainer.remove_callback(trainer.progress)  # its lines are of a run's own steps
-    trainer.recorder.keep_bytes, trainer.recorder.spans = 2**62, None
+    trainer.remove_callback(StartLines)
+    trainer.recorder.keep_bytes, trainer.recorder.senders = 2**62, []
     trainer.completion_log = build.build_completion_log(args)
 
 

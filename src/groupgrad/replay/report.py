@@ -37,21 +37,25 @@ def _row_lines(result: Replay) -> list[str]:
     head = f"step {result.start.sampled_at}, row {result.row}:"
     if then is None or now is None:
         return [f"{head} {'the replay' if now is None else 'the run'} has no such row"]
-    lines = [head, f"  {'prompt':<18}{_short(then['prompt'])}", f"  {'completion':<18}{_short(then['completion'])}"]
+    numbers = [*(name for name in then if name.startswith("reward")), "advantage", "finish_reason"]
+    width = max(16, *map(len, numbers)) + 2
+    lines = [head, *(f"  {key:<{width}}{_short(then[key])}" for key in ("prompt", "completion"))]
     pairs: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
         (label, then[key] or [], now[key] or [])
         for label, key in (("token ids", "completion_ids"), ("log-probs", "logprobs"), ("entropies", "entropy"))
     ]
     for label, one, two in pairs:
         if not one and not two:
-            lines.append(f"  {label:<18}not stored")
+            lines.append(f"  {label:<{width}}not stored")
             continue
         size = max(len(one), len(two))
         equal = sum(same_bits(a, b) for a, b in zip(one, two))
-        lines.append(f"  {label:<18}{equal} of {size} the same")
-    for key in [name for name in then if name.startswith("reward")] + ["advantage", "finish_reason"]:
+        lines.append(f"  {label:<{width}}{equal} of {size} the same")
+    for key in numbers:
         is_same = same_bits(then[key], now.get(key))
-        lines.append(f"  {key:<18}{then[key]!r}" + (", the same" if is_same else f"; {now.get(key)!r} in the replay"))
+        lines.append(
+            f"  {key:<{width}}{then[key]!r}" + (", the same" if is_same else f"; {now.get(key)!r} in the replay")
+        )
     return lines
 
 
