@@ -41,13 +41,14 @@ def topics(shown: str) -> dict[str, str]:
     return {match[2]: match[1] for match in found if match}
 
 
-def judged(**metrics: Any) -> dict[str, Finding]:
-    """The findings about a round with these metrics, by topic."""
+def judged(context: int | None = None, **metrics: Any) -> dict[str, Finding]:
+    """The findings about a round of a model with this context with these metrics, by topic."""
     done = Round({**METRICS, **metrics}, rows=8, micro_batch_rows=8, sample="", peak_bytes=95, total_bytes=100)
     trainer = SimpleNamespace(
         args=SimpleNamespace(max_completion_length=256),
         rewards=SimpleNamespace(names=["one"]),
         model=torch.nn.Linear(1, 1),
+        prompt_maker=SimpleNamespace(max_context=context),
         accelerator=SimpleNamespace(mixed_precision="no", device="cpu"),
     )
     return {finding.topic: finding for finding in round_findings(trainer, done, PLAN, num_steps=1800)}
@@ -58,7 +59,7 @@ def test_a_run_whose_completions_are_all_cut_is_an_error(tmp_path: Path, run_fla
     weights = (tmp_path / "model" / "model.safetensors").read_bytes()
     assert main(["check", *run_flags, "--max_completion_length", "1", "--prompts", "1"]) == 1
     shown = capsys.readouterr().out
-    assert topics(shown)["ended"] == "error" and "100% were cut" in shown.replace("\n", " ")
+    assert topics(shown)["ended"] == "error" and "all completions were cut" in re.sub(r"\s+", " ", shown)
     assert "max_completion_length is 1." in re.sub(r"\s+", " ", shown) and "1 error," in shown
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
@@ -101,7 +102,16 @@ def test_without_a_round_nothing_is_sampled(tmp_path: Path, run_flags: list[str]
     text = capsys.readouterr().out
     found = topics(text)
     assert found["settings"] == found["prompts"] == "warning" and "round" not in found
-    assert "100% of them leave no room" in re.sub(r"\s+", " ", text)
+    shown = re.sub(r"\s+", " ", text)
+    assert "100 % of them leave no room for a completion of 510 tokens (max_completion_length)" in shown
+    assert "in the context of 512 positions" in shown and "lower max_completion_length, or" in shown
+
+
+def test_a_completion_length_beyond_the_context_is_told_with_both_numbers(run_flags: list[str], capsys: Any) -> None:
+    assert main(["check", *run_flags, "--max_completion_length", "4000", "--prompts", "1"]) in (0, 1)
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "a completion of 4,000 tokens (max_completion_length) in the context of 512 positions" in text
+    assert "Lower max_completion_length below 512, or raise" in text
 
 
 def test_what_cannot_begin_ends_with_a_sentence(run_flags: list[str], capsys: Any) -> None:
@@ -133,12 +143,16 @@ def test_conversations_whose_turns_end_with_another_token(
 @pytest.mark.parametrize(
     ("metrics", "topic", "status", "text"),
     [
-        ({}, "ended", "ok", "100% of completions ended by themselves"),
+        ({}, "ended", "ok", "100 % of completions ended by themselves; they are 3 to 9 tokens long"),
+        ({"completions/clipped_ratio": 0.1}, "ended", "ok", "90 % of completions ended by themselves, the others were"),
         ({"completions/clipped_ratio": 0.5}, "ended", "warning", "max_completion_length is 256. Raise"),
-        ({"completions/clipped_ratio": 1.0}, "ended", "error", "100% were cut"),
-        ({"frac_reward_zero_std": 0.75}, "variance", "warning", "25% of groups have rewards that differ"),
+        ({"completions/clipped_ratio": 1.0}, "ended", "error", "all completions were cut before they ended"),
+        ({"completions/clipped_ratio": 0.5, "context": 64}, "ended", "warning", "a context of 64 positions together"),
+        ({"completions/clipped_ratio": 0.5, "context": 260}, "ended", "warning", "256, but prompt and completion have"),
+        ({"frac_reward_zero_std": 0.25}, "variance", "ok", "75 % of groups have rewards that differ"),
+        ({"frac_reward_zero_std": 0.75}, "variance", "warning", "75 % of groups have no variance"),
         ({"rewards/one/mean": float("nan")}, "rewards", "error", "one gave no number"),
-        ({"time/rewards": 1.5}, "scoring", "warning", "75 % of the time"),
+        ({"time/rewards": 1.5}, "scoring", "warning", "took 1.5 s, 75 % of the round. Make slow"),
         ({"sampling/logp_mismatch": 0.3}, "agreement", "warning", "differ by 0.3 nats"),
         ({"tools/failure_frequency": 0.5}, "advice", "warning", "50 % of tool calls fail"),
         ({}, "time", "ok", "a step of 32 completions takes about 8 s at this rate, and 1,800 steps 4.0 h"),
@@ -148,7 +162,9 @@ def test_conversations_whose_turns_end_with_another_token(
 def test_numbers_of_a_round(metrics: dict[str, float], topic: str, status: str, text: str) -> None:
     finding = judged(**metrics)[topic]
     assert finding.status == status
-    assert text in f"{finding.text} {finding.setting}"
+    shown = f"{finding.text} {finding.setting}"
+    assert text in shown
+    assert shown.count("%") <= 1  # no share and its complement, and none twice
 
 
 def test_findings_are_printed_in_columns() -> None:

@@ -36,17 +36,21 @@ def _columns(trainer: Any) -> Finding:
 def _prompts(trainer: Any) -> Finding:
     lengths = run_summary.prompt_lengths(trainer, MEASURED_PROMPTS)
     context, wanted = trainer.prompt_maker.max_context, trainer.components.sampling.max_new_tokens
-    if context is None or not lengths.lengths:
+    # A prompt that was not measured has one token at least.
+    cut = [context is not None and length + wanted > context for length in lengths.lengths or [1]]
+    if context is None or not any(cut):
         return Finding("prompts", str(lengths))
-    cut = sum(length + wanted > context for length in lengths.lengths)
-    if not cut:
-        return Finding("prompts", str(lengths))
+    share = f"{100 * sum(cut) / len(cut):.0f} % of them leave no room" if lengths.lengths else "there is no room"
+    if wanted >= context:
+        mend = f"Lower max_completion_length below {context:,}"
+    else:
+        mend = "Filter out long prompts, lower max_completion_length"
     return Finding(
         "prompts",
-        f"{lengths}; {cut / len(lengths.lengths):.0%} of them leave no room for a completion of {wanted:,} tokens "
-        f"among the {context:,} positions that prompt and completion have together.",
+        f"{lengths}; {share} for a completion of {wanted:,} tokens (max_completion_length) in the context of "
+        f"{context:,} positions that prompt and completion have together.",
         "warning",
-        "Filter out long prompts, lower max_completion_length, or set vllm_max_model_length if vLLM set the limit.",
+        f"{mend}, or raise vllm_max_model_length if that set the limit.",
     )
 
 

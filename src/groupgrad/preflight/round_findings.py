@@ -42,15 +42,25 @@ def _round_in_words(done: Round, plan: GenerationPlan) -> str:
 
 
 def _ending(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]]) -> Finding:
-    cut, limit = float(metrics[_TRUNCATED]), trainer.args.max_completion_length
-    lengths = f"{metrics['completions/min_length']:.0f} to {metrics['completions/max_length']:.0f} tokens long"
-    seen = f"{1 - cut:.0%} of completions ended by themselves, {cut:.0%} were cut; they are {lengths}."
+    cut, longest = float(metrics[_TRUNCATED]), float(metrics["completions/max_length"])
+    lengths = f"they are {metrics['completions/min_length']:,.0f} to {longest:,.0f} tokens long"
     if _TRUNCATED not in advices:
-        return Finding("ended", seen)
+        others = ", the others were cut" if cut else ""
+        return Finding("ended", f"{_percent(1 - cut)} of completions ended by themselves{others}; {lengths}")
     status: Status = "error" if cut == 1 else "warning"
-    why = "Nothing but unfinished answers would be rewarded." if cut == 1 else advices[_TRUNCATED]["text"]
-    mend = f"max_completion_length is {limit}. {advices[_TRUNCATED]['setting']}"
-    return Finding("ended", f"{seen} {why}", status, mend)
+    share = "all" if cut == 1 else f"{_percent(cut)} of"
+    seen = f"{share} completions were cut before they ended, so unfinished answers would be rewarded; {lengths}."
+    limit, context = trainer.args.max_completion_length, trainer.prompt_maker.max_context
+    mend = f"max_completion_length is {limit:,}."
+    if context is not None and (limit >= context or longest < limit):
+        mend = (
+            f"{mend[:-1]}, but prompt and completion have a context of {context:,} positions together, which cut them. "
+            "Take a model with a longer context, shorten prompts, reward short answers, or set "
+            "mask_truncated_completions=True."
+        )
+    else:
+        mend = f"{mend} {advices[_TRUNCATED]['setting']}"
+    return Finding("ended", seen, status, mend)
 
 
 def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]], names: list[str]) -> list[Finding]:
@@ -68,17 +78,18 @@ def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]
     else:
         found.append(Finding("rewards", text))
     flat = float(metrics[_NO_VARIANCE])
-    seen, advised = f"{1 - flat:.0%} of groups have rewards that differ.", advices.get(_NO_VARIANCE)
+    advised = advices.get(_NO_VARIANCE)
     if advised is None:
-        found.append(Finding("variance", seen))
+        found.append(Finding("variance", f"{_percent(1 - flat)} of groups have rewards that differ"))
     else:
-        found.append(Finding("variance", f"{seen} {advised['text']}", "warning", advised["setting"]))
-    seconds = f"reward functions took {metrics[_REWARD_SECONDS]:.2g} s."
-    slow = advices.get(_REWARD_SECONDS)
+        found.append(Finding("variance", advised["text"], "warning", advised["setting"]))
+    took, slow = float(metrics[_REWARD_SECONDS]), advices.get(_REWARD_SECONDS)
+    seconds = f"reward functions took {took:.2g} s"
     if slow is None:
         found.append(Finding("scoring", seconds))
     else:
-        found.append(Finding("scoring", f"{seconds} {slow['text']}", "warning", slow["setting"]))
+        share = _percent(took / metrics["step_time"])
+        found.append(Finding("scoring", f"{seconds}, {share} of the round.", "warning", slow["setting"]))
     return found
 
 
@@ -119,6 +130,10 @@ def _memory(done: Round, plan: GenerationPlan) -> Finding:
         return Finding("memory", text)
     mend = "Lower per_device_train_batch_size, set gradient_checkpointing=True, or train an adapter."
     return Finding("memory", f"{text}.", "warning", mend)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _duration(seconds: float) -> str:
