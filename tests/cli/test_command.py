@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,24 @@ def test_flags_and_a_file_take_effect(tmp_path: Path, run_flags: list[str], caps
 
 def test_a_dry_run_describes_the_run_and_leaves_nothing(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
-    settings = ["--set", "generation_kwargs.top_k=3", "--gradient_accumulation_steps", "2"]
-    assert main(["train", *run_flags, *settings, "--dry-run"]) == 0
+    settings = ["--set", "generation_kwargs.top_k=3", "--gradient_accumulation_steps", "2", "--beta=0.0"]
+    assert main(["train", *run_flags, *settings, "--no_shuffle_dataset", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "generation_kwargs: {'top_k': 3}" in shown and "reward_funcs: ['counts.count']" in shown
+    given, derived, _ = shown.split("\n\n", 2)
+    assert given.startswith("settings that were given:\n") and derived.startswith("settings that follow from them")
+    named = [re.findall(r"^  (\w+): ", part, re.MULTILINE) for part in (given, derived)]
+    assert set(named[0]) == {
+        *("dataset_name", "reward_funcs", "model_name_or_path", "output_dir", "report_to", "use_cpu", "max_steps"),
+        *("num_generations", "per_device_train_batch_size", "max_completion_length", "reward_weights", "logging_steps"),
+        *(
+            "generation_kwargs",
+            "gradient_accumulation_steps",
+            "shuffle_dataset",
+            "beta",
+        ),  # beta has its default's value
+    }
+    assert "dataloader_pin_memory" in named[1] and not {"debug", "accelerator_config"} & set(named[1])
+    assert "generation_kwargs: {'top_k': 3}" in given and "reward_funcs: ['counts.count']" in given
     assert "an optimizer step trains 16 completions (8 a micro-batch x 2 micro-batches x 1 process)" in shown
     assert "16 are sampled at a time, 4 for each of 4 prompts, and trained on once" in shown
     assert "2, which use 8 prompts (1 epochs)" in shown and "8 prompts to train on" in shown

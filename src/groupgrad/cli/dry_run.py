@@ -10,17 +10,20 @@ from groupgrad.config.field_rules import changed
 from groupgrad.config.hidden_secrets import without_secrets
 
 _COMPUTED = ("logging_dir", "deepspeed_plugin")
-"""Fields that are derived from others."""
+"""Fields that are derived from others and say no more than they."""
+_CONVERTED = ("accelerator_config", "debug", "disable_tqdm")
+"""Fields whose default transformers writes in another form."""
 
 
 def describe(trainer: Any, parsed: Parsed) -> str:
-    """Returns the settings that differ from their defaults and, in words, the model, data, batch, steps and engine."""
+    """Returns the settings that were given and those that follow from them and, in words, the model, data, batch,
+    steps and engine."""
     from groupgrad.trainer import run_summary
 
-    lines = ["settings that differ from the defaults:"]
-    for record in (parsed.script, parsed.model, parsed.config):
-        names = [field.name for field in dataclasses.fields(record) if field.name not in _COMPUTED]
-        lines += [f"  {name}: {without_secrets(getattr(record, name), name)}" for name in changed(record, names)]
+    given, derived = _settings(parsed)
+    lines = ["settings that were given:", *given]
+    if derived:
+        lines += ["", "settings that follow from them or from this machine:", *derived]
     model, engine, layout = trainer.model, trainer.execution.engine, trainer.execution.layout
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rows = {
@@ -37,3 +40,18 @@ def describe(trainer: Any, parsed: Parsed) -> str:
     width = max(map(len, rows))
     lines += ["", *(f"{name:<{width}}  {text}" for name, text in rows.items()), "", "No step was taken.\n"]
     return "\n".join(lines)
+
+
+def _settings(parsed: Parsed) -> tuple[list[str], list[str]]:
+    """Lines of the fields that were given, and of the others that differ from their defaults."""
+    given, derived = [], []
+    for record in (parsed.script, parsed.model, parsed.config):
+        names = [field.name for field in dataclasses.fields(record) if field.name not in _COMPUTED]
+        differ = changed(record, names)
+        for name in names:
+            line = f"  {name}: {without_secrets(getattr(record, name), name)}"
+            if name in parsed.given:
+                given.append(line)
+            elif name in differ and name not in _CONVERTED:
+                derived.append(line)
+    return given or ["  none"], derived

@@ -60,6 +60,8 @@ class Parsed:
     config: GRPOConfig
     own: dict[str, Any]
     """Values of the flags that are no fields, such as `dry_run`."""
+    given: frozenset[str] = frozenset()
+    """Fields that the command line or the YAML file sets; the others have defaults or follow from these."""
     command: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The command line and YAML file of the run, stored in its folder; tokens and passwords are hidden."""
 
@@ -339,7 +341,18 @@ def parse(argv: Sequence[str], parser: TrainParser | None = None) -> Parsed:
         parser.error(str(error))
     content = None if known.config is None else parser._load_yaml(known.config)
     own = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
-    return Parsed(script, model, config, own, command=command_of(argv, content))
+    given = _given(parser, argv, known.set or [], content or {})
+    return Parsed(script, model, config, own, given, command_of(argv, content))
+
+
+def _given(
+    parser: TrainParser, argv: Sequence[str], settings: Sequence[str], content: dict[Any, Any]
+) -> frozenset[str]:
+    """The fields that flags, `--set` and the keys of a YAML file set."""
+    words = {word.partition("=")[0] for word in argv}
+    flags = {action.dest for action in parser._actions if not words.isdisjoint(action.option_strings)}
+    keys = {str(key) for key in content} | {setting.partition("=")[0].partition(".")[0] for setting in settings}
+    return frozenset(parser.fields().keys() & (flags | {key.replace("-", "_") for key in keys}))
 
 
 def command_of(argv: Sequence[str], content: dict[Any, Any] | None) -> dict[str, Any]:

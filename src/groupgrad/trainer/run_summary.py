@@ -50,8 +50,10 @@ class StartLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         lines = start_lines(self._trainer)
-        if lines != self._printed:
-            self._printed = lines
+        # How many prompts are measured depends on the time that they take.
+        known = [line for line in lines if not line.startswith("prompts")]
+        if known != self._printed:
+            self._printed = known
             tqdm.write("\n".join(lines))
 
 
@@ -76,11 +78,12 @@ def data_in_words(trainer: Any) -> str:
 def batch_in_words(plan: Any) -> str:
     """Returns the sizes of an optimizer step and of a generation batch, with the arithmetic behind them."""
     step = plan.micro_batch_rows * plan.accumulation * plan.world_size
+    micro_batches = "micro-batch" if plan.accumulation == 1 else "micro-batches"
     processes = "process" if plan.world_size == 1 else "processes"
     times = "once" if plan.num_iterations == 1 else f"{plan.num_iterations} times"
     return (
         f"an optimizer step trains {step:,} completions ({plan.micro_batch_rows} a micro-batch x {plan.accumulation} "
-        f"micro-batches x {plan.world_size} {processes}); {plan.generation_batch_size:,} are sampled at a time, "
+        f"{micro_batches} x {plan.world_size} {processes}); {plan.generation_batch_size:,} are sampled at a time, "
         f"{plan.num_generations} for each of {plan.prompts_per_generation:,} prompts, and trained on {times}"
     )
 
