@@ -101,11 +101,37 @@ def test_images_are_found_by_name_alone(run, folder):
     assert run.image("../config") is None and run.image("..") is None and run.image("none") is None
 
 
+def run_rows(folder, step):
+    """The rows of a step as they are stored."""
+    run = RunFolder(folder)
+    run.refresh()
+    return run.rows(step)
+
+
+def test_on_a_terminal_tokens_are_shaded_without_colours_they_have_numbers(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    command = ["rollouts", str(folder), "--limit", "1", "--tokens", "logprobs"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(command) == 0
+    assert "\x1b[" in capsys.readouterr().out.partition("by logprobs (nats):")[2]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(command) == 0
+    lines = capsys.readouterr().out.partition("by logprobs (nats):")[2].splitlines()
+    assert re.fullmatch(r" +0 +-?[\d.e-]+  '.*'", lines[1])
+
+
 def test_the_command_prints_rollouts(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["rollouts", str(folder), "--step", "7", "--search", "onerror", "--tokens", "entropy"]) == 0
     printed = capsys.readouterr().out
     assert "1 of 1 rollouts" in printed and "<script>" in printed and "step 7 row 0" in printed
+    (row,) = [row for row in run_rows(folder, 7) if row["row"] == 0]
+    lines = printed.partition("by entropy (nats):\n")[2].splitlines()
+    assert [line.split(maxsplit=2)[::2] for line in lines] == [[str(i), repr(t)] for i, t in enumerate(row["tokens"])]
+    owned = row["sampled"] or [True] * len(lines)
+    expected = [f"{value:.4g}" if own else "tool" for value, own in zip(row["entropy"], owned)]
+    assert [line.split()[1] for line in lines] == expected
     assert main(["rollouts", str(folder), "--step", "3:4", "--min-reward", "0.9", "--limit", "3", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 3 and all(row["reward"] >= 0.9 and row["step"] in (3, 4) and row["tokens"] for row in rows)

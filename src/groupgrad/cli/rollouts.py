@@ -159,10 +159,13 @@ def _record(row: dict[str, Any], rewards: Sequence[str]) -> dict[str, Any]:
 def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
     """The tokens of a row, shaded by how unlikely or uncertain each was, or by how much it taught.
 
-    Tokens of tools are dim.
+    Tokens of tools are dim. Without colours, as in a pipe, there is a line for each token, with its number.
     """
     console.print(Text(f"\nstep {row['step']} row {row['row']}, by {number} ({UNITS[number]}):", style="bold"))
     values, sampled = row.get(number) or [None] * len(row["tokens"]), row["sampled"] or [True] * len(row["tokens"])
+    if console.color_system is None or console.no_color:
+        _print_numbers(row["tokens"], values, sampled)
+        return
     bounds: tuple[float, ...] = BOUNDS
     if number == "gradient_shares":
         largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
@@ -172,3 +175,10 @@ def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
         size = 0.0 if value is None else abs(value)
         line.append(visible(token), style=SHADES[sum(size >= bound for bound in bounds)] if own else "dim italic")
     console.print(line)
+
+
+def _print_numbers(tokens: Sequence[str], values: Sequence[float | None], sampled: Sequence[bool]) -> None:
+    """A line for each token: its place, its number (- without one, or `tool`), and its text as a Python literal."""
+    for place, (token, value, own) in enumerate(zip(tokens, values, sampled)):
+        shown = "tool" if not own else "-" if value is None else f"{value:.4g}"
+        print(f"{place:>5}  {shown:>10}  {token!r}")
