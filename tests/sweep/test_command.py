@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,6 +71,22 @@ def test_a_killed_sweep_goes_on_exactly(content, tools, capsys):
         assert cli.main(["train", "--config", *run]) == 0
         assert tools.equal_files(folder, alone)
         assert tools.logs(folder) == tools.logs(alone)
+
+
+def test_the_table_has_the_numbers_of_the_rung_lines(content, capsys, caplog):
+    content |= {"vary": {"learning_rate": ["1e-4", "1e-2", "2e-2", "3e-2"]}, "halving": {"first": 0.34}}
+    assert cli.main(["sweep", write(content)]) == 0
+    shown, lines = capsys.readouterr().out, [record.getMessage() for record in caplog.records]
+    drops = [line for line in lines if line.startswith("rung ") and line.endswith("dropped")]
+    assert len(drops) == 3
+    pattern = r"rung (\d) \(steps (\d-\d)\), arm (\S+): mean (\S+), behind the best by (.*), [a-z ]+ worse, dropped"
+    for line in drops:
+        found = re.fullmatch(pattern, line)
+        assert found is not None, line
+        rung, steps, name, mean, behind = found.groups()
+        (row,) = [row for row in shown.splitlines() if f" {name} " in row]
+        assert f"  dropped at rung {rung}  " in row and f"  {steps}  " in row and row.endswith(f"{mean}  {behind}")
+    assert "is the mean of the steps in `compared`" in shown
 
 
 def test_actions_on_a_sweep_that_is_not_running(content, capsys):

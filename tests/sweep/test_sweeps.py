@@ -20,7 +20,12 @@ def test_halving_drops_arms_and_says_why(make_sweep, tmp_path):
     store = Store(tmp_path / "sweep")
     assert len(store.decisions()) == 6
     dropped = [result for result in results if result.state == "dropped"]
-    assert all("behind the best on" in result.reason and "paired prompts" in result.reason for result in dropped)
+    for result, rung in zip(dropped, (2, 1, 1)):  # the table has the numbers of the verdict
+        assert result.behind is not None and (result.rung, result.behind.is_paired) == (rung, True)
+        text = f"rung {rung}: mean {result.reward:.3f}, behind the best by {result.behind.text}, "
+        assert result.reason.startswith(text)
+        assert result.compared == {1: (2, 3), 2: (5, 5)}[rung]
+    assert (results[0].compared, results[0].behind, results[0].rung) == ((6, 6), None, None)
     assert sum(turn.last_step - turn.first_step for turn in store.turns()) == 3 + 3 + 5 + 6
 
 

@@ -232,15 +232,16 @@ def status_text(store: Store) -> str:
     metric, rows = store.fact("metric") or "reward", results(store)
     ids = {arm.name: arm.id for arm in store.arms()}
     width = max([len(row.name) for row in rows] + [4])
-    lines = [f"{'':>3}  {'arm':<{width}}  {'state':<8} {'steps':>11}  {metric:>8}  behind the best"]
+    head = f"{'':>3}  {'arm':<{width}}  {'state':<17} {'steps':>11}  {'compared':>11}  {metric:>8}  behind the best by"
+    lines = [head]
     for row in rows:
-        behind = ""
-        if row.behind is not None and row.behind.num > 1:
-            behind = f"{row.behind.mean:.3f} ± {row.behind.error:.3f} (p = {row.behind.p_value:.2g})"
-        steps = f"{row.step}/{row.max_steps or '?'}"
+        state = row.state if row.rung is None else f"{row.state} at rung {row.rung}"
+        steps, compared = f"{row.step}/{row.max_steps or '?'}", "-".join(map(str, row.compared)) if row.step else ""
+        behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""
         reason = f"  {row.reason.splitlines()[0][:120]}" if row.state == "failed" else ""
         lines.append(
-            f"{ids[row.name]:>3}  {row.name:<{width}}  {row.state:<8} {steps:>11}  {row.reward:>8.3f}  {behind}{reason}"
+            f"{ids[row.name]:>3}  {row.name:<{width}}  {state:<17} {steps:>11}  {compared:>11}  {row.reward:>8.3f}  "
+            f"{behind}{reason}".rstrip()
         )
     total = cost(store)
     share = total.steps / total.all_steps if total.all_steps else 0.0
@@ -248,6 +249,7 @@ def status_text(store: Store) -> str:
         "",
         f"{total.steps:,} steps, {share:.0%} of training all arms to their end; switching took "
         f"{total.switch_share:.1%} of {total.train_s + total.switch_s:,.0f} s",
+        f"{metric} is the mean of the steps in `compared`, those of its rung for an arm that was dropped there",
         f"groupgrad view {store.folder} shows the runs; {store.folder / FILE} has the comparisons",
     ]
     return "\n".join(lines)

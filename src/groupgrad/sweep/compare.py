@@ -40,6 +40,12 @@ class Difference:
     """Prompts that were compared."""
     is_paired: bool
 
+    @property
+    def text(self) -> str:
+        """The difference in words."""
+        kind = "paired" if self.is_paired else "unpaired"
+        return f"{self.mean:.3f} ± {self.error:.3f} on {self.num} {kind} prompts (p = {self.p_value:.2g})"
+
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
@@ -59,12 +65,10 @@ class Verdict:
         """The verdict in words."""
         if self.behind is None:
             return f"mean {self.mean:.3f}, the best"
-        found = self.behind
-        kind = "" if found.is_paired else "un"
         clear = "clearly worse" if self.is_clear else "not clearly worse"
         return (
-            f"mean {self.mean:.3f}, {found.mean:.3f} ± {found.error:.3f} behind the best on {found.num} {kind}paired "
-            f"prompts (p = {found.p_value:.2g}), {clear}, {'goes on' if self.goes_on else 'dropped'}"
+            f"mean {self.mean:.3f}, behind the best by {self.behind.text}, {clear}, "
+            f"{'goes on' if self.goes_on else 'dropped'}"
         )
 
 

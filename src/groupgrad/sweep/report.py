@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.sweep import compare
-from groupgrad.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
+from groupgrad.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Decision, Store
 
 LAST_SHARE = 0.1
 """Share of an arm's run whose last steps are averaged."""
@@ -17,7 +18,8 @@ _ORDER = {DONE: 0, WAITING: 1, STOPPED: 1, DROPPED: 2, FAILED: 3}
 
 @dataclass(slots=True, frozen=True)
 class Result:
-    """An arm and its mean reward in the last tenth of the run that it has made."""
+    """An arm and its mean reward in its last steps: those after which halving dropped it, or else the last tenth of the
+    run that it has made."""
 
     name: str
     state: str
@@ -27,8 +29,13 @@ class Result:
     reward: float
     """NaN where nothing was scored yet."""
     behind: compare.Difference | None
-    """The best arm's lead in the same steps, if both have made them."""
+    """The best arm's lead in the same steps, if both have made them. For an arm that was dropped, the lead of the arm
+    that was the best at that rung."""
     reason: str
+    compared: tuple[int, int]
+    """First and last of the steps that `reward` and, where the best arm has made them, `behind` are about."""
+    rung: int | None = None
+    """The rung, counted from 1, at which it was dropped."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,13 +59,24 @@ class Cost:
 def results(store: Store) -> list[Result]:
     """All arms, the best one first: those that came further before those that were dropped on the way."""
     metric = store.fact("metric") or compare.COMBINED
-    found = [(arm, *_last_rewards(store, arm, metric)) for arm in store.arms()]
+    drops = {arm.id: drop for arm in store.arms() if (drop := _drop(store, arm, metric)) is not None}
+    found = []
+    for arm in store.arms():
+        after = drops[arm.id].after if arm.id in drops else max(0, arm.step - _window(arm))
+        steps = store.rewards(arm.id, after, arm.step)
+        found.append((arm, compare.mean(steps, metric) if steps else math.nan, after))
     found.sort(key=lambda row: (_ORDER[row[0].state], -row[0].rung, -row[1] if math.isfinite(row[1]) else math.inf))
-    best = next((row for row in found if math.isfinite(row[1])), None)
+    best = next((row[0] for row in found if math.isfinite(row[1])), None)
     rows = []
-    for arm, reward, _ in found:
-        behind = None if best is None or arm.id == best[0].id else _behind(store, best[0], arm, metric)
-        rows.append(Result(arm.name, arm.state, arm.step, arm.max_steps, arm.changes, reward, behind, arm.reason))
+    for arm, reward, after in found:
+        drop = drops.get(arm.id)
+        if drop is not None:
+            behind = drop.behind
+        else:
+            behind = None if best is None or arm.id == best.id else _behind(store, best, arm, metric)
+        numbers = arm.state, arm.step, arm.max_steps, arm.changes, reward, behind, arm.reason
+        rung = None if drop is None else drop.rung
+        rows.append(Result(arm.name, *numbers, compared=(after + 1, arm.step), rung=rung))
     return rows
 
 
@@ -80,9 +98,37 @@ def _window(arm: Arm) -> int:
     return max(1, math.ceil(LAST_SHARE * (arm.max_steps or 1)))
 
 
-def _last_rewards(store: Store, arm: Arm, metric: str) -> tuple[float, int]:
-    steps = store.rewards(arm.id, arm.step - _window(arm), arm.step)
-    return (compare.mean(steps, metric) if steps else math.nan), arm.step
+@dataclass(slots=True, frozen=True)
+class _Drop:
+    """The comparison at which halving dropped an arm."""
+
+    rung: int
+    after: int
+    """The step after which rewards were compared."""
+    behind: compare.Difference | None
+
+
+def _drop(store: Store, arm: Arm, metric: str) -> _Drop | None:
+    """Repeats the comparison that dropped an arm, so that the same numbers come out; None for another state."""
+    decisions = store.decisions()
+    own = max((place for place, row in enumerate(decisions) if row[2] == arm.id), default=None)
+    if arm.state != DROPPED or own is None:
+        return None
+    cohort, rung = decisions[own][:2]
+    # The verdicts of a rung are written from the best arm on.
+    judged = [row for row in decisions[: own + 1] if row[:2] == (cohort, rung)]
+    rewards = {row[2]: store.rewards(row[2], _compared_after(decisions, row), row[3]) for row in judged}
+    means = {rival: compare.mean(steps, metric) for rival, steps in rewards.items() if steps}
+    known = [rival for rival, mean in means.items() if math.isfinite(mean) and rival != arm.id]
+    behind = None
+    if known:
+        behind = compare.difference(rewards[max(known, key=lambda rival: means[rival])], rewards[arm.id], metric)
+    return _Drop(rung + 1, _compared_after(decisions, decisions[own]), behind)
+
+
+def _compared_after(decisions: Sequence[Decision], row: Decision) -> int:
+    """The step after which rewards were compared for a decision."""
+    return compare.compared_steps(row[3], [other[3] for other in decisions if other[2] == row[2]])
 
 
 def _behind(store: Store, best: Arm, arm: Arm, metric: str) -> compare.Difference | None:

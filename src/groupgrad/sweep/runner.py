@@ -231,13 +231,17 @@ class Sweeper:
                 num_rungs = len(rungs)
         verdicts = compare.judge(compared, self.plan.metric, self.plan.halving, num_rungs)
         ids, names = {arm.id for arm in own}, {arm.id: arm.name for arm in cohort}
-        steps = {arm.id: self._rungs(arm.max_steps or 0)[rung] for arm in cohort if arm.id in compared}
+        max_steps = {arm.id: arm.max_steps or 0 for arm in cohort}
+        steps = {arm: self._rungs(max_steps[arm])[rung] for arm in compared}
         dropped = {v.arm: f"rung {rung + 1}: {v.text}" for v in verdicts if v.arm in ids and not v.goes_on}
         rows = [(own[0].cohort, rung, v.arm, steps[v.arm], v.text) for v in verdicts if v.arm in ids]
         self.store.pass_rung(ids, rung + 1, dropped, rows)
         for verdict in verdicts:
             if verdict.arm in ids:
-                logger.info("rung %d, arm %s: %s", rung + 1, names[verdict.arm], verdict.text)
+                until = steps[verdict.arm]
+                after = compare.compared_steps(until, self._rungs(max_steps[verdict.arm]))
+                where = rung + 1, after + 1, until, names[verdict.arm]
+                logger.info("rung %d (steps %d-%d), arm %s: %s", *where, verdict.text)
         for arm in dropped:
             self._drop_run(arm)
 

@@ -18,6 +18,9 @@ WAITING, STOPPED, DROPPED, DONE, FAILED, DELETED = "waiting", "stopped", "droppe
 """States of an arm: it has steps to make; a person stopped it; halving dropped it; all steps were made; an error ended
 it; it was deleted."""
 
+Decision = tuple[int, int, int, int, str]
+"""Cohort, rung (from 0), arm, step and text of a decision of halving."""
+
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS arms (
@@ -176,8 +179,8 @@ class Store:
                 db.execute("UPDATE arms SET state = ?, reason = ? WHERE id = ?", (DROPPED, reason, arm))
             db.executemany("INSERT INTO decisions VALUES (?, ?, ?, ?, ?)", decided)
 
-    def decisions(self) -> list[tuple[int, int, int, int, str]]:
-        """Cohort, rung, arm, step and text of each decision, in their order."""
+    def decisions(self) -> list[Decision]:
+        """The decisions of halving, in their order."""
         return self._rows("SELECT * FROM decisions ORDER BY rowid")
 
     # ------------------------------------------------------------------------------------------------------- turns
