@@ -16,6 +16,7 @@ from datasets import Dataset
 from groupgrad.errors import ConfigError
 from groupgrad.telemetry import traces
 from groupgrad.telemetry.run_files import read_lines
+from groupgrad.trainer.resumed_options import deciding
 
 SETTINGS = {"report_to": "trackio", "run_name": "first", "trackio_static_space_id": False, "record_traces": True}
 
@@ -115,3 +116,9 @@ def test_traces_need_a_run_and_a_release_that_has_them(make_trainer, trackio, mo
     monkeypatch.delattr(Trackio, "Trace")
     with pytest.raises(ImportError, match=r"needs a trackio with traces: pip install -U trackio"):
         make_trainer(**SETTINGS)
+
+
+def test_what_is_recorded_does_not_decide_results():
+    """A resumed or repeated run may record something else, without a remark."""
+    names = ("record_traces", "record_spans", "record_gradient_share")
+    assert deciding({**dict.fromkeys(names, True), "beta": 0.1}) == {"beta": 0.1}

@@ -16,7 +16,10 @@ from groupgrad.config import GRPOConfig
 
 logger = logging.getLogger(__name__)
 
-_PREFIXES = ("dataloader_", "eval_", "hub_", "log_", "logging_", "push_to_hub", "report_", "save_", "skip_", "trackio_")
+_PREFIXES = (
+    *("dataloader_", "eval_", "hub_", "log_", "logging_", "push_to_hub", "record_", "report_", "save_", "skip_"),
+    "trackio_",
+)
 _WITHOUT_INFLUENCE = {
     *("allow_partial_resume", "auto_find_batch_size", "ddp_timeout", "debug", "disable_tqdm", "do_eval"),
     *("do_predict", "do_train", "enable_jit_checkpoint", "greater_is_better", "include_for_metrics"),
