@@ -224,9 +224,12 @@ def test_gradients_are_those_of_float64(size: int, of_entropy: bool, kernels: ct
     (expected,) = torch.autograd.grad(total, leaf)
     normaliser = (leaf.logsumexp(-1) * BITS).detach().float()
     of_chances = -to_logprob - to_entropy * entropy.detach().float()
-    gradient = TileGradient(normaliser, of_chances, to_logprob, -NATS * to_entropy if of_entropy else None)
+    own = torch.randn(9)
+    gradient = TileGradient(normaliser, of_chances, own, -NATS * to_entropy if of_entropy else None)
     bounds = [bound for bound in (128, 1024, 2176) if bound < size]
     found = pulled(kernels, logits, tokens, gradient, bounds)
+    assert torch.equal(found[torch.arange(9), tokens], own)
+    expected[torch.arange(9), tokens] = own.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
     assert torch.equal(pulled(kernels, logits, tokens, gradient), found)
 
