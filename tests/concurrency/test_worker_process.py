@@ -98,6 +98,17 @@ def test_a_kill_takes_back_all_calls_and_descendants(tmp_path):
     assert worker.call(1, ()).result().value == 1
 
 
+def test_a_function_that_returns_while_it_is_killed_has_no_outcome(tmp_path, monkeypatch):
+    worker = make(lambda path: open(path, "w").close() or time.sleep(0.5))
+    running = worker.call(0, (str(tmp_path / "begun"),))
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.02)
+    monkeypatch.setattr("groupgrad.concurrency.worker_process._kill_tree", lambda process: process.join(1.0))
+    worker.kill()
+    monkeypatch.undo()
+    assert type(running.result(10).error) is WorkerDied
+
+
 def test_process_and_thread_end_with_the_object():
     worker = make(os.getpid)
     pid = worker.call(0, ()).result().value

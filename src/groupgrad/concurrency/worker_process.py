@@ -182,6 +182,8 @@ class _Child:
             began = time.monotonic()
             self._connection.send_bytes(call.request)
             reply = self._receive(call.timeout_s)
+            with self._lock:  # a function may still return when the processes that it waits for are killed
+                self._check_wanted(call.epoch)
         except (WorkerDied, WorkerNotStarted) as error:
             return Outcome(error=error, seconds=time.monotonic() - began)
         except (EOFError, OSError):
