@@ -421,7 +421,7 @@ async def of_plain():
 
 
 tool = {"plain": plain, "async": on_loop, "awaitable": lambda: of_plain()}[sys.argv[1]]
-print(Workers().call(tool, {}, timeout_s=1.5).result().value, flush=True)
+print(Workers().call(tool, {}, timeout_s=2.5).result().value, flush=True)
 """
 
 
@@ -436,6 +436,6 @@ def test_time_in_which_the_process_is_suspended_does_not_count(tool: str) -> Non
         assert child.stdout is not None
         assert child.stdout.readline() == "begun\n"
         child.send_signal(signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(4.5)  # longer than the deadline, of which the suspension takes at most a second
         child.send_signal(signal.SIGCONT)
         assert child.stdout.readline() == "answer\n"
