@@ -64,6 +64,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     rows: int = 16,
     model_seed: int = 0,
+    peft: Any = None,
     **settings: Any,
 ) -> GRPOTrainer:
     """A trainer of a few fast steps that saves every fourth, equal for equal settings."""
@@ -88,10 +89,11 @@ def make_trainer(
         "gradient_checkpointing": False,
         **settings,
     }
-    tokenizer, extra = BASE.make_tokenizer(), {}
+    stream, tokenizer, extra = config.pop("stream", False), BASE.make_tokenizer(), {"peft_config": peft}
     dataset = Dataset.from_dict({"prompt": [f"{letter}!" for letter in "abcdefghijklmnopqrstuvwxyz"[:rows]]})
     if config.pop("tools", False):
-        tokenizer, extra = with_tools(tokenizer), {"tools": [add], "response_parser": read_call}
+        tokenizer = with_tools(tokenizer)
+        extra |= {"tools": [add], "response_parser": read_call}
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     if config.pop("adapter", False):
         from peft import LoraConfig
@@ -101,7 +103,7 @@ def make_trainer(
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(**config),
-        train_dataset=dataset,
+        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
         processing_class=tokenizer,
         callbacks=list(callbacks),
         **extra,
