@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,16 @@ from groupgrad import GRPOConfig, GRPOTrainer
 
 PROMPTS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz", "A", "BC", "DE", "F"]
 TIMES = ("runtime", "per_second", "step_time", "time/", "tools/wait", "latency_s")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    """The module `ranks.py`: runs of two processes."""
+    spec = importlib.util.spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import signal
@@ -30,16 +29,6 @@ TEXT = "the judge is out"
 
 DEADLINE_S = 10.0
 """Time in which every rank ends after a failure, or after the deadline of a hang."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Any:
-    """The runs of two ranks."""
-    spec = importlib.util.spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Do(TrainerCallback):

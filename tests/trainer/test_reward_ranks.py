@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import time
@@ -16,16 +15,6 @@ import torch
 from forked_ranks import forked_ranks
 
 TIMEOUT_S = 1.5
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Any:
-    """The runs of two ranks."""
-    spec = importlib.util.spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def failing(is_here: bool, fail: Callable[[], object]) -> Callable[..., list[float]]:
