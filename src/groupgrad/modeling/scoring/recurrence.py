@@ -119,8 +119,8 @@ class Recurrence:
         return torch.cat([values, values.new_zeros(len(values), 1)], dim=1)
 
     def states_in_place(self) -> torch.Tensor:
-        """(n, ...) float32 states of the next layer, if `is_step`; the caller computes the layer and updates them."""
-        raise NotImplementedError
+        """(n, ...) float32 states of the next layer, which the caller computes and updates. For an `is_step` alone."""
+        raise RuntimeError("only a pass with one token a row has states that can be updated in place")
 
     def chunks(self, device: torch.device, size: int | None = None) -> Chunks:
         """The tokens in chunks of `size`, by default the one that costs least; made once for all layers."""
