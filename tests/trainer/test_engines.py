@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 import torch
@@ -202,10 +203,10 @@ def test_saved_configs_do_not_name_the_attention_that_plans_ran_in(make_trainer,
 
 @pytest.mark.skipif("libgomp" not in (openmp_runtime() or ""), reason="torch runs on another OpenMP runtime")
 def test_a_trainer_limits_the_spinning_of_waiting_threads(make_trainer, monkeypatch):
-    monkeypatch.setattr(threads, "_holder", None)
+    monkeypatch.setattr(threads, "_watched_process", None)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     torch.set_num_threads(2)
     make_trainer()
     torch.set_num_threads(1)
-    assert threads._holder is not None and threads._holder.is_alive()
+    assert threads._watched_process == os.getpid()

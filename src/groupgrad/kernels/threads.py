@@ -1,4 +1,4 @@
-"""Keeps OpenMP threads that wait for each other from using processor time."""
+"""Keeps OpenMP threads that wait for each other from using processor time that other processes need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -17,45 +18,149 @@ logger = logging.getLogger(__name__)
 WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Environment variables that say how libgomp's threads wait; the user's choice stays."""
 
+CHECK_S = 0.5
+"""Seconds between two looks at whether this process's threads find a core."""
+
+CROWDED, CALM = 0.10, 0.05
+"""Shares of their time that threads wait for a core: above the first others use the cores, below the second none do."""
+
+MAX_PATIENCE = 64
+"""Calm looks in a row, at most, after which threads may spin again. It starts with one and doubles with each change."""
+
 _lock = threading.Lock()
-_holder: threading.Thread | None = None
+_watched_process: int | None = None
 
 
 def limit_spinning() -> None:
-    """Lets the threads of GNU's OpenMP runtime sleep after microseconds of waiting, for the rest of the process.
+    """Lets the threads of GNU's OpenMP runtime sleep while they wait wherever other processes use the cores.
 
-    By default a thread that waits for the others spins for milliseconds. Where other processes use the cores, the
-    spinning keeps the awaited thread from running, and each of the many short parallel regions of a small model takes a
-    scheduler's time slice. libgomp has no function that changes this, but it spins 3,000 times less once a process has
-    more OpenMP threads than cores. A parked thread therefore holds a team that is never used. `bench/NOTES-threads.md`
-    has measurements.
+    By default a thread that waits for the others spins for milliseconds. On cores of its own that is the fastest way.
+    Where other processes use the cores, the spinning keeps the awaited thread from running, and each of the many short
+    parallel regions of a small model takes a scheduler's time slice. libgomp has no function that changes this, but it
+    spins 3,000 times less while a process has more OpenMP threads than cores. A `ParkedTeam` therefore makes more of
+    them, and is released while the cores are free. The threads that compute stay the same, and with them all numbers.
+    `bench/NOTES-threads.md` has measurements.
 
     Does nothing on one thread, where `WAIT_SETTINGS` are set, and with other OpenMP runtimes.
     """
-    global _holder  # noqa: PLW0603
+    global _watched_process  # noqa: PLW0603
     if torch.get_num_threads() == 1 or any(os.environ.get(name) for name in WAIT_SETTINGS):
         return
     with _lock:
         # A child process has none of its parent's threads.
-        if _holder is None or not _holder.is_alive():
+        if _watched_process != os.getpid():
             runtime = openmp_runtime()
             if runtime is not None and Path(runtime).name.startswith("libgomp"):
-                is_held = threading.Event()
-                _holder = threading.Thread(target=_hold, args=(runtime, is_held), name="openmp-team", daemon=True)
-                _holder.start()
-                is_held.wait()
+                _watched_process = os.getpid()
+                watch = SpinningWatch(ParkedTeam(runtime), CoreWaits())
+                threading.Thread(target=watch.run, name="openmp-watch", daemon=True).start()
 
 
-def _hold(runtime: str, is_held: threading.Event) -> None:
-    """Starts a team that makes more threads than cores, together with that of the calling process, and keeps it."""
-    try:
-        library = ctypes.CDLL(runtime)
-        size = max(2, len(os.sched_getaffinity(0)) - torch.get_num_threads() + 2)
-        harmless = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
-        library.GOMP_parallel(harmless, None, ctypes.c_uint(size), ctypes.c_uint(0))
-    except (OSError, AttributeError) as error:
-        logger.info("OpenMP's threads wait as they are set up to: %s", error)
-        return
-    finally:
-        is_held.set()
-    threading.Event().wait()
+class ParkedTeam:
+    """OpenMP threads that are never used: while they exist, the process has more of them than cores.
+
+    Args:
+        runtime: Path of the libgomp that torch uses.
+    """
+
+    def __init__(self, runtime: str) -> None:
+        self._runtime = runtime
+        self._release = threading.Event()
+        self._thread: threading.Thread
+        self.is_parked = False
+        self.park()
+
+    def park(self) -> None:
+        """Makes the team, and returns when it exists."""
+        is_made = threading.Event()
+        self._release.clear()
+        self._thread = threading.Thread(target=self._hold, args=(is_made,), name="openmp-team", daemon=True)
+        self._thread.start()
+        is_made.wait()
+        self.is_parked = True
+
+    def release(self) -> None:
+        """Ends the team: libgomp frees it when the thread that made it ends."""
+        self._release.set()
+        self._thread.join()
+        self.is_parked = False
+
+    def _hold(self, is_made: threading.Event) -> None:
+        try:
+            library = ctypes.CDLL(self._runtime)
+            size = max(2, len(os.sched_getaffinity(0)) - torch.get_num_threads() + 2)
+            harmless = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
+            library.GOMP_parallel(harmless, None, ctypes.c_uint(size), ctypes.c_uint(0))
+        except (OSError, AttributeError) as error:
+            logger.info("OpenMP's threads wait as they are set up to: %s", error)
+            return
+        finally:
+            is_made.set()
+        self._release.wait()
+
+
+class CoreWaits:
+    """How long threads of this process were ready to run and had no core, as Linux counts it.
+
+    Args:
+        tasks: Folder with a folder for each thread, whose file `schedstat` has nanoseconds on a core and nanoseconds of
+            waiting for one (`Documentation/scheduler/sched-stats.rst` of the kernel).
+    """
+
+    def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
+        self._tasks = tasks
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def share(self) -> float | None:
+        """Waiting as a share of running and waiting since the last call; None where threads did hardly anything.
+
+        Raises:
+            OSError: Where the kernel has no such counts.
+        """
+        times, last = self._times(), self._last
+        self._last = times
+        ran, waited = (sum(now[i] - last.get(task, (0, 0))[i] for task, now in times.items()) for i in (0, 1))
+        return waited / (ran + waited) if ran + waited > 0.1 * CHECK_S * 1e9 else None
+
+    def _times(self) -> dict[str, tuple[int, int]]:
+        times = {}
+        for task in self._tasks.iterdir():
+            try:
+                ran, waited, _ = (task / "schedstat").read_text().split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # the thread has ended
+            times[task.name] = int(ran), int(waited)
+        return times
+
+
+class SpinningWatch:
+    """Parks the team while others use the cores, and releases it when they no longer do."""
+
+    def __init__(self, team: ParkedTeam, waits: CoreWaits) -> None:
+        self._team = team
+        self._waits = waits
+        self._patience = 1
+        self._calm_looks = 0
+
+    def run(self) -> None:
+        """Looks every `CHECK_S` seconds, to the end of the process. Where Linux counts no waits the team stays."""
+        try:
+            while True:
+                time.sleep(CHECK_S)
+                self.look()
+        except (OSError, ValueError) as error:
+            logger.info("OpenMP's threads sleep while they wait, since waits for a core cannot be read: %s", error)
+            if not self._team.is_parked:
+                self._team.park()
+
+    def look(self) -> None:
+        """Changes how threads wait if what was seen since the last look asks for it."""
+        share = self._waits.share()
+        if share is None:
+            return
+        self._calm_looks = self._calm_looks + 1 if share < CALM else 0
+        if self._team.is_parked and self._calm_looks >= self._patience:
+            self._team.release()
+        elif not self._team.is_parked and share > CROWDED:
+            self._team.park()
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
