@@ -66,7 +66,7 @@ class LockGuard:
 
 def _started() -> subprocess.Popen[bytes]:
     if _STACKS_SIGNAL is not None and sys.__stderr__ is not None:
-        with contextlib.suppress(ValueError, OSError):  # without a file behind it
+        with contextlib.suppress(ValueError, OSError):  # stderr may be no real file
             faulthandler.register(_STACKS_SIGNAL, file=sys.__stderr__, all_threads=True)
     command = [sys.executable, __file__, str(os.getpid())]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -1,4 +1,7 @@
-"""Tells at once that a model's name leads nowhere, where the hub would be asked several times and waited for."""
+"""Checks that a model's name leads to a folder, the cache or the hub, before anything is loaded by it.
+
+Loading asks the hub for several files, each with retries, so that a wrong name would take half a minute to fail.
+"""
 
 from __future__ import annotations
 

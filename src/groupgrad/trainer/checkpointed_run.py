@@ -233,7 +233,7 @@ class CheckpointedRun(Trainer):
                 )
 
     def _save_beside_weights(self, folder: str) -> None:
-        """What `Trainer._save` writes beside the weights."""
+        """Writes the configurations, the tokenizer and the arguments, as `Trainer._save` does beside the weights."""
         model: Any = self.model
         for config in (*getattr(model, "peft_config", {}).values(), model.config, model.generation_config):
             config.save_pretrained(folder)

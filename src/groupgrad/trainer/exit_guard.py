@@ -17,9 +17,10 @@ _ADVICE = (
 
 @contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """Turns SystemExit and `os._exit` in the body into a RuntimeError that names the calling place.
+    """Raises RuntimeError, naming the calling line, where the body of the `with` statement exits the process.
 
-    Processes that are forked in the body exit as they would. `stopping.Stopped` is raised behind it.
+    That is by SystemExit or `os._exit`. Processes that are forked in the body exit as they would, and
+    `stopping.Stopped` passes.
     """
     process, exit_at_once = os.getpid(), os._exit
 

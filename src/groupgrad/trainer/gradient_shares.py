@@ -45,7 +45,7 @@ class _Group:
     """The tokens of a group in this step, as slices of what was observed."""
 
     rows: list[tuple[RowKey, int, np.ndarray, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Of each row: its key, its number of tokens, and the places within it of its (l, H) errors and states."""
+    """For each row: its key, its number of tokens, the (l,) positions observed, their (l, H) errors and states."""
 
     def tensors(self, device: torch.device, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(L, H) errors and states of all rows."""
@@ -65,11 +65,11 @@ class GradientShares:
         self._has_warned = False
 
     def begin_step(self) -> None:
-        """Forgets what was observed."""
+        """Drops the observations of a step that was not finished."""
         self._observed = []
 
     def tap(self, batch: Batch) -> StatesTap | None:
-        """What the output head calls with the states of `batch` in a pass with gradients."""
+        """The function that the output head calls with the states of `batch` in a pass with gradients."""
         if batch.row_index is None:
             return None
 
@@ -129,7 +129,7 @@ class GradientShares:
         return (shares if np.isfinite(square) and square > 0 else {}), _signal_metrics(square, squares, every)
 
     def _groups(self) -> dict[GroupName, _Group]:
-        """What was observed, by group. A pass that was made again, since memory ran out, replaces the earlier one."""
+        """The observations by group. A pass that was repeated because memory ran out replaces the earlier one."""
         groups: dict[GroupName, _Group] = {}
         seen: set[RowKey] = set()
         for part in reversed(self._observed):

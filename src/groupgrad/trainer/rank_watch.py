@@ -1,8 +1,8 @@
-"""Connects the ranks of a run beside their process group, so that none waits for one that has failed or is gone.
+"""Ends all ranks of a run when one fails, hangs or is killed, where the others would wait for it without an end.
 
-Each rank has a connection to rank 0, which passes news on. A rank that fails outside `dist.errors_on_all_ranks`, or
-that hangs, says so; a connection that ends without a word is that of a process that was killed. Then every rank ends
-with an error that names rank and cause, whatever it waits for.
+Beside the process group each rank has a TCP connection to rank 0, which passes news on. A rank that fails outside
+`dist.errors_on_all_ranks`, or that hangs, says so; a connection that ends without a word is that of a process that
+was killed. Then every rank ends with an error that names rank and cause, whatever it waits for.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Tells the other ranks how this one ends. RankError in place of an error that another rank has caused."""
+        """Tells the other ranks how this one ends; raises RankError where another rank caused the error."""
         if self._thread is None:
             return
         self._is_leaving = True

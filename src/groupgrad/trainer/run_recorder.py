@@ -81,7 +81,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if trainer.args.record_gradient_share:
             self._gradients = GradientShares(trainer.args.num_generations)
         self.senders: list[RunSpans | RunTraces] = [RunSpans()] if trainer.args.record_spans else []
-        """Where steps, rollouts and events are sent beside the folder."""
+        """Receivers of steps, rollouts and events, in addition to the run folder."""
         if trainer.args.record_traces:
             self.senders.append(RunTraces(trainer.args.report_to))
         self._step_began_ns = time.time_ns()
@@ -110,7 +110,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         return scores
 
     def states_tap(self, batch: Batch) -> StatesTap | None:
-        """What observes the input of the output head, for `record_gradient_share`; None if nothing does."""
+        """Returns the function that receives the output head's input, for `record_gradient_share`; None without it."""
         return None if self._gradients is None or not self._is_open else self._gradients.tap(batch)
 
     # ------------------------------------------------------------------------------------------ a training's course
@@ -160,7 +160,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                 self._try(lambda: self._metrics.append(line))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forgets what a step that was not finished has left."""
+        """Drops what an unfinished step has left behind."""
         self._step_began_ns = time.time_ns()
         if self._gradients is not None:
             self._gradients.begin_step()
@@ -245,7 +245,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._sampled, self._scores, self._evaluated = [], [], {}
 
     def _prepare(self, step: int, checkpoint: Path | None) -> bool:
-        """Collective. Moves what an earlier run has left aside, or cuts it to `step`; False if that fails.
+        """Collective. Moves the files of an earlier run aside, or cuts them to `step` to go on; False if that fails.
 
         Nothing is then recorded, since two runs would mix. Where nodes have disks of their own, the first process of
         each prepares the folder there, which it tells by a file that the main process has written.

@@ -23,7 +23,7 @@ class ProbeRecurrence(Recurrence):
         """In the order in which a pass computes them."""
 
     def begin_pass(self) -> None:
-        """Forgets the states of an earlier pass."""
+        """Drops the states that an earlier pass recorded."""
         self.states = []
 
     def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
