@@ -9,6 +9,7 @@ import pytest
 import torch
 from vlm_batches import make_batch, make_vlm_setup
 
+from groupgrad import kernels
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.modeling.systems import checkpointing as memory
 from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed, activation_bytes_per_token, free_bytes
@@ -22,6 +23,17 @@ def test_activations_are_measured_on_the_model(make_model):
     assert per_layer > 4 * (2 * 32 + 4 * 48)
     assert per_layer < 4 * 40 * (32 + 48)
     assert two > 2 * per_layer
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="without kernels transformers' modules keep more")
+def test_activations_are_those_that_training_keeps(make_model):
+    """The compiled modules save their inputs alone, also while the saved tensors are counted."""
+    two, four = (activation_bytes_per_token(make_model(num_hidden_layers=n).train(), ForwardOptions()) for n in (2, 4))
+    hidden, inner, query, key = 32, 48, 4 * 8, 2 * 8
+    norms = (hidden + 1) + (query + 4) + (key + 2) + (hidden + 1)  # inputs, and a factor for each vector
+    linears = hidden + query + hidden + inner  # inputs of queries to values, of the output, of gate and up, of down
+    attention = query + key + key  # its output is the input of a linear layer
+    assert (four - two) / 2 == 4 * (norms + linears + attention + 2 * inner)
 
 
 def test_free_memory_is_that_of_the_device():
@@ -47,7 +59,7 @@ def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplo
     by_need = CheckpointingByNeed(model, ForwardOptions())
     by_need.prepare(batch)
     assert not model.is_gradient_checkpointing
-    tokens = len(batch.prompt_ids) + batch.num_tokens
+    tokens = len(batch.prompt_ids) + batch.num_tokens - batch.num_rows
     need = tokens * activation_bytes_per_token(model, ForwardOptions())
 
     monkeypatch.setattr(memory, "free_bytes", lambda device: int(0.9 * need / memory.FREE_SHARE))

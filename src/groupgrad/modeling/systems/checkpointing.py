@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch
+from groupgrad.modeling.fused_modules import compiled_parts, own_parts
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens, unwrap
 from groupgrad.modeling.self_check import random_batch, reversed_prompts
 from groupgrad.types import Prompt
@@ -91,7 +92,8 @@ def _num_image_values(model: nn.Module, options: ForwardOptions, batch: Batch) -
 
 
 def _num_tokens(batch: Batch) -> int:
-    return len(batch.prompt_ids) + batch.num_tokens
+    """Tokens that a pass computes: the last one of a completion predicts nothing."""
+    return len(batch.prompt_ids) + batch.num_tokens - batch.num_rows
 
 
 def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int:
@@ -106,8 +108,12 @@ def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int
 
     devices = [batch.completion_ids.device] if batch.completion_ids.device.type == "cuda" else []
     hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
-    with torch.random.fork_rng(devices), torch.enable_grad(), hooks:
-        score_tokens(model, batch, replace(options, aux_loss=False))
+    try:
+        # `stays`: training has no hooks, and with them the modules would not compute as in training.
+        with torch.random.fork_rng(devices), torch.enable_grad(), compiled_parts(model, stays=True), hooks:
+            score_tokens(model, batch, replace(options, aux_loss=False))
+    finally:
+        own_parts(model)
     return sum(sizes.values())
 
 
