@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from groupgrad.modeling.systems import stochastic_adamw
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW, check_parameters, round_stochastically
 
 
@@ -108,6 +112,68 @@ def test_the_noise_follows_from_seed_parameter_and_step():
     assert torch.equal(first[0], resumed[0]) and torch.equal(first[1], resumed[1])
     assert not torch.equal(first[0], other[0])
     assert not torch.equal(first[0], first[1]), "each parameter has noise of its own"
+
+
+class Temporaries(TorchDispatchMode):
+    """Counts the bytes of tensors that operations have made and that are still in use."""
+
+    def __init__(self, *existing: torch.Tensor):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in existing}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (place := tensor.untyped_storage().data_ptr()) not in self._known:
+                self._known.add(place)
+                self.live += tensor.untyped_storage().nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(tensor, self._free, place, tensor.untyped_storage().nbytes())
+        return result
+
+    def _free(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.live -= size
+
+
+def three_steps(*, transposed: bool = False) -> dict[str, torch.Tensor]:
+    """Weights and moments of a (300, 70) parameter after three steps."""
+    values = torch.linspace(0.5, 1.5, 21_000).bfloat16()
+    parameter = nn.Parameter(values.view(70, 300).t() if transposed else values.view(300, 70))
+    optimizer = StochasticAdamW([parameter], lr=1e-2, weight_decay=0.1)
+    for number in range(3):
+        parameter.grad = torch.linspace(-1, 1, 21_000).bfloat16().view(300, 70) * (number + 1)
+        optimizer.step()
+    return {"weights": parameter.detach(), **{n: optimizer.state[parameter][n] for n in ("exp_avg", "exp_avg_sq")}}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", [1024, 64, 48, 20_999])
+def test_the_size_of_chunks_changes_nothing_on_a_cpu(monkeypatch, size: int, transposed: bool):
+    """48 is less than a row of the transposed parameter, which is cut along its rows."""
+    expected = three_steps(transposed=transposed)
+    monkeypatch.setattr(stochastic_adamw, "CHUNK", size)
+    for name, actual in three_steps(transposed=transposed).items():
+        assert torch.equal(actual, expected[name]), name
+
+
+def test_temporaries_are_those_of_a_chunk(monkeypatch):
+    """16 bytes an element of a chunk, where an update of the whole parameter at once takes them for each element."""
+    parameter = weight(torch.bfloat16, 1 << 18)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = StochasticAdamW([parameter], lr=1e-2)
+    optimizer.step()
+    kept = (parameter.data, parameter.grad, *(optimizer.state[parameter][n] for n in ("exp_avg", "exp_avg_sq")))
+    peaks = {}
+    for size in (1 << 12, 1 << 18):
+        monkeypatch.setattr(stochastic_adamw, "CHUNK", size)
+        with Temporaries(*kept) as temporaries:
+            optimizer.step()
+        peaks[size] = temporaries.peak
+        assert temporaries.live == 0
+    assert 12 * (1 << 18) <= peaks[1 << 18] <= 16 * (1 << 18)
+    assert peaks[1 << 12] <= 16 * (1 << 12)
 
 
 def test_parameters_without_a_gradient_and_a_closure():

@@ -7,7 +7,7 @@ undo them. Rounding up with a probability that grows with the remainder keeps th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from torch import nn
 
 _LOW_BITS = 16
 """Bits of a float32 that bfloat16 lacks."""
+
+CHUNK = 1 << 22
+"""Elements of a parameter that are updated at a time. Their float32 temporaries take at most 16 bytes each, 64 MiB."""
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -46,6 +49,9 @@ class StochasticAdamW(torch.optim.Optimizer):
     Moments are float32; with weights and gradients that is 12 bytes a parameter, float32 weights need 16. The noise
     depends on `seed`, the parameter's index and its step alone, so a resumed run is bitwise equal and all ranks round
     alike.
+
+    A parameter is updated in chunks of `CHUNK` elements, so that no temporary tensor has its size. A CPU draws the same
+    noise for any size of chunks; a GPU draws other noise for another size, so the size is a constant.
     """
 
     def __init__(
@@ -75,11 +81,13 @@ class StochasticAdamW(torch.optim.Optimizer):
                 continue
             state = self._state_of(parameter)
             state["step"] += 1
-            updated = _updated(parameter, group, state)
             device = parameter.device
             generator = generators.setdefault(device, torch.Generator(device))
             generator.manual_seed(_noise_seed(self._seed, index, state["step"]))
-            parameter.copy_(round_stochastically(updated, generator))
+            tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+            for weights, gradient, mean, square in _chunks(tensors, CHUNK):
+                updated = _updated(weights, gradient.float(), mean, square, group, state["step"])
+                weights.copy_(round_stochastically(updated, generator))
         return loss
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -102,15 +110,34 @@ class StochasticAdamW(torch.optim.Optimizer):
                     self.state[parameter][name] = saved[name].to(parameter.device, torch.float32, copy=True)
 
 
-def _updated(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
-    """Updates the moments and returns the parameter after its step, in float32."""
+def _chunks(tensors: Sequence[torch.Tensor], size: int) -> Iterator[Sequence[torch.Tensor]]:
+    """Cuts tensors of one shape alike into views of at most `size` elements, in the order of their elements."""
+    first = tensors[0]
+    if first.numel() <= size:
+        yield tensors
+    elif all(tensor.is_contiguous() for tensor in tensors):
+        yield from zip(*(tensor.view(-1).split(size) for tensor in tensors))
+    else:
+        rows = size * len(first) // first.numel()
+        for parts in zip(*(tensor.split(max(1, rows)) for tensor in tensors)):
+            yield from [parts] if rows else _chunks([part[0] for part in parts], size)
+
+
+def _updated(
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    group: dict[str, Any],
+    step: int,
+) -> torch.Tensor:
+    """Updates the moments `mean` and `square` and returns the weights after their step, in float32."""
     rate, (beta1, beta2) = group["lr"], group["betas"]
-    gradient = parameter.grad.float()  # pyright: ignore[reportOptionalMemberAccess]
-    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    scale = (square / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-    decayed = parameter.float().mul_(1 - rate * group["weight_decay"])
-    return decayed.addcdiv_(mean, scale, value=-rate / (1 - beta1 ** state["step"]))
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    decayed = weights.float().mul_(1 - rate * group["weight_decay"])
+    return decayed.addcdiv_(mean, scale, value=-rate / (1 - beta1**step))
 
 
 def _noise_seed(seed: int, index: int, step: int) -> int:
