@@ -60,6 +60,7 @@ def test_a_profile_is_a_file_for_accelerate(name):
     stage = content.get("deepspeed_config", {}).get("zero_stage")
     assert stage == {"zero2": 2, "zero3": 3}.get(name)
     assert content.get("fsdp_config", {}).get("fsdp_version") == (2 if name == "fsdp2" else None)
+    assert "mixed_precision" not in content, "bf16 says it: on accelerators by default, on a CPU only if asked for"
 
 
 def test_all_is_one_process_for_each_gpu(monkeypatch):
