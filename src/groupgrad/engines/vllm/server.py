@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from groupgrad import compat
@@ -144,7 +145,11 @@ class Routes:
         self._weights = ServerWeights()
         self._load = ServerLoad()
         self._start_id = uuid.uuid4().hex
-        self._adapters = tempfile.TemporaryDirectory(prefix="groupgrad-adapters-")
+
+    @cached_property
+    def _adapters(self) -> tempfile.TemporaryDirectory[str]:
+        """The folder of loaded adapters, made for the first one: a killed server could not remove it."""
+        return tempfile.TemporaryDirectory(prefix="groupgrad-adapters-")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer groupgrad's routes; refuse calls without the key, and vLLM's own POST routes during a push."""
