@@ -47,6 +47,40 @@ def test_parts_by_hand(make_model: Any) -> None:
     assert predict(shape, replace(SIZES, adapter="4bit")).weights < lora.weights
 
 
+def test_shards_by_hand(make_model: Any) -> None:
+    """FSDP 2 on 4 devices: a quarter of everything, what is gathered, and for sampling a whole copy."""
+    shape = model_shape("small", make_model().config, half=False)
+    count, layer = shape.parameters, shape.layer_parameters
+    outside = count - 2 * layer
+    assert outside > 0
+    sizes = replace(SIZES, sharding="fsdp2", devices=4)
+    memory, whole = predict(shape, sizes), predict(shape, SIZES)
+    assert memory.weights == count + 4 * (outside + 2 * layer)
+    assert (memory.gradients, memory.optimizer) == (count, 2 * count)
+    assert memory.scratch - whole.scratch == 4 * (outside + layer) + 4 * layer
+    assert memory.sampling - whole.sampling == count - 6 * count
+    apart = predict(shape, replace(sizes, samples=False))
+    assert (apart.sampled, apart.keys_values, apart.training) == (memory.weights, 0, memory.training)
+    half = predict(shape, replace(sizes, half=True))
+    assert half.weights == count + 2 * (outside + 2 * layer), "in mixed precision bfloat16 copies are gathered"
+    by_layers = predict(shape, replace(sizes, sharding="zero3"))
+    assert by_layers.weights == count + 4 * 2 * layer and by_layers.sampled == memory.sampled
+
+
+def test_gradients_of_weights_in_two_bytes_are_summed_in_four(make_model: Any) -> None:
+    shape = model_shape("small", make_model().config, half=False)
+    count, sizes = shape.parameters, replace(SIZES, weight_bytes=2)
+    for changes, size in (
+        ({}, 4),
+        ({"float32_gradients": False}, 2),
+        ({"sharding": "zero1", "devices": 2}, 2),
+        ({"sharding": "fsdp2", "devices": 2}, 2),  # half of 4 bytes
+    ):
+        memory = predict(shape, replace(sizes, **changes))
+        assert memory.gradients == size * count, changes
+    assert predict(shape, sizes).optimizer == 4 * count
+
+
 def test_a_pass_on_a_cpu_is_cut_between_groups() -> None:
     sizes = replace(SIZES, micro_batch=64, completion=300)
     assert pass_tokens(sizes) == 1210  # one group; two would have more than 2,048 tokens
@@ -69,8 +103,17 @@ def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model
     assert main(["plan", *flags, "--device", "1GB", "--devices", "4"]) == 0
     shown = capsys.readouterr().out
     assert f"{make_model().num_parameters():,} parameters in 2 layers; 4 x 954 MiB" in shown
-    assert [line.split("  ")[0] for line in shown.splitlines()[3:7]] == ["full", *(f"full, zero{n}" for n in (1, 2, 3))]
+    names = ["full", "full, zero1", "full, zero2", "full, zero3", "full, fsdp2", "LoRA", "LoRA, zero3", "LoRA, fsdp2"]
+    assert [line.split("  ")[0] for line in shown.splitlines()[3:11]] == names
     assert "Recommended: full, per_device_train_batch_size=8, gradient_checkpointing=False." in shown
+    make_model(vocab_size=500_000).config.save_pretrained(tmp_path)
+    bf16 = [*flags, "--dtype", "bfloat16", "--rows", "4096", "--device", "4GB"]
+    tables = []
+    for further in ([], ["--gradient-dtype", "weights"], ["--vllm-server"]):
+        assert main(["plan", *bf16, *further]) == 0
+        tables.append(capsys.readouterr().out)
+    assert len(set(tables)) == 3, "each flag changes the table"
+    make_model().config.save_pretrained(tmp_path)
     assert main(["plan", *flags, "--device", "1MB"]) == 1
     assert "Nothing fits." in capsys.readouterr().out
 

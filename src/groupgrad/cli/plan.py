@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         checkpointing=options.gradient_checkpointing,
         reference=options.beta > 0,
         accumulates=options.accumulation > 1,
+        float32_gradients=options.gradient_dtype == "float32",
+        samples=not options.vllm_server,
         devices=options.devices,
         on_gpu=on_gpu,
     )
@@ -83,6 +85,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--optim", choices=["adamw", "adamw_8bit", "adafactor", "sgd"], default="adamw")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 keeps a reference")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="use it even where it is not needed")
+    parser.add_argument(
+        "--gradient-dtype",
+        choices=["float32", "weights"],
+        default="float32",
+        help="type in which gradients of bfloat16 weights are summed (default float32)",
+    )
+    parser.add_argument("--vllm-server", action="store_true", help="a vLLM server on other devices samples")
     parser.add_argument("--cpu", action="store_true", help="plan for training on a CPU")
     return parser
 
@@ -130,7 +139,7 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
         f"per_device_train_batch_size={best.sizes.micro_batch}",
         f"gradient_checkpointing={best.sizes.checkpointing}",
     ]
-    return f"Recommended: {best.name}, {', '.join(settings)}. {vllm if sizes.on_gpu else ''}".rstrip()
+    return f"Recommended: {best.name}, {', '.join(settings)}. {vllm if sizes.on_gpu and sizes.samples else ''}".rstrip()
 
 
 def _bytes(text: str) -> int:

@@ -42,7 +42,7 @@ def vllm_utilization(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> f
 
     It holds a copy of the weights in two bytes each, and the keys and values of the rows that it samples.
     """
-    sampling = predict(shape, replace(sizes, half=True)).keys_values
+    sampling = predict(shape, replace(sizes, half=True, samples=True)).keys_values
     needed = 2 * shape.parameters + sampling + _VLLM_OVERHEAD
     left = device_bytes * USABLE - predict(shape, sizes).training
     return None if needed > left else round(needed / device_bytes + 0.005, 2)
@@ -57,11 +57,12 @@ def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
 def _ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
     yield "full", replace(sizes, adapter="full", sharding="ddp")
     if sizes.devices > 1:
-        for sharding in ("zero1", "zero2", "zero3"):
+        for sharding in ("zero1", "zero2", "zero3", "fsdp2"):
             yield f"full, {sharding}", replace(sizes, adapter="full", sharding=sharding)
     yield "LoRA", replace(sizes, adapter="lora", sharding="ddp")
     if sizes.devices > 1:
-        yield "LoRA, zero3", replace(sizes, adapter="lora", sharding="zero3")
+        for sharding in ("zero3", "fsdp2"):
+            yield f"LoRA, {sharding}", replace(sizes, adapter="lora", sharding=sharding)
     yield "4-bit", replace(sizes, adapter="4bit", sharding="ddp")
 
 

@@ -9,7 +9,7 @@ from groupgrad.modeling.systems.oom_retry import TOKENS_PER_PASS_CPU
 from groupgrad.planning.shapes import ModelShape
 
 Adapter = Literal["full", "lora", "4bit"]
-Sharding = Literal["ddp", "zero1", "zero2", "zero3"]
+Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 
 OPTIMIZER_BYTES: dict[str, float] = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
 """Bytes of the optimizer's states for each trained parameter in float32."""
@@ -44,6 +44,10 @@ class RunSizes:
     reference: bool = False
     """Keep a reference model (beta above 0, without an adapter)."""
     sharding: Sharding = "ddp"
+    float32_gradients: bool = True
+    """Sum gradients of weights in two bytes in float32 (`gradient_dtype`); DeepSpeed keeps its own."""
+    samples: bool = True
+    """Sample on this device; otherwise a vLLM server on others does."""
     accumulates: bool = False
     """A step has several micro-batches, so gradients of the first are held beside activations of the next."""
     devices: int = 1
@@ -55,6 +59,9 @@ class Memory:
     """Bytes of the parts of a run on one device."""
 
     weights: int
+    """In training; of a sharded model its shards and what is gathered of it at a time."""
+    sampled: int
+    """Weights while completions are sampled; of a sharded model its shards and a whole copy."""
     reference: int
     gradients: int
     optimizer: int
@@ -70,7 +77,7 @@ class Memory:
     @property
     def sampling(self) -> int:
         """Bytes in use while completions are sampled."""
-        return self.context + self.weights + self.reference + self.optimizer + self.keys_values
+        return self.context + self.sampled + self.reference + self.optimizer + self.keys_values
 
     @property
     def training(self) -> int:
@@ -92,12 +99,14 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
     weights, reference = _weights(shape, sizes), 0
     if sizes.reference and sizes.adapter == "full":
         reference = weights
-    is_sharded = sizes.sharding == "zero3"
-    if is_sharded:  # one layer and the next are gathered while they compute
-        gathered = 2 * shape.layer_parameters * sizes.weight_bytes
-        weights, reference = weights // sizes.devices + gathered, reference // sizes.devices
+    sampled = weights if sizes.samples else 0
+    is_sharded = sizes.sharding in ("zero3", "fsdp2")
+    if is_sharded:
+        shards, gathered = weights // sizes.devices, _gathered(shape, sizes)
+        sampled = shards + (shape.parameters * _compute_bytes(sizes) if sizes.samples else gathered)
+        weights, reference = shards + gathered, reference // sizes.devices
     gradients = trained * _gradient_bytes(sizes)
-    optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * _gradient_bytes(sizes) / 4)
+    optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * _state_bytes(sizes) / 4)
     if is_sharded or sizes.sharding == "zero2":
         gradients //= sizes.devices
     if sizes.sharding != "ddp":
@@ -110,12 +119,13 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         activations = int((kept * shape.layers + shape.other_bytes) * tokens) + one_layer
     return Memory(
         weights=weights,
+        sampled=sampled or weights,
         reference=reference,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"] + one_layer // 2,
-        keys_values=_keys_values(shape, sizes),
+        scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"] + one_layer // 2 + _unreduced(shape, sizes),
+        keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
         context=_CUDA_CONTEXT if sizes.on_gpu else 0,
         accumulates=sizes.accumulates,
     )
@@ -138,8 +148,41 @@ def _trained(shape: ModelShape, sizes: RunSizes) -> int:
     return shape.parameters if sizes.adapter == "full" else shape.adapter_inputs * sizes.lora_rank
 
 
-def _gradient_bytes(sizes: RunSizes) -> int:
+def _state_bytes(sizes: RunSizes) -> int:
+    """Bytes of a trained weight, and of each number that the optimizer keeps for it."""
     return sizes.weight_bytes if sizes.adapter == "full" else 4
+
+
+def _gradient_bytes(sizes: RunSizes) -> int:
+    is_own = sizes.float32_gradients and not sizes.sharding.startswith("zero")
+    return 4 if is_own else _state_bytes(sizes)
+
+
+def _compute_bytes(sizes: RunSizes) -> int:
+    """Bytes of a weight that is gathered: FSDP gathers in the type that passes compute in."""
+    return 2 if sizes.half and sizes.sharding == "fsdp2" else sizes.weight_bytes
+
+
+def _outside_layers(shape: ModelShape) -> int:
+    return max(0, shape.parameters - shape.layers * shape.layer_parameters)
+
+
+def _gathered(shape: ModelShape, sizes: RunSizes) -> int:
+    """Bytes of gathered weights: a layer and the next, under FSDP embeddings and head throughout a pass too."""
+    count = 2 * shape.layer_parameters
+    if sizes.sharding == "fsdp2":
+        count += _outside_layers(shape)
+    return count * _compute_bytes(sizes)
+
+
+def _unreduced(shape: ModelShape, sizes: RunSizes) -> int:
+    """Bytes of whole gradients under FSDP, which wait to be reduced in float32.
+
+    Those of a layer, and of embeddings and head from the head's backward pass on.
+    """
+    if sizes.sharding != "fsdp2" or sizes.adapter != "full":
+        return 0
+    return (_outside_layers(shape) + shape.layer_parameters) * _compute_bytes(sizes) + 4 * shape.layer_parameters
 
 
 def _weights(shape: ModelShape, sizes: RunSizes) -> int:
