@@ -43,7 +43,10 @@ def config(**settings):
     ("settings", "words"),
     [
         ({"fsdp_config": {"version": 1}}, ["fsdp_version 1", "only FSDP 2 is supported"]),
-        ({"fsdp_config": {"cpu_offload": True}}, ["cpu_offload", "not part of this version"]),
+        (
+            {"fsdp_config": {"activation_checkpointing_offload": True}},
+            ["activation_checkpointing_offload", "not part of this version", "cpu_offload"],
+        ),
         ({"fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, ["'SIZE_BASED_WRAP'", "a layer of the model"]),
         ({"fsdp_config": {"min_num_params": 7}}, ["min_num_params 7", "transformer_layer_cls_to_wrap"]),
         ({"fsdp_config": {"reshard_after_forwart": True}}, ["did you mean 'reshard_after_forward'?", "Take it out"]),
@@ -106,3 +109,17 @@ def test_the_launchers_first_version_is_refused(two_processes, launched, monkeyp
     monkeypatch.delenv("FSDP_VERSION")
     with pytest.raises(ConfigError, match="fsdp_version 1, and only FSDP 2 is supported"):
         config()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"fsdp_config": {"cpu_offload": True}}, {"fsdp_config": {"fsdp_offload_params": True}}]
+)
+def test_shards_can_be_kept_in_host_memory(two_processes, settings):
+    assert fsdp_options(config(fsdp=True, **settings)).cpu_offload is True
+    assert fsdp_options(config(fsdp=True)).cpu_offload is False
+
+
+def test_the_launchers_configuration_can_offload(two_processes, launched, monkeypatch):
+    assert fsdp_options(config()).cpu_offload is False
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    assert fsdp_options(config()).cpu_offload is True

@@ -164,6 +164,8 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"generation_kwargs": {"max_new_tokens": 0}}, ["in generation_kwargs, max_new_tokens=0"]),
     ({"use_vllm": True, "generation_kwargs": {"n": 2}}, ["generation_kwargs has 'n'", "sets for each row"]),
     ({"stochastic_rounding": True, "optim": "sgd"}, ["stochastic_rounding=True", "optim='sgd'", "adamw_torch"]),
+    ({"gradient_dtype": "bf16"}, ["gradient_dtype='bf16'", "Set it to one of auto, float32, weights"]),
+    ({"gradient_dtype": "float32", "optim": "lomo"}, ["gradient_dtype='float32'", "optim='lomo'", "'auto'"]),
     ({"stochastic_rounding": True, "optim_args": "a=1"}, ["stochastic_rounding=True", "optim_args='a=1'"]),
     ({"use_vllm": True, "vllm_max_model_length": 256}, ["vllm_max_model_length=256", "max_completion_length=256"]),
     ({"rollout_ahead": 1}, ["rollout_ahead=1", "use_vllm=False", "vllm_mode='server'"]),

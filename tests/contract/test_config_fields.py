@@ -228,6 +228,7 @@ LATER: dict[str, Any] = {
     "max_tokens_per_pass": None,
     "pad_to_multiple_of": None,
     "stochastic_rounding": False,
+    "gradient_dtype": "auto",
     "shuffle_rows": "rows",
     "balance_ranks": True,
     "save_in_background": False,
@@ -377,6 +378,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "disable_dropout": Changes("tests/trainer/test_models.py::test_disable_dropout_turns_all_of_it_off"),
     "cast_lm_head_to_fp32": Changes("tests/trainer/test_models.py::test_cast_lm_head_to_fp32"),
     "stochastic_rounding": Changes("tests/trainer/test_precision.py::test_small_updates_arrive"),
+    "gradient_dtype": Changes("tests/trainer/test_precision.py::test_gradients_of_micro_batches_are_summed_in_float32"),
     "save_in_background": Changes("tests/faults/test_saves_behind.py::test_training_goes_on_while_a_file_is_written"),
     "allow_partial_resume": Changes(
         "tests/faults/test_resuming.py::test_allow_partial_resume_goes_on_and_says_what_is_new"

@@ -35,7 +35,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """Cases beside those of `ranks.py`."""
 
-REFUSED = ("rows_stay", "lora", "images", "resumed", "saved_behind")
+REFUSED = ("rows_stay", "lora", "resumed", "saved_behind")
 """Cases of `ranks.py` that ask for what FSDP does not go with, or that are among `OWN` in another form."""
 
 

@@ -22,6 +22,7 @@ import ranks
 
 from groupgrad import dist
 from groupgrad.modeling.scoring import forward
+from groupgrad.modeling.systems.sharding import is_sharded
 
 RANK = int(os.environ.get("RANK", "0"))
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
@@ -80,7 +81,7 @@ class Shortage:
         """Makes passes of the model fail."""
         layer = next(m for name, m in model.named_modules() if name.endswith("layers.0"))
         last = next(m for name, m in model.named_modules() if name.endswith("layers.1"))
-        trained = [p for p in last.parameters() if p.requires_grad]
+        trained = [p for p in last.parameters() if p.requires_grad and not is_sharded(model)]
         before: list[torch.Tensor | None] = []
 
         def begin(_module: nn.Module, _arguments: Any, options: dict[str, Any]) -> None:
@@ -222,6 +223,22 @@ def statistics(buffers: bool) -> list[list[float]]:
     return [model.norm.running_mean.tolist(), model.table.tolist()]
 
 
+def half_precision_sum() -> torch.Tensor:
+    """The gradient of a bfloat16 weight after each rank has made five passes."""
+    from groupgrad.modeling.systems.gradient_sums import GradientSums
+    from groupgrad.modeling.systems.gradient_sync import GradientSync
+
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    sums = GradientSums(model, in_float32=True)
+    joining = GradientSync(model, sums)
+    joining.begin()
+    for number in range(5):
+        with sums.passes(is_last=number == 4), joining.micro_batch(is_last=number == 4):
+            factor = 256.0 if number == 0 else (0.75, 0.5)[RANK]
+            (factor * model(torch.ones(1, 1, dtype=torch.bfloat16))).sum().backward()
+    return model.weight.grad.float()
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be looked through after each failure
@@ -234,6 +251,7 @@ def main(out: Path) -> None:
     save("resumed", resume(out))
     save("joined", joined(out))
     save("statistics", [statistics(buffers) for buffers in (True, False)])
+    save("half_precision_sum", half_precision_sum())
     for where in HOPELESS:
         save(f"hopeless_{where}", hopeless(where, out))
 

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 FAST = ["saved", "saved_lora"]
 SLOW = [
     *("dapo", "grpo", "luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy", "flat_groups", "reward_model"),
-    *("cut_groups", "agents", "hybrid", "clipped", "lora", "reference"),
+    *("cut_groups", "agents", "hybrid", "clipped", "lora", "reference", "images"),
 ]
 Results = list[dict[str, Any]]
 

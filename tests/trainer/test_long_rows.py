@@ -11,7 +11,7 @@ from tiny_hybrids import make_hybrid
 from torch import nn
 
 from groupgrad.batching.packing import RowCost, split_to_size, total_cost
-from groupgrad.modeling.systems.oom_retry import memory_guard
+from groupgrad.modeling.systems.memory_guards import memory_guard
 
 
 def long_rows(make_policy: Any) -> nn.Module:
@@ -105,4 +105,4 @@ def test_cut_groups_stand_beside_whole_ones() -> None:
 def test_it_is_refused_where_micro_batches_cannot_be_cut(changes: Any, aux_loss: bool, reason: str) -> None:
     settings = {"device": torch.device("cpu"), "deepspeed": None, "optim": "adamw_torch", "max_tokens_per_pass": 512}
     with pytest.raises(ValueError, match=rf"max_tokens_per_pass=512 cuts micro-batches, and .*{reason}"):
-        memory_guard(nn.Linear(1, 1), SimpleNamespace(**{**settings, **changes}), aux_loss=aux_loss)
+        memory_guard(nn.Linear(1, 1), SimpleNamespace(**{**settings, **changes}), list, aux_loss=aux_loss)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from groupgrad.engines.native.attention_plans import DecodePlan, PrefillPlan
 from groupgrad.modeling.scoring.block_attention import BlockPlan
@@ -81,6 +82,51 @@ def test_mixed_precision_on_a_gpu(mixed: str, make_trainer, make_policy, attende
     computed = {"fp16": torch.float16, "bf16": torch.bfloat16}[mixed]
     assert dict(attended) == {purpose: {computed} for purpose in PLANS}
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+
+
+# ------------------------------------------------------------------------------------------------ sums of gradients
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient of each backward pass, and the one that the optimizer gets."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.passes: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.final: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: self.passes[name].append(gradient.clone()))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.final = {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_of_micro_batches_are_summed_in_float32(make_trainer, make_policy):
+    """The optimizer gets the float32 sum of the passes' gradients, rounded once; added up in bfloat16 it is further
+    from the exact sum."""
+    errors = {}
+    for dtype in ("auto", "float32", "weights"):
+        policy = make_policy().to(torch.bfloat16)
+        gradients = Gradients(policy)
+        trainer = make_trainer(
+            model=policy,
+            gradient_dtype=dtype,
+            max_steps=1,
+            max_grad_norm=0.0,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=16,
+            trainer={"callbacks": [gradients]},
+        )
+        trainer.train()
+        assert len(gradients.passes["model.norm.weight"]) == 16
+        gaps = []
+        for name, parts in gradients.passes.items():
+            if dtype != "weights":
+                in_float32 = torch.stack(parts).float().cumsum(0)[-1]
+                assert torch.equal(gradients.final[name], in_float32.bfloat16()), name
+            gaps.append((gradients.final[name].double() - torch.stack(parts).double().sum(0)).flatten())
+        errors[dtype] = float(torch.cat(gaps).norm())
+    assert errors["auto"] == errors["float32"] < errors["weights"] / 1.5
 
 
 # ------------------------------------------------------------------------------------------------ stochastic rounding

@@ -78,6 +78,8 @@ def test_two_processes_equal_one(one, two, tools, case):
     assert len(first["log"]) == len(alone["log"])
     for entry, expected in zip(first["log"][:-1], alone["log"][:-1]):
         assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4)
+    for rank in (first, second):  # the mean over all steps, those after the last log event included
+        assert rank["log"][-1]["train_loss"] == pytest.approx(alone["log"][-1]["train_loss"], abs=1e-5, rel=1e-4)
     if case == "reward_model":
         assert 0 < alone["log"][0]["rewards/LlamaForSequenceClassification/truncated"] < 1
     if case == "dapo":

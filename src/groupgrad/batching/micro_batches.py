@@ -50,11 +50,13 @@ class MicroBatch:
     """Places in the step's batch, ascending."""
     share: float = 1.0
     """The part's share of its micro-batch's loss tokens; the shares of all parts add up to 1."""
+    least_passes: int = NO_PASS
+    """Passes that are made even if no row needs them, since other ranks make them."""
 
     @property
     def passes(self) -> int:
         """The most that any of the rows needs."""
-        return max((self.step.passes[row] for row in self.rows), default=NO_PASS)
+        return max((self.step.passes[row] for row in self.rows), default=self.least_passes)
 
     @property
     def cost(self) -> int:
@@ -82,6 +84,10 @@ class MicroBatch:
     def split(self, num_parts: int) -> list[MicroBatch]:
         """`num_parts` parts of similar cost, from 1 to the number of rows."""
         return self._parts(self._rows_of(split(self._costs(), num_parts)))
+
+    def without_rows(self) -> MicroBatch:
+        """A part without rows that gets a backward pass nevertheless."""
+        return replace(self, rows=[], share=0.0, least_passes=FORWARD_AND_BACKWARD)
 
     def split_to_size(self, limit: int) -> list[MicroBatch]:
         """Parts that cost at most `limit`; a group is cut only where computing its prompt again costs little."""

@@ -344,6 +344,11 @@ def beside_stochastic_rounding(c: GRPOSettings) -> str:
     return ", ".join(text for text, is_set in conflicts.items() if is_set)
 
 
+def steps_in_backward(c: GRPOSettings) -> bool:
+    """True for an optimizer that changes weights while gradients are made."""
+    return any(name in c.optimizer_name for name in ("lomo", "layerwise"))
+
+
 def parallel_sizes(c: GRPOSettings) -> str:
     """Lists sizes above 1 of parallelism that is not supported."""
     names = ("cp_size", "sp_size", "tp_size", "dp_shard_size")

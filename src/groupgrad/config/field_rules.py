@@ -159,6 +159,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scale_rewards": get_args(ScaleRewards),
     "multi_objective_aggregation": get_args(Aggregation),
     "shuffle_rows": ("groups", "rows"),
+    "gradient_dtype": ("auto", "float32", "weights"),
     "rollout_engine": ("auto", "native", "transformers"),
     "special_tokens_in_prompts": ("auto", "split", "keep"),
     "vllm_mode": ("colocate", "server"),

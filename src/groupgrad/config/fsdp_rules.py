@@ -15,7 +15,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 _KEYS = (
     *("version", "reshard_after_forward", "activation_checkpointing", "transformer_layer_cls_to_wrap"),
-    *("auto_wrap_policy", "min_num_params", "cpu_offload", "activation_checkpointing_offload"),
+    *("auto_wrap_policy", "min_num_params", "cpu_offload", "offload_params", "activation_checkpointing_offload"),
 )
 _INERT = {
     "state_dict_type": "checkpoints are sharded, and save_model writes whole weights",
@@ -23,7 +23,7 @@ _INERT = {
     **dict.fromkeys(
         (
             *("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states"),
-            *("limit_all_gathers", "offload_params", "sharding_strategy"),
+            *("limit_all_gathers", "sharding_strategy"),
         ),
         "it is an option of FSDP 1",
     ),
@@ -58,9 +58,8 @@ def _other_wrapping(c: GRPOSettings) -> str:
     return f"min_num_params {size}" if (size := settings.get("min_num_params")) else ""
 
 
-def _offload(c: GRPOSettings) -> str:
-    settings = fsdp_settings(c)
-    return next((key for key in ("cpu_offload", "activation_checkpointing_offload") if settings.get(key)), "")
+def _offload_of_activations(c: GRPOSettings) -> bool:
+    return bool(fsdp_settings(c).get("activation_checkpointing_offload"))
 
 
 def _xla(c: GRPOSettings) -> str:
@@ -128,9 +127,9 @@ FSDP_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("fsdp", "fsdp_config"),
-        _with_fsdp(_offload),
-        "fsdp_config has {found}, which is not part of this version. Take it out; save memory by more processes, "
-        "gradient_checkpointing=True or an adapter (peft_config)",
+        _with_fsdp(_offload_of_activations),
+        "fsdp_config has activation_checkpointing_offload, which is not part of this version. Take it out; save memory "
+        "by more processes, cpu_offload, gradient_checkpointing=True or an adapter (peft_config)",
     ),
     Rule(
         ("fsdp", "fsdp_config"),

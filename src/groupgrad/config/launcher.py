@@ -59,6 +59,12 @@ def fsdp_layer_classes(config: TrainingArguments) -> tuple[str, ...]:
     return tuple(name.strip() for name in parts if name.strip())
 
 
+def fsdp_offloads(config: TrainingArguments) -> bool:
+    """True if FSDP keeps its shards in host memory; accelerate's configuration calls that `offload_params`."""
+    settings = fsdp_settings(config)
+    return bool(settings.get("cpu_offload") or settings.get("offload_params"))
+
+
 _FSDP_VARIABLES = {
     "FSDP_VERSION": "version",
     "FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward",

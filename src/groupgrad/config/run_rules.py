@@ -169,12 +169,20 @@ RUN_RULES: tuple[Rule, ...] = (
         "stochastic_rounding=False, or take the other out (optim='adamw_torch')",
     ),
     Rule(
+        ("gradient_dtype", "deepspeed"),
+        lambda c: c.gradient_dtype != "auto" and uses_deepspeed(c),
+        "gradient_dtype={c.gradient_dtype!r}: DeepSpeed sums gradients itself. Leave gradient_dtype at 'auto', and set "
+        "the type in DeepSpeed's configuration: {{'data_types': {{'grad_accum_dtype': 'fp32'}}}}",
+    ),
+    Rule(
+        ("gradient_dtype", "optim"),
+        lambda c: c.gradient_dtype == "float32" and conditions.steps_in_backward(c),
+        "gradient_dtype='float32' with optim={c.optimizer_name!r}, which changes weights while gradients are made and "
+        "sums none. Leave gradient_dtype at 'auto', or set optim='adamw_torch'",
+    ),
+    Rule(
         ("optim",),
-        lambda c: (
-            any(name in c.optimizer_name for name in ("lomo", "layerwise"))
-            and c.world_size > 1
-            and not uses_deepspeed(c)
-        ),
+        lambda c: conditions.steps_in_backward(c) and c.world_size > 1 and not uses_deepspeed(c),
         "optim={c.optimizer_name!r} changes weights while gradients are made, before those of the {c.world_size} "
         "processes are joined, so that each would train a model of its own. Set optim='adamw_torch', or train in one "
         "process",

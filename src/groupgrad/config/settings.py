@@ -79,6 +79,13 @@ class GRPOSettings(LegacyArguments):
         "Train bfloat16 weights by an AdamW with stochastic rounding, so that small updates are not lost; needs no "
         "float32 copy of the weights.",
     )
+    gradient_dtype: str = _option(
+        "auto",
+        "Type in which gradients of half-precision weights are summed over micro-batches and ranks: 'float32' (4 bytes "
+        "a weight, rounded once), 'weights' (their own type: 2 bytes, but a sum of many micro-batches loses most of "
+        "its precision), or 'auto': float32, unless DeepSpeed or an optimizer that steps within the backward pass "
+        "keeps the gradients to itself.",
+    )
 
     # --- Saving and resuming ---
     save_in_background: bool = _option(

@@ -41,6 +41,9 @@ from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
 from groupgrad.modeling.systems import fsdp
 from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
+from groupgrad.modeling.systems.gradient_sums import GradientSums
+from groupgrad.modeling.systems.memory_guards import memory_guard, obstacle_to_cutting
+from groupgrad.modeling.systems.oom_retry import MemoryGuard
 from groupgrad.modeling.systems.sharding import gather_all, gather_per_module
 from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.multimodal.vlm_prompts import (
@@ -113,7 +116,6 @@ def build_policy(
     if config.disable_dropout:
         load.turn_off_dropout(model)
     if uses_fsdp(config):
-        check_sharded_policy(model, None)
         fsdp.shard(model, room_options.fsdp_options(config), config.device)
     reference = None
     if config.beta != 0.0:
@@ -240,11 +242,25 @@ def checkpointing_by_need(
 ) -> CheckpointingByNeed | None:
     """Turns gradient checkpointing on where memory runs short; None if the configuration decides."""
     can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
-    # Ranks that share a model compute it in the same way, so none decides by its own memory.
-    if config.gradient_checkpointing is not None or not can or zero_stage(config) == 3 or uses_fsdp(config):
+    if config.gradient_checkpointing is not None or not can:
         return None
     chosen = mapping(config.gradient_checkpointing_kwargs)
-    return CheckpointingByNeed(model, forward_options, chosen, precision, example)
+    is_joint = uses_fsdp(config) or zero_stage(config) == 3  # ZeRO shards a model that is given when training begins
+    with gather_all(model):
+        return CheckpointingByNeed(model, forward_options, chosen, precision, example, is_joint=is_joint)
+
+
+def gradient_memory(
+    config: GRPOConfig,
+    model: nn.Module,
+    forward_options: ForwardOptions,
+    checkpointing: CheckpointingByNeed | None,
+) -> tuple[GradientSums, MemoryGuard]:
+    """The sums of a step's gradients, and the guard that trains micro-batches again that ran out of memory."""
+    prepare = None if checkpointing is None else checkpointing.prepare
+    in_float32 = config.gradient_dtype != "weights" and obstacle_to_cutting(config) is None
+    sums = GradientSums(model, in_float32=in_float32)
+    return sums, memory_guard(model, config, sums.clear, aux_loss=forward_options.aux_loss, prepare=prepare)
 
 
 def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:

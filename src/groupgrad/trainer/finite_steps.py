@@ -39,9 +39,12 @@ class FiniteSteps:
         """Skipped steps of the run."""
         self._num_in_row = 0
 
-    def mark(self, loss: torch.Tensor, parameters: Iterable[nn.Parameter]) -> None:
-        """Makes a number of the first gradient NaN if the loss is not finite; does not wait for the device."""
-        found = (local_part(p.grad) for p in parameters if p.grad is not None)
+    def mark(self, loss: torch.Tensor, holders: Iterable[nn.Parameter]) -> None:
+        """Makes a number of the first of the holders' gradients NaN if the loss is not finite.
+
+        Does not wait for the device.
+        """
+        found = (local_part(p.grad) for p in holders if p.grad is not None)
         gradient = next((part for part in found if part.numel()), None)
         if gradient is not None:
             first = gradient[(0,) * gradient.ndim]

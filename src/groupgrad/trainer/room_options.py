@@ -10,7 +10,7 @@ import torch
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import LoaderOptions
 from groupgrad.config import GRPOConfig
-from groupgrad.config.launcher import fsdp_layer_classes, fsdp_settings
+from groupgrad.config.launcher import fsdp_layer_classes, fsdp_offloads, fsdp_settings
 from groupgrad.config.sampling import has_comparable_logprobs
 from groupgrad.config.settings import mapping
 from groupgrad.engines.selection import EngineOptions
@@ -121,6 +121,7 @@ def fsdp_options(config: GRPOConfig) -> FSDPOptions:
         layer_classes=fsdp_layer_classes(config),
         reshard_after_forward=fsdp_settings(config).get("reshard_after_forward", True) is not False,
         compute_dtype=torch.bfloat16 if in_bf16 else None,
+        cpu_offload=fsdp_offloads(config),
     )
 
 

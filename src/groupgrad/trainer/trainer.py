@@ -31,7 +31,6 @@ from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
 from groupgrad.engines.selection import brings_own_generate
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
-from groupgrad.modeling.systems.oom_retry import memory_guard
 from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, Advantages, OnPolicyInfo, PolicyLoss, policy_loss
 from groupgrad.rollout.requests import training_request
@@ -209,7 +208,7 @@ class GRPOTrainer(TrainingRun):
             with self._training_passes(is_last=inputs.is_last):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
                 loss = torch.stack([part.loss.detach() for part in losses]).sum()
-                self.finite_steps.mark(loss, self.model.parameters())
+                self.finite_steps.mark(loss, self.gradient_sums.holders)
         for part in losses:
             self.metric_store.add(part.metrics)
         self._step_log.add(losses, seconds=time.perf_counter() - started)
@@ -300,8 +299,6 @@ class GRPOTrainer(TrainingRun):
         batch = part.layout().to(self.args.device)
         with self.compute_loss_context_manager():
             if part.passes == FORWARD_AND_BACKWARD:
-                if self.checkpointing is not None:
-                    self.checkpointing.prepare(batch)
                 return self.batch_loss(model, batch) if self._keeps_compute_loss else self._hooked_loss(model, batch)
             with torch.no_grad():
                 # The model without DeepSpeed's wrapper: ranks may differ in the number of such passes.
@@ -432,7 +429,9 @@ class GRPOTrainer(TrainingRun):
         self.signal_watch = None
         if self._keeps_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
             self.signal_watch = build.signal_watch(self.args, self._policy)
-        self.memory = memory_guard(self.model, self.args, aux_loss=self.components.forward_options.aux_loss)
+        self.gradient_sums, self.memory = build.gradient_memory(
+            self.args, self.model, self.components.forward_options, self.checkpointing
+        )
         self.run_state = RunState(
             {
                 "buffer": self.buffer,

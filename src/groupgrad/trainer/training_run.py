@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -37,7 +38,15 @@ from groupgrad.modeling.liger import configured_kernels
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
-from groupgrad.modeling.systems.fsdp import is_fully_sharded, is_shard, whole_state_dict, without_accelerate
+from groupgrad.modeling.systems.fsdp import (
+    clip_offloaded,
+    is_fully_sharded,
+    is_offloaded,
+    is_shard,
+    whole_state_dict,
+    without_accelerate,
+)
+from groupgrad.modeling.systems.gradient_sums import GradientSums
 from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
@@ -99,6 +108,8 @@ class TrainingRun(TRLNames, StoppableRun):
     rollout_components: RolloutComponents
     batch_loss: Callable[..., PolicyLoss]
     """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""
+    gradient_sums: GradientSums
+    """The gradients of the present optimizer step."""
     _gradient_sync: GradientSync | None = None
     """Averages gradients over ranks; None for a single rank, and where DeepSpeed does it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
@@ -119,6 +130,7 @@ class TrainingRun(TRLNames, StoppableRun):
         sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written.
         """
         self._invalidate_vllm()
+        self.gradient_sums.clear()
         dist.limit_waiting(self.args.ddp_timeout)
         self.trial = trial
         watched = self._get_output_dir(trial), lambda: self.state.global_step + 1, self.args.hang_timeout_s
@@ -238,7 +250,7 @@ class TrainingRun(TRLNames, StoppableRun):
     def _training_passes(self, *, is_last: bool) -> Iterator[None]:
         """Context of a micro-batch's forward and backward passes. Collective at the end if `is_last`, and on errors."""
         sync = nullcontext() if self._gradient_sync is None else self._gradient_sync.micro_batch(is_last=is_last)
-        with sync, deterministic_cpu(self.model):
+        with self.gradient_sums.passes(is_last=is_last), sync, deterministic_cpu(self.model):
             try:
                 yield
             finally:
@@ -299,8 +311,16 @@ class TrainingRun(TRLNames, StoppableRun):
                 self.batch_loss = replaced
         return PolicyLoss(loss, merge_all(part.metrics for part in losses))
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """The norm of the averaged gradient, scaled down to `max_grad_norm`. Collective for a sharded model."""
+        if is_offloaded(self.model):
+            return clip_offloaded(self.model, self.args.max_grad_norm, self.args.device)
+        return super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the averaged gradient; a gradient that is not finite is dropped, so that the step is none."""
+        if grad_norm is None and is_offloaded(self.model):
+            grad_norm = clip_offloaded(self.model, math.inf, self.args.device)
         norm: Any = super()._get_grad_norm(model, grad_norm)
         norm = norm.full_tensor() if is_shard(norm) else norm
         scaler = getattr(self.accelerator, "scaler", None)
@@ -358,7 +378,7 @@ class TrainingRun(TRLNames, StoppableRun):
             size = dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20
             buffers = args.ddp_broadcast_buffers is not False
             model = self._prepare_model(model)
-            self._gradient_sync = GradientSync(self.model, bucket_bytes=size, buffers=buffers)
+            self._gradient_sync = GradientSync(self.model, self.gradient_sums, bucket_bytes=size, buffers=buffers)
             self._gradient_sync.begin()
         return super()._wrap_model(model, training, dataloader)
 
@@ -369,6 +389,11 @@ class TrainingRun(TRLNames, StoppableRun):
             self._flush_completions("train")
         with self._without_end("a log"):
             super().log(logs, start_time)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Collective. `Trainer`'s, which would take the losses since the last log event from this rank alone."""
+        self._tr_loss.fill_(dist.all_sum([float(self._tr_loss)])[0] / dist.world_size())
+        return super()._finalize_training(*args, **kwargs)
 
     def _flush_completions(self, phase: str) -> None:
         """Writes, shows and drops the completions of a phase."""

@@ -12,7 +12,8 @@ from bigram_step import as_step, scored
 from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.metrics import merge_all
-from groupgrad.modeling.systems.oom_retry import MemoryGuard, obstacle_to_cutting
+from groupgrad.modeling.systems.memory_guards import obstacle_to_cutting
+from groupgrad.modeling.systems.oom_retry import MemoryGuard
 from groupgrad.objectives import LOSSES, NO_PASS, OnPolicyInfo, PolicyLoss, PolicyOptions, policy_loss
 
 ERRORS = [

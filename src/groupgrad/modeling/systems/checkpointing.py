@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import nn
 
+from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.modeling.fused_modules import compiled_parts, own_parts
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens, unwrap
@@ -118,7 +119,10 @@ def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int
 
 
 class CheckpointingByNeed:
-    """Switches gradient checkpointing on for micro-batches whose activations would not fit, and off for the others."""
+    """Switches gradient checkpointing on for micro-batches whose activations would not fit, and off for the others.
+
+    With `is_joint` the ranks share the model, and compute it in the same way: all switch it on if one of them needs it.
+    """
 
     def __init__(
         self,
@@ -127,7 +131,10 @@ class CheckpointingByNeed:
         checkpointing_options: dict[str, Any] | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
         example: Prompt | None = None,
+        *,
+        is_joint: bool = False,
     ):
+        self._is_joint = is_joint
         self._model: Any = unwrap(model)
         self._options = options
         self._checkpointing_options = dict(checkpointing_options or {"use_reentrant": False})
@@ -145,7 +152,7 @@ class CheckpointingByNeed:
         self.is_on = False
 
     def prepare(self, batch: Batch) -> None:
-        """Switches gradient checkpointing for a forward pass of the batch."""
+        """Switches gradient checkpointing for a forward pass of the batch. Collective if it `is_joint`."""
         num_tokens = _num_tokens(batch)
         num_values = _num_image_values(self._model, self._options, batch)
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
@@ -154,10 +161,12 @@ class CheckpointingByNeed:
         device = next(self._model.parameters()).device
         needed = num_tokens * self._bytes_per_token + num_values * self._bytes_per_value
         free = FREE_SHARE * free_bytes(device)
-        if (needed > free) == self.is_on:
+        is_needed = needed > free
+        is_on = any(dist.all_gather_objects(is_needed)) if self._is_joint else is_needed
+        if is_on == self.is_on:
             return
-        self.is_on = needed > free
-        if self.is_on:
+        self.is_on = is_on
+        if is_needed:
             logger.warning(
                 "activations of %d tokens%s would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
                 "is on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
@@ -166,6 +175,7 @@ class CheckpointingByNeed:
                 needed / 2**30,
                 free / 2**30,
             )
+        if is_on:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._checkpointing_options)
         else:
             self._model.gradient_checkpointing_disable()

@@ -23,12 +23,15 @@ from groupgrad import dist
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.quantized import is_packed
+from groupgrad.modeling.systems.fsdp_passes import count_collectives
+from groupgrad.modeling.vlm import is_multimodal
 
 _torch_fsdp: Any = torch_fsdp
 _Sharded: Any = getattr(torch_fsdp, "FSDPModule", None)
 """The class of sharded modules; None in torch before 2.6."""
 _LAUNCHER_FLAG = "ACCELERATE_USE_FSDP"
 _COMPUTE_DTYPE = "_groupgrad_compute_dtype"
+_CPU_OFFLOAD = "_groupgrad_cpu_offload"
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,12 +44,15 @@ class FSDPOptions:
     """Free a layer after its forward pass and gather it again for its backward pass."""
     compute_dtype: torch.dtype | None = None
     """Parameters are gathered in this dtype, and gradients are reduced in float32; None for the parameters' own."""
+    cpu_offload: bool = False
+    """Shards, their gradients and the optimizer are in host memory; a unit is on the device while it computes."""
 
 
 def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
     """Shards `model` in place, with rank 0's weights, and moves it to `device`. Collective.
 
-    The model gets the class `FSDP<its class>`. UnavailableError for a model that cannot be sharded so.
+    With `cpu_offload` the shards stay in host memory. The model gets the class `FSDP<its class>`. UnavailableError for
+    a model that cannot be sharded so.
     """
     if _Sharded is None:
         raise UnavailableError(f"fsdp needs torch 2.6 or newer, and torch {torch.__version__} is installed; update it")
@@ -56,22 +62,27 @@ def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
     mesh = torch.distributed.init_device_mesh(device.type, (dist.world_size(),))
     policy = _torch_fsdp.MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
     fully_shard = partial(_torch_fsdp.fully_shard, mesh=mesh, mp_policy=policy)
+    if options.cpu_offload:
+        fully_shard = partial(fully_shard, offload_policy=_torch_fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu"))
     for layer in layers:
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward)
     fully_shard(model, reshard_after_forward=False)
     setattr(model, _COMPUTE_DTYPE, options.compute_dtype)
+    setattr(model, _CPU_OFFLOAD, options.cpu_offload)
+    count_collectives(model, [*layers, model])
 
 
 def decoder_layers(model: Any, class_names: Sequence[str] = ()) -> list[nn.Module]:
     """The modules of these classes, by default the model's decoder layers, without those inside another.
 
-    UnavailableError if there are none.
+    A vision tower is no part of them: a rank whose rows have no images does not run it, and could not take part when
+    the others gather its layers. UnavailableError if there are none.
     """
     inner: Any = base_model(model)
     names = set(class_names or getattr(inner, "_no_split_modules", None) or ())
     layers: list[nn.Module] = []
     inside: set[int] = set()
-    for module in model.modules():
+    for module in (_text_decoder(model) if is_multimodal(model) else model).modules():
         if type(module).__name__ in names and id(module) not in inside:
             layers.append(module)
             inside.update(id(part) for part in module.modules())
@@ -84,6 +95,26 @@ def decoder_layers(model: Any, class_names: Sequence[str] = ()) -> list[nn.Modul
     return layers
 
 
+def zero_of_vision_tower(model: nn.Module) -> torch.Tensor | None:
+    """0, differentiable in all trained weights outside of the text decoder and the head of a sharded model.
+
+    Added to a loss it gives them a gradient in every pass, also without images, since the ranks reduce the gradients of
+    all of them together. To be made right after a forward pass, while these weights are gathered. None for other
+    models, and where nothing is trained.
+    """
+    if not torch.is_grad_enabled() or not is_fully_sharded(model) or not is_multimodal(model):
+        return None
+    parts: list[Any] = [_text_decoder(model), base_model(model).get_output_embeddings()]
+    text = {id(parameter) for part in parts for parameter in part.parameters()}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in text]
+    return 0.0 * sum((parameter.sum() for parameter in others), start=torch.zeros(()))
+
+
+def _text_decoder(model: nn.Module) -> nn.Module:
+    inner: Any = base_model(model)
+    return inner.get_decoder()
+
+
 def is_fully_sharded(model: nn.Module) -> bool:
     """True for a model that `shard` has sharded."""
     return _Sharded is not None and isinstance(model, _Sharded)
@@ -92,6 +123,28 @@ def is_fully_sharded(model: nn.Module) -> bool:
 def is_shard(parameter: Any) -> bool:
     """True for a parameter of which this rank holds a part."""
     return hasattr(parameter, "full_tensor")
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """True for a sharded model whose shards are in host memory."""
+    return bool(getattr(model, _CPU_OFFLOAD, False))
+
+
+@torch.no_grad()
+def clip_offloaded(model: nn.Module, max_norm: float, device: torch.device) -> torch.Tensor:
+    """The norm of the gradient of an offloaded model, which is scaled down to `max_norm` if it is larger. Collective.
+
+    The ranks' backend need not serve host memory, so their squares are summed on `device`.
+    """
+    gradients = [local_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    square = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().to(device)
+    dist.sum_tensor(square)
+    norm = square.sqrt()
+    scale = float(max_norm / (norm + 1e-6))
+    if scale < 1:
+        for gradient in gradients:
+            gradient.mul_(scale)
+    return norm
 
 
 def local_part(parameter: Any) -> torch.Tensor:
@@ -172,7 +225,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     seen: dict[int, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
-            whole = tensor.detach().full_tensor() if is_shard(tensor) else tensor.detach()
+            whole = _whole(tensor)
             seen[id(tensor)] = whole.cpu() if dist.is_main() else whole.new_empty(0)
         found[name] = seen[id(tensor)]
     return found if dist.is_main() else {}
@@ -230,7 +283,14 @@ def _gathered(parameter: Any, dtype: torch.dtype | None) -> nn.Parameter:
     values = parameter.detach()
     if dtype is not None and values.is_floating_point():
         values = values.to(dtype)
-    return nn.Parameter(values.full_tensor(), requires_grad=parameter.requires_grad)
+    return nn.Parameter(_whole(values), requires_grad=parameter.requires_grad)
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    """The values of a whole parameter, gathered on the device that computes if it is in shards. Collective."""
+    values = parameter.detach()
+    # Shards that are offloaded are in host memory, which the ranks' backend need not serve.
+    return values.to(values.device_mesh.device_type).full_tensor() if is_shard(values) else values
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from groupgrad import dist
+from groupgrad.modeling.systems.gradient_sums import GradientSums
 from groupgrad.modeling.systems.oom import release_frames
 
 
@@ -21,11 +22,20 @@ class GradientSync:
     This overlaps no communication with a backward pass, which matters little in a step that also samples, and saves the
     wrapper's second copy of all gradients.
 
-    With `buffers` the model's buffers are copied from rank 0 too.
+    `sums` has the gradients, in the type that they are sent in; without it they are the parameters' own. With `buffers`
+    the model's buffers are copied from rank 0 too.
     """
 
-    def __init__(self, model: nn.Module, *, bucket_bytes: int = dist.BUCKET_BYTES, buffers: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        sums: GradientSums | None = None,
+        *,
+        bucket_bytes: int = dist.BUCKET_BYTES,
+        buffers: bool = True,
+    ):
         self._model, self._bucket_bytes, self._buffers = model, bucket_bytes, buffers
+        self._sums = GradientSums(model, in_float32=False) if sums is None else sums
 
     def begin(self) -> None:
         """Copies rank 0's model to all ranks. Collective."""
@@ -46,8 +56,7 @@ class GradientSync:
         if not is_last:
             return
         dist.raise_on_all_ranks(None)
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        dist.average_gradients(trained, bucket_bytes=self._bucket_bytes)
+        dist.average_gradients(self._sums.holders, bucket_bytes=self._bucket_bytes)
         if self._buffers:
             for statistics in _running_statistics(self._model):
                 dist.broadcast_tensor(statistics)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
+from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
-from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
 logger = logging.getLogger(__name__)
@@ -31,10 +30,18 @@ class MemoryGuard:
     `obstacle` names the reason why this run cannot do so; None: it can. Micro-batches above `max_tokens`
     are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time. Groups are cut
     only where computing their prompt again costs little. Passes without gradients may have three times as many tokens.
+    `prepare` is called with each batch before its passes with a gradient.
     """
 
-    def __init__(self, clear: Callable[[], None], *, obstacle: str | None = None, max_tokens: int | None = None):
-        self._clear, self._obstacle = clear, obstacle
+    def __init__(
+        self,
+        clear: Callable[[], None],
+        *,
+        obstacle: str | None = None,
+        max_tokens: int | None = None,
+        prepare: Callable[[Batch], None] | None = None,
+    ):
+        self._clear, self._obstacle, self._prepare = clear, obstacle, prepare
         self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
@@ -80,6 +87,7 @@ class MemoryGuard:
     ) -> tuple[PolicyLoss | None, bool]:
         """The detached loss, or None if memory ran out; False if a failed backward pass may have added to gradients."""
         gradients_are_whole, result = True, None
+        self._prepare_for(part)
         try:
             result = forward(part)
             if part.passes == FORWARD_AND_BACKWARD:
@@ -89,10 +97,15 @@ class MemoryGuard:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._refuse_the_hopeless(part, error)
+            if (problem := self._hopeless(part)) is not None:
+                raise RuntimeError(problem) from error
         result = None  # its graph, and the exception with the frames of the failed pass, are gone now
         collect_what_failed()
         return None, gradients_are_whole
+
+    def _prepare_for(self, part: MicroBatch) -> None:
+        if self._prepare is not None and part.passes == FORWARD_AND_BACKWARD:
+            self._prepare(part.layout())
 
     def state_dict(self) -> dict[str, Any]:
         """The learned size."""
@@ -105,20 +118,22 @@ class MemoryGuard:
     def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """None: on another number of ranks the size is learned anew."""
 
-    def _refuse_the_hopeless(self, part: MicroBatch, error: Exception) -> None:
+    def _hopeless(self, part: MicroBatch) -> str | None:
+        """The error if a part that has run out of memory cannot be cut; None if it can."""
         batch = part.layout()
         size = f"{batch.num_rows} completions, {batch.num_tokens} tokens besides {len(batch.prompt_ids)} of prompts"
         if self._obstacle is not None:
-            raise RuntimeError(
+            return (
                 f"a micro-batch ({size}) does not fit into memory, and {self._obstacle}; lower "
                 "per_device_train_batch_size and raise gradient_accumulation_steps by as much, or set "
                 "gradient_checkpointing=True"
-            ) from error
+            )
         if batch.num_rows < 2:
-            raise RuntimeError(
+            return (
                 f"one row alone ({size}) does not fit into memory; lower max_completion_length, shorten the prompts, "
                 "set gradient_checkpointing=True or bf16=True, or train an adapter (peft_config) or a smaller model"
-            ) from error
+            )
+        return None
 
     def _smaller(self, part: MicroBatch) -> list[MicroBatch]:
         halves = part.split(2)
@@ -145,35 +160,3 @@ class MemoryGuard:
         while self._limit is not None and max(p.cost for p in parts) > self._limit and len(parts) < len(part.rows):
             parts = part.split(len(parts) + 1)
         return parts
-
-
-def memory_guard(model: nn.Module, args: Any, *, aux_loss: bool) -> MemoryGuard:
-    """The guard for a run with these training arguments.
-
-    A CPU's matrix products run at full speed from few tokens on, so larger micro-batches are cut there. A
-    load-balancing loss depends on the cut, so its micro-batches stay whole. ValueError if `max_tokens_per_pass` is set
-    and micro-batches cannot be cut.
-    """
-    obstacle = obstacle_to_cutting(args)
-    if obstacle is None and is_sharded(model):
-        obstacle = "the ranks of a sharded model make the same passes, so that none can cut its own"
-    reason = "the load-balancing loss (router_aux_loss_coef) depends on the rows of a pass" if aux_loss else obstacle
-    if args.max_tokens_per_pass is not None and reason is not None:
-        raise ValueError(
-            f"max_tokens_per_pass={args.max_tokens_per_pass} cuts micro-batches, and {reason}; leave it unset and "
-            "lower per_device_train_batch_size instead"
-        )
-    max_tokens = args.max_tokens_per_pass
-    if max_tokens is None and args.device.type == "cpu" and not aux_loss:
-        max_tokens = TOKENS_PER_PASS_CPU
-    return MemoryGuard(model.zero_grad, obstacle=obstacle, max_tokens=max_tokens)
-
-
-def obstacle_to_cutting(args: Any) -> str | None:
-    """Names the reason why a run with these training arguments cannot train a micro-batch in parts; None if it can."""
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is not None:
-        return "DeepSpeed keeps the gradients to itself, so that they cannot be made again"
-    if "lomo" in optimizer or "layerwise" in optimizer:
-        return f"optim={optimizer!r} changes weights while gradients are made, so that they cannot be made again"
-    return None

@@ -1,0 +1,88 @@
+"""Sums the gradients of half-precision weights in float32 over the backward passes of an optimizer step.
+
+PyTorch adds the gradient of each pass to `.grad`, which has the weights' type. bfloat16 has 8 significant bits, so a
+sum of many passes loses most of what each of them adds. Here each pass's gradient goes into a float32 sum, which is
+averaged over ranks and rounded once, when the step is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from groupgrad.modeling.systems.fsdp import is_shard, local_part
+
+
+class GradientSums:
+    """The gradients of an optimizer step: of half-precision weights float32 sums, of others their own `.grad`.
+
+    A float32 sum takes 4 bytes a weight, a gradient in half precision 2. Without `in_float32` every weight's `.grad`
+    is the sum, in the weight's type.
+    """
+
+    def __init__(self, model: nn.Module, *, in_float32: bool):
+        self._model, self._in_float32 = model, in_float32
+        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+
+    @property
+    def holders(self) -> list[nn.Parameter]:
+        """For each trained parameter, the one whose `.grad` is its sum during a step: itself or its stand-in.
+
+        A stand-in is a float32 parameter without memory. Of a shard it has this rank's part.
+        """
+        return [self._holder(parameter) for parameter in self._model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def passes(self, *, is_last: bool) -> Iterator[None]:
+        """Inside, backward passes add to the sums; after the step's last ones the weights have them as `.grad`."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        summed = [parameter for parameter in trained if self._holder(parameter) is not parameter]
+        handles = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in summed]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if is_last:
+            for parameter in summed:
+                self._round(parameter)
+
+    def clear(self) -> None:
+        """Drops what has been summed."""
+        for stand_in in self._stand_ins.values():
+            stand_in.grad = None
+        self._model.zero_grad()
+
+    def _holder(self, parameter: nn.Parameter) -> nn.Parameter:
+        if not self._in_float32 or parameter.dtype not in (torch.bfloat16, torch.float16):
+            return parameter
+        if parameter not in self._stand_ins:
+            values = torch.zeros((), device=parameter.device).expand(local_part(parameter).shape)
+            self._stand_ins[parameter] = nn.Parameter(values, requires_grad=False)
+        return self._stand_ins[parameter]
+
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter) -> None:
+        """Moves a pass's gradient into the sum."""
+        stand_in, gradient = self._stand_ins[parameter], local_part(parameter.grad)
+        parameter.grad = None
+        if stand_in.grad is None:
+            stand_in.grad = gradient.float()
+        else:
+            stand_in.grad += gradient
+
+    @torch.no_grad()
+    def _round(self, parameter: nn.Parameter) -> None:
+        stand_in = self._stand_ins[parameter]
+        if stand_in.grad is None:
+            return
+        gradient = stand_in.grad.to(parameter.dtype)
+        stand_in.grad = None  # before the next one is rounded, so that all of both are never in memory
+        if is_shard(parameter):
+            parameter.grad = torch.empty_like(parameter)
+            local_part(parameter.grad).copy_(gradient)
+        else:
+            parameter.grad = gradient

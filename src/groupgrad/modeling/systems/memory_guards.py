@@ -1,0 +1,58 @@
+"""Chooses how a run trains micro-batches that do not fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.batch import Batch
+from groupgrad.modeling.systems.fsdp_passes import pass_collectives
+from groupgrad.modeling.systems.joint_oom_retry import JointMemoryGuard
+from groupgrad.modeling.systems.oom_retry import TOKENS_PER_PASS_CPU, MemoryGuard
+from groupgrad.modeling.systems.sharding import is_sharded
+
+
+def memory_guard(
+    model: nn.Module,
+    args: Any,
+    clear: Callable[[], None],
+    *,
+    aux_loss: bool,
+    prepare: Callable[[Batch], None] | None = None,
+) -> MemoryGuard:
+    """The guard for a run with these training arguments.
+
+    `clear` drops the gradients of a step, `prepare` is called with each batch before its passes with a gradient.
+
+    A CPU's matrix products run at full speed from few tokens on, so larger micro-batches are cut there. A
+    load-balancing loss depends on the cut, so its micro-batches stay whole. ValueError if `max_tokens_per_pass` is set
+    and micro-batches cannot be cut.
+    """
+    obstacle, collectives = obstacle_to_cutting(args), pass_collectives(model)
+    if obstacle is None and is_sharded(model) and collectives is None:
+        obstacle = f"torch {torch.__version__} cannot go on after a failed pass of a model in shards; update it to 2.13"
+    reason = "the load-balancing loss (router_aux_loss_coef) depends on the rows of a pass" if aux_loss else obstacle
+    if args.max_tokens_per_pass is not None and reason is not None:
+        raise ValueError(
+            f"max_tokens_per_pass={args.max_tokens_per_pass} cuts micro-batches, and {reason}; leave it unset and "
+            "lower per_device_train_batch_size instead"
+        )
+    max_tokens = args.max_tokens_per_pass
+    if max_tokens is None and args.device.type == "cpu" and not aux_loss:
+        max_tokens = TOKENS_PER_PASS_CPU
+    if collectives is not None and obstacle is None:
+        return JointMemoryGuard(clear, collectives, max_tokens=max_tokens, prepare=prepare)
+    return MemoryGuard(clear, obstacle=obstacle, max_tokens=max_tokens, prepare=prepare)
+
+
+def obstacle_to_cutting(args: Any) -> str | None:
+    """Names the reason why a run with these training arguments cannot train a micro-batch in parts; None if it can."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is not None:
+        return "DeepSpeed keeps the gradients to itself, so that they cannot be made again"
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        return f"optim={optimizer!r} changes weights while gradients are made, so that they cannot be made again"
+    return None

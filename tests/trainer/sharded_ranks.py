@@ -1,0 +1,98 @@
+"""The runs that `test_sharded.py` makes on two processes which share a model (`torch.distributed.run ... OUT KIND`).
+
+KIND is `fsdp2` or `zero3`. Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+RANK = int(os.environ.get("RANK", "0"))
+SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
+PLAIN = {**SGD, "beta": 0.1}
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "adapter": {**PLAIN, "peft": True, "learning_rate": 1.0},
+    # Few groups have a signal, so that a rank has no gradient now and then.
+    "no_signal": {**SGD, "flat": True, "balance_ranks": False},
+    "by_need": {**PLAIN, "gradient_checkpointing": None},
+    "cut": {**PLAIN, "max_tokens_per_pass": 16},
+    "forward_on_one": {**PLAIN, "short": ("forward", (1,), 14)},
+    "middle_on_one": {**PLAIN, "short": ("middle", (0,), 10)},
+    "middle_on_both": {**PLAIN, "peft": True, "learning_rate": 1.0, "short": ("middle", (0, 1), 10)},
+    "images": {"images": True, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
+    "images_checkpointing": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
+    "offload": {**PLAIN, "max_grad_norm": 0.05, "offload": True},
+    "hopeless": {**PLAIN, "short": ("middle", (1,), 4)},
+}
+FSDP_ALONE = {"cut", "forward_on_one", "middle_on_one", "middle_on_both", "images", "images_checkpointing", "offload"}
+"""Cases that ZeRO-3 refuses, beside `hopeless`."""
+
+
+def build(ranks: Any, name: str, out: Path, kind: str | None) -> Any:
+    """The case's trainer; without `kind` the plain one, for one process."""
+    settings = dict(CASES[name])
+    settings.pop("short", None)
+    if settings.pop("flat", False):
+        settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
+    offload = settings.pop("offload", False)
+    if kind == "fsdp2":
+        settings |= {"fsdp": True, "fsdp_config": {"cpu_offload": True} if offload else None}
+    elif kind == "zero3":
+        from zero_ranks import deepspeed_config
+
+        settings["deepspeed"] = deepspeed_config(3, False)
+    return ranks.build(f"sharded_{name}", out, **settings)
+
+
+def run(name: str, out: Path, kind: str) -> dict[str, Any]:
+    """Trains a case to its end, or to the error that ends it."""
+    import shortage_ranks
+
+    from groupgrad.modeling.systems import checkpointing
+    from groupgrad.modeling.systems.sharding import gather_all
+
+    ranks, free_bytes = shortage_ranks.ranks, checkpointing.free_bytes
+    if name == "by_need" and RANK == 1:
+        checkpointing.free_bytes = lambda device: 1000
+    trainer = build(ranks, name, out, kind)
+    where, on, most = CASES[name].get("short", ("forward", (), 0))
+    shortage = shortage_ranks.Shortage(where, on, most=most)
+    shortage.put_into(trainer.model)
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        checkpointing.free_bytes = free_bytes
+    with gather_all(trainer.model):
+        weights = ranks.HELP.weights(trainer.model)
+    return {
+        "weights": weights,
+        "log": ranks.HELP.without_times(trainer.state.log_history),
+        "failures": shortage.failures,
+        "limit": trainer.memory.state_dict()["limit"],
+        "recomputes": trainer.checkpointing is not None and trainer.checkpointing.is_on,
+    }
+
+
+def main(out: Path, kind: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    if kind == "zero3":
+        from zero_ranks import start
+
+        start("zero")
+    for name in names or CASES:
+        torch.save(run(name, out, kind), out / f"{name}_{RANK}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
