@@ -64,7 +64,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     if name == "by_need" and RANK == 1:
         checkpointing.free_bytes = lambda device: 1000
     trainer = build(ranks, name, out, kind)
-    where, on, most = CASES[name].get("short", ("forward", (), 0))
+    where, on, most = CASES[name].get("short", ("forward", (0, 1), 10**6))
     shortage = shortage_ranks.Shortage(where, on, most=most)
     shortage.put_into(trainer.model)
     try:
@@ -78,6 +78,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     return {
         "weights": weights,
         "log": ranks.HELP.without_times(trainer.state.log_history),
+        "passes": shortage.passes,
         "failures": shortage.failures,
         "limit": trainer.memory.state_dict()["limit"],
         "recomputes": trainer.checkpointing is not None and trainer.checkpointing.is_on,

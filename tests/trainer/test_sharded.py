@@ -108,6 +108,15 @@ def test_a_rank_that_runs_out_of_memory_cuts_its_micro_batches(two, case, short)
         assert result["failures"] < 6
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_size_of_a_pass_is_bounded_on_all_ranks_together(two):
+    """The ranks make equally many passes, and more than without `max_tokens_per_pass`."""
+    counts = {case: [rank["passes"] for rank in two("fsdp2", case)] for case in ("plain", "cut")}
+    assert counts["plain"] == [4, 4]  # two steps of two micro-batches
+    assert counts["cut"][0] == counts["cut"][1] > 4
+
+
 def test_one_row_that_does_not_fit_ends_all_processes(two):
     first, second = (rank["error"] for rank in two("fsdp2", "hopeless"))
     assert second.startswith("RuntimeError: ") and "does not fit into memory" in second
