@@ -59,6 +59,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
 
     from groupgrad.modeling.systems import checkpointing
     from groupgrad.modeling.systems.sharding import gather_all
+    from groupgrad.modeling.weights import checkpoint_weights
 
     ranks, free_bytes = shortage_ranks.ranks, checkpointing.free_bytes
     if name == "by_need" and RANK == 1:
@@ -75,7 +76,10 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
         checkpointing.free_bytes = free_bytes
     with gather_all(trainer.model):
         weights = ranks.HELP.weights(trainer.model)
+    if name == "images":
+        trainer.save_model(str(out / "final"))
     return {
+        "names": [name for name, _ in checkpoint_weights(trainer.model, shapes_only=True)],
         "weights": weights,
         "log": ranks.HELP.without_times(trainer.state.log_history),
         "passes": shortage.passes,

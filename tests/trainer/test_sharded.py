@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 from two_ranks import run_on_two
+
+from groupgrad.modeling.weights import checkpoint_weights
 
 SCRIPT = Path(__file__).with_name("sharded_ranks.py")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,7 +59,8 @@ def one(script: Any, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Ca
             trainer = script.build(ranks, case, out, None)
             trainer.train()
             log = ranks.HELP.without_times(trainer.state.log_history)
-            made[case] = {"weights": ranks.HELP.weights(trainer.model), "log": log}
+            names = [name for name, _ in checkpoint_weights(trainer.model, shapes_only=True)]
+            made[case] = {"weights": ranks.HELP.weights(trainer.model), "log": log, "names": names}
         return made[case]
 
     return make
@@ -73,7 +77,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Result
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp(kind)
             run_on_two(SCRIPT, folders[key], kind, *cases, timeout_s=500)
-        return [torch.load(folders[key] / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
+        ranks = [torch.load(folders[key] / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
+        return [{**rank, "folder": folders[key]} for rank in ranks]
 
     return found
 
@@ -85,12 +90,20 @@ def test_two_processes_that_share_a_model_equal_one(one, two, tools, kind, case)
     assert torch.equal(found[0]["weights"], found[1]["weights"])
     assert tools.relative(found[0]["weights"], expected["weights"]) < 1e-5
     for rank in found:
+        assert rank["names"] == expected["names"]
         assert len(rank["log"]) == len(expected["log"]) > 2
         assert rank["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"], abs=1e-5, rel=1e-4)
         for entry, wanted in zip(rank["log"][:-1], expected["log"][:-1]):
             # What is known from sampling is computed again, and no gap to it is measured.
             wanted = {key: value for key, value in wanted.items() if key != "sampling/logp_mismatch" or key in entry}
             assert entry == pytest.approx(wanted, abs=1e-4, rel=1e-4)
+
+
+def test_a_model_that_takes_images_is_saved_as_other_programs_read_it(two, tools):
+    """Its weights have other names in files than in memory."""
+    result = two("fsdp2", "images")[0]
+    saved = AutoModelForImageTextToText.from_pretrained(result["folder"] / "final")
+    assert torch.equal(tools.weights(saved), result["weights"])
 
 
 @pytest.mark.parametrize(

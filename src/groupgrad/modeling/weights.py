@@ -20,6 +20,7 @@ from groupgrad.modeling.adapters import active_adapters, base_model, is_adapted
 from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems import zero3
+from groupgrad.modeling.systems.fsdp import own_classes
 from groupgrad.modeling.systems.sharding import gathered, is_sharded
 
 # Wrappers that insert their own name into the names of parameters.
@@ -63,7 +64,8 @@ def checkpoint_weights(
             else:
                 tensors[source.name] = _merged_value(source, merged) if merge else _unsharded(source.tensor)
         if hasattr(base, "config"):  # in memory transformers fuses experts, say
-            tensors = revert_weight_conversion(base, tensors)
+            with own_classes(base):
+                tensors = revert_weight_conversion(base, tensors)
         for name, tensor in tensors.items():
             yield name, tensor.detach()
 

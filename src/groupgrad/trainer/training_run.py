@@ -43,6 +43,7 @@ from groupgrad.modeling.systems.fsdp import (
     is_fully_sharded,
     is_offloaded,
     is_shard,
+    own_classes,
     whole_state_dict,
     without_accelerate,
 )
@@ -346,7 +347,9 @@ class TrainingRun(TRLNames, StoppableRun):
             if not is_fully_sharded(self.model):
                 super().save_model(output_dir, _internal_call)
                 return
-            self._save(output_dir, state_dict=whole_state_dict(self.model))
+            weights = whole_state_dict(self.model)
+            with own_classes(self.model):
+                self._save(output_dir, state_dict=weights)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -204,15 +204,21 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
     Collective on entry.
     """
-    with whole_parameters(model, dtype=getattr(model, _COMPUTE_DTYPE, None)):
-        classes = [(module, type(module)) for module in model.modules() if is_fully_sharded(module)]
-        try:
-            for module, kind in classes:
-                module.__class__ = next(c for c in kind.__mro__ if not issubclass(c, _Sharded))
-            yield
-        finally:
-            for module, kind in classes:
-                module.__class__ = kind
+    with whole_parameters(model, dtype=getattr(model, _COMPUTE_DTYPE, None)), own_classes(model):
+        yield
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Inside, every module of `model` has its own class, by which transformers finds a model's names in checkpoints."""
+    classes = [(module, type(module)) for module in model.modules() if is_fully_sharded(module)]
+    try:
+        for module, kind in classes:
+            module.__class__ = next(c for c in kind.__mro__ if not issubclass(c, _Sharded))
+        yield
+    finally:
+        for module, kind in classes:
+            module.__class__ = kind
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
