@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -120,6 +121,91 @@ def exchange_objects(outgoing: Mapping[int, T], routes: Sequence[tuple[int, int]
             torch_dist.recv_object_list(parts, src=sender)
             received[sender] = parts[0]
     return received
+
+
+@dataclass(slots=True, frozen=True)
+class RankGroup:
+    """Consecutive ranks that compute the same rows together, in the order of a ring."""
+
+    ranks: tuple[int, ...]
+    """The ranks of the group, ascending."""
+    handle: Any
+    """The process group of PyTorch."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """Place of this rank in the group, 0 to size-1."""
+        return self.ranks.index(rank())
+
+
+def consecutive_groups(size: int, *, timeout_s: float) -> RankGroup:
+    """Cuts the ranks into groups of `size` consecutive ones, and returns this rank's. Collective.
+
+    `size` divides the number of ranks. A wait of the group for more than `timeout_s` seconds is an error.
+    """
+    groups = []
+    for first in range(0, world_size(), size):  # every rank takes part in making every group
+        ranks = tuple(range(first, first + size))
+        limit = datetime.timedelta(seconds=timeout_s)
+        groups.append(RankGroup(ranks, torch_dist.new_group(list(ranks), timeout=limit)))
+    return groups[rank() // size]
+
+
+class RingHop:
+    """Tensors on their way to the next rank of a ring, while those of the rank before come in.
+
+    `sent` are (H, T, ...); those that come in have `num_tokens` in the place of T. The transfer runs until `wait`.
+    `channel` keeps hops apart that are under way at the same time. Collective in the group.
+    """
+
+    def __init__(self, sent: Sequence[torch.Tensor], num_tokens: int, group: RankGroup, *, channel: int = 0):
+        self._sent = [tensor.contiguous() for tensor in sent]
+        self._received = [x.new_empty((x.shape[0], num_tokens, *x.shape[2:])) for x in self._sent]
+        following, previous = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
+        transfers = []
+        for number, (out, into) in enumerate(zip(self._sent, self._received), start=channel * len(self._sent)):
+            transfers.append(torch_dist.P2POp(torch_dist.isend, out, following, group.handle, number))
+            transfers.append(torch_dist.P2POp(torch_dist.irecv, into, previous, group.handle, number))
+        self._works = torch_dist.batch_isend_irecv(transfers)
+
+    def wait(self) -> list[torch.Tensor]:
+        """What has come in."""
+        with doing(WAITING):
+            for work in self._works:
+                work.wait()
+        return self._received
+
+
+def sum_over_group(values: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """The sum of the `values` of the group's ranks, differentiable. Collective, and so is its backward pass.
+
+    Each rank's result depends on each rank's values, so the gradient of the values is the sum of all ranks' gradients
+    of the result: that of the sum of all ranks' losses.
+    """
+    return _GroupSum.apply(values, group)  # pyright: ignore[reportReturnType]
+
+
+class _GroupSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return _group_sum(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _group_sum(gradient, ctx.group), None
+
+
+def _group_sum(values: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    with doing(WAITING):
+        torch_dist.all_reduce(total, group=group.handle)
+    return total
 
 
 def all_sum(values: list[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Runs a function on two ranks that are forked from this process, so that nothing is imported again."""
+"""Runs a function on ranks that are forked from this process, so that nothing is imported again."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 class ForkedRanks:
-    """Two ranks that are under way; their output is in `rank_0.log` and `rank_1.log` of the folder."""
+    """Ranks that are under way; their output is in `rank_0.log`, `rank_1.log` and so on of the folder."""
 
-    def __init__(self, action: Callable[[int], object], folder: Path):
-        self._folder = folder
+    def __init__(self, action: Callable[[int], object], folder: Path, num_ranks: int = 2):
+        self._folder, self._num_ranks = folder, num_ranks
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.codes: dict[int, int] = {}
-        self.pids = [self._fork(action, rank, port) for rank in range(2)]
+        self.pids = [self._fork(action, rank, port) for rank in range(num_ranks)]
 
     def _fork(self, action: Callable[[int], object], rank: int, port: int) -> int:
         sys.stdout.flush()
@@ -34,7 +37,7 @@ class ForkedRanks:
             return pid
         code = 1
         try:
-            _become_rank(rank, port)
+            _become_rank(rank, port, self._num_ranks)
             with (self._folder / f"rank_{rank}.log").open("w") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
@@ -66,36 +69,57 @@ class ForkedRanks:
         """Exit codes of the ranks, negative for signals; None for one that has not ended."""
         end = time.monotonic() + seconds
         while True:
-            for rank in {0, 1} - set(self.codes):
+            for rank in set(range(self._num_ranks)) - set(self.codes):
                 pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
                 if pid:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
-            if len(self.codes) == 2 or time.monotonic() >= end:
-                return [self.codes.get(rank) for rank in range(2)]
+            if len(self.codes) == self._num_ranks or time.monotonic() >= end:
+                return [self.codes.get(rank) for rank in range(self._num_ranks)]
             time.sleep(0.01)
 
 
-def _become_rank(rank: int, port: int) -> None:
+def _become_rank(rank: int, port: int, num_ranks: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
 
 
 @contextmanager
-def forked_ranks(action: Callable[[int], object], folder: Path) -> Iterator[ForkedRanks]:
-    """`action(rank)` on two ranks, which are killed at the end of the body if they have not ended."""
-    ranks = ForkedRanks(action, folder)
+def forked_ranks(action: Callable[[int], object], folder: Path, num_ranks: int = 2) -> Iterator[ForkedRanks]:
+    """`action(rank)` on the ranks, which are killed at the end of the body if they have not ended."""
+    ranks = ForkedRanks(action, folder, num_ranks)
     try:
         yield ranks
     finally:
-        for rank in range(2):
+        for rank in range(num_ranks):
             ranks.kill(rank)
         ranks.wait(10.0)
+
+
+def on_ranks(
+    action: Callable[[int], Any], folder: Path, num_ranks: int, *, timeout_s: float = 120.0, connect: bool = True
+) -> list[Any]:
+    """The results of `action(rank)` on each rank; AssertionError with the output of a rank that fails.
+
+    With `connect` the ranks are a gloo process group before the action begins.
+    """
+
+    def act(rank: int) -> None:
+        torch.set_num_threads(1)
+        if connect:
+            torch.distributed.init_process_group("gloo")
+        torch.save(action(rank), folder / f"result_{rank}.pt")
+
+    with forked_ranks(act, folder, num_ranks) as ranks:
+        codes = ranks.wait(timeout_s)
+        failed = [rank for rank in range(num_ranks) if codes[rank] != 0]
+        assert not failed, "\n".join(f"rank {rank} ({codes[rank]}): {ranks.log(rank)[-3000:]}" for rank in failed)
+    return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:

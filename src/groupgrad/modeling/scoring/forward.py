@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch, StepTotals, TokenScores
+from groupgrad.dist import RankGroup
 from groupgrad.modeling.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
+from groupgrad.modeling.scoring.context_split import cut_over_ranks
 from groupgrad.modeling.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.modeling.scoring.logit_transform import logit_transform
@@ -52,6 +54,8 @@ class ForwardOptions:
     """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
     tiled_head: bool = True
     """Never keep the logits of all tokens, where the head's arithmetic is known."""
+    context: RankGroup | None = None
+    """Ranks that have the same batches, and that the tokens of each pass are cut over; None: this rank takes all."""
 
 
 def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
@@ -80,7 +84,9 @@ def score_tokens(
     (tool results, masked rows) score 0. The head's own scales, caps and biases are kept. `precomputed` saves the
     tiled head work and changes no result. `tap` gets the input of the output head, where that can be observed.
 
-    Collective for a model whose parameters are sharded over ranks, also without tokens.
+    Collective for a model whose parameters are sharded over ranks, also without tokens. Collective with
+    `options.context`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the
+    gradients of all ranks add up to that of the sum of their losses.
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _score_nothing(model, batch, options)
@@ -116,6 +122,11 @@ def _score(
         tokens, rows, predictors = tokens[places], rows[places], predictors[places]
         if precomputed is not None:
             precomputed = PrecomputedGradient(precomputed.logprobs[places], precomputed.gradient[places])
+    part = None
+    if options.context is not None and layout != "dense":
+        part = cut_over_ranks(inputs, predictors, options.context)
+        inputs, (tokens, predictors, precomputed) = part.inputs, part.head_arguments(tokens, precomputed)
+        rows = torch.zeros_like(predictors)
     hook = HeadHook(tokens, rows, predictors, inputs.shape, options.temperature, options.entropy_gradient, precomputed)
     hook.on_states = None if tap is None else lambda states: tap(states, places)
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
@@ -127,6 +138,8 @@ def _score(
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
     if (zero := zero_of_vision_tower(model)) is not None:
         scores = replace(scores, logprobs=scores.logprobs + zero)
+    if part is not None:
+        scores = part.join(scores)
     return replace(scores, aux_loss=getattr(output, "aux_loss", None) if options.aux_loss else None)
 
 

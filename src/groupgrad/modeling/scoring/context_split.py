@@ -1,0 +1,109 @@
+"""Cuts the flat tokens of a pass over the ranks of a group, so that a row may be longer than one device's memory.
+
+In attention the keys and values of all tokens travel around the ring (`ring_attention.py`); all other computations of a
+model take one token at a time. The tokens are cut into two chunks a rank, of equal length, wherever rows begin and end.
+Rank r has the chunks r and 2 C - 1 - r of C ranks: a token attends to those before it, so early tokens cost less than
+late ones, and these pairs cost about the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from groupgrad.batch import TokenScores
+from groupgrad.dist import RankGroup, sum_over_group
+from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.layout import ForwardInputs
+from groupgrad.modeling.scoring.ring_attention import Piece, RingPlan
+from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
+
+
+@dataclass(slots=True, frozen=True)
+class ContextPart:
+    """One rank's part of a pass: its tokens, and which of the predicted tokens it scores."""
+
+    group: RankGroup
+    inputs: ForwardInputs
+    """This rank's tokens; at least one."""
+    scored: torch.Tensor
+    """(n,) int64, places of the tokens that this rank scores among all L that the pass predicts; n may be 0."""
+    predictors: torch.Tensor
+    """(n,) int64, the places among this rank's tokens whose outputs predict them."""
+    num_predicted: int
+    """L."""
+
+    def head_arguments(
+        self, tokens: torch.Tensor, precomputed: PrecomputedGradient | None
+    ) -> tuple[torch.Tensor, torch.Tensor, PrecomputedGradient | None]:
+        """The tokens that this rank scores, the places that predict them, and their part of `precomputed`.
+
+        `tokens` (L,) are all that the pass predicts. The head cannot run on an empty input, so a rank without any
+        scores token 0, which `join` leaves out.
+        """
+        if not len(self.scored):
+            nothing = tokens.new_zeros(1)
+            return nothing, nothing, None
+        if precomputed is not None:
+            precomputed = PrecomputedGradient(precomputed.logprobs[self.scored], precomputed.gradient[self.scored])
+        return tokens[self.scored], self.predictors, precomputed
+
+    def join(self, scores: TokenScores) -> TokenScores:
+        """The (L,) scores of all ranks on each of them, from those of this rank's tokens. Collective, also backward."""
+        own = torch.stack([scores.logprobs, scores.entropy])[:, : len(self.scored)]
+        everywhere = own.new_zeros(2, self.num_predicted).index_copy(1, self.scored.to(own.device), own)
+        logprobs, entropy = sum_over_group(everywhere, self.group).unbind()
+        return replace(scores, logprobs=logprobs, entropy=entropy if scores.entropy.requires_grad else entropy.detach())
+
+
+def cut_over_ranks(inputs: ForwardInputs, predictors: torch.Tensor, group: RankGroup) -> ContextPart:
+    """This rank's part of a flat pass that predicts tokens from the (L,) places `predictors`.
+
+    A pass of fewer tokens than chunks is filled up with tokens of their own that predict nothing.
+    """
+    assert inputs.positions is not None
+    segments, ids, positions = list(inputs.segments), inputs.ids, inputs.positions
+    lacking = 2 * group.size - len(ids)
+    if lacking > 0:
+        segments.append(Segment(len(ids), lacking))
+        ids, positions = torch.cat([ids, ids.new_zeros(lacking)]), torch.cat([positions, torch.arange(lacking).to(ids)])
+    places = _places_of_ranks(len(ids), group.size)
+    own = torch.tensor([place for chunk in places[group.index] for place in chunk], device=ids.device)
+    place_here = torch.full_like(ids, -1).index_copy_(0, own, torch.arange(len(own), device=ids.device))
+    here = place_here[predictors]
+    scored = (here >= 0).nonzero().flatten()
+    pieces = [_pieces(segments, chunks) for chunks in places]
+    return ContextPart(
+        group,
+        replace(inputs, ids=ids[own], positions=positions[own], plan=RingPlan(pieces, group), segments=[]),
+        scored,
+        here[scored],
+        len(predictors),
+    )
+
+
+def _places_of_ranks(num_tokens: int, num_ranks: int) -> list[tuple[range, range]]:
+    """The flat places of the two chunks of each rank."""
+    num_chunks = 2 * num_ranks
+    bounds = [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    chunks = [range(start, end) for start, end in pairwise(bounds)]
+    return [(chunks[rank], chunks[num_chunks - 1 - rank]) for rank in range(num_ranks)]
+
+
+def _pieces(segments: Sequence[Segment], chunks: Sequence[range]) -> list[Piece]:
+    """The parts of the segments that lie in the chunks, which follow each other on their rank."""
+    numbers = {segment.start: number for number, segment in enumerate(segments) if segment.length}
+    pieces, first = [], 0
+    for chunk in chunks:
+        for number, segment in enumerate(segments):
+            start, end = max(segment.start, chunk.start), min(segment.start + segment.length, chunk.stop)
+            if start < end:
+                shared = segment.shared
+                prompt = numbers[shared.start] if shared is not None and shared.length else None
+                position = segment.position + start - segment.start
+                pieces.append(Piece(first + start - chunk.start, end - start, position, number, prompt))
+        first += len(chunk)
+    return pieces
