@@ -28,7 +28,7 @@ class StepTotals:
     """Micro-batches of this rank in the optimizer step. A batch that is the share f of a micro-batch's loss tokens has
     1/f times as many, so that what is measured once a micro-batch weighs f there (`even_share`)."""
     world_size: int = 1
-    """Ranks whose gradients are averaged."""
+    """Ranks whose losses are averaged; ranks that compute rows together count as one."""
     entropy_threshold: float | None = None
     """Entropy (nats) from which a token of the step is kept, when only the most uncertain tokens are trained."""
     entropy_tokens: float | None = None

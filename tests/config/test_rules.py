@@ -105,6 +105,8 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0", "at least 1"]),
     ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
     ({"steps_per_generation": 0}, ["steps_per_generation=0", "at least 1"]),
+    ({"context_parallel_size": 0}, ["context_parallel_size=0", "at least 1"]),
+    ({"context_parallel_size": 2}, ["context_parallel_size=2", "the run has 1", "--num-processes 2"]),
     (
         {"generation_batch_size": 16, "steps_per_generation": 2},
         ["generation_batch_size=16", "steps_per_generation=2", "Set one of them to None"],
@@ -403,6 +405,24 @@ def test_several_processes_refuse_updates_in_the_backward_pass(monkeypatch, opti
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     with pytest.raises(ConfigError, match=f"optim='{optim}' changes weights .*2 processes.* Set optim='adamw_torch'"):
         GRPOConfig(use_cpu=True, optim=optim)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"context_parallel_size": 3}, "and the run has 4. Set it to a divisor of 4"),
+        ({"context_parallel_size": 2, "fsdp": True}, "fsdp (leave it unset)"),
+        ({"context_parallel_size": 2, "deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed (leave it unset)"),
+        ({"context_parallel_size": 2, "torch_compile": True}, "torch_compile=True (set it to False)"),
+        ({"context_parallel_size": 4, "record_gradient_share": True}, "record_gradient_share=True (set it to False)"),
+    ],
+)
+def test_processes_that_train_rows_together_exclude(monkeypatch, settings, text):
+    monkeypatch.setattr(GRPOConfig, "world_size", 4)
+    GRPOConfig(use_cpu=True, context_parallel_size=2)
+    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
+        GRPOConfig(use_cpu=True, **settings)
+    assert f"context_parallel_size={settings['context_parallel_size']}" in str(caught.value)
 
 
 def test_ddp_settings_are_unused_under_deepspeed():

@@ -226,6 +226,7 @@ LATER: dict[str, Any] = {
     "trust_remote_code": False,
     "router_aux_loss_coef": None,
     "max_tokens_per_pass": None,
+    "context_parallel_size": 1,
     "pad_to_multiple_of": None,
     "stochastic_rounding": False,
     "gradient_dtype": "auto",
@@ -396,6 +397,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "shuffle_rows": WEIGHTS,
     "balance_ranks": Changes("tests/trainer/test_processes.py::test_ranks_share_the_work_of_long_rows"),
     "max_tokens_per_pass": Changes("tests/trainer/test_long_rows.py::test_rows_of_a_group_are_cut_into_passes"),
+    "context_parallel_size": Changes(
+        "tests/trainer/test_context_parallel.py::test_two_processes_that_train_rows_together_equal_one"
+    ),
     "pad_to_multiple_of": Warns(8, "padding"),
     "ds3_gather_for_generation": Warns(False, "DeepSpeed ZeRO-3"),
     # generation

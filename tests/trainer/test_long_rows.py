@@ -104,5 +104,6 @@ def test_cut_groups_stand_beside_whole_ones() -> None:
 )
 def test_it_is_refused_where_micro_batches_cannot_be_cut(changes: Any, aux_loss: bool, reason: str) -> None:
     settings = {"device": torch.device("cpu"), "deepspeed": None, "optim": "adamw_torch", "max_tokens_per_pass": 512}
+    settings["context_parallel_size"] = 1
     with pytest.raises(ValueError, match=rf"max_tokens_per_pass=512 cuts micro-batches, and .*{reason}"):
         memory_guard(nn.Linear(1, 1), SimpleNamespace(**{**settings, **changes}), list, aux_loss=aux_loss)

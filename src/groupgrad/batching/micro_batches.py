@@ -119,8 +119,11 @@ def assign_micro_batches(
     one_pass: bool = False,
     every_row: bool = False,
     balance_ranks: bool = False,
+    context: dist.RankGroup | None = None,
 ) -> list[MicroBatch]:
-    """The step's micro-batches on this rank, as many as `planned`, of similar cost. Collective with `balance_ranks`.
+    """The step's micro-batches on this rank, as many as `planned`, of similar cost.
+
+    Collective with `balance_ranks` or `context`.
 
     `planned` are the rows of each micro-batch as the generation plan cuts them. Loss, gradient and metrics of the step
     do not depend on the assignment, except for a loss that is defined by the micro-batches of its rows (`bnpo`, load
@@ -130,7 +133,8 @@ def assign_micro_batches(
     has, so that the optimizer decays its moments and weights also in a step without any signal. With `one_pass` rows
     that need a forward pass get a backward pass too, so that ranks which hold parts of one model make equally many
     passes. With `every_row` each row gets a backward pass, for a loss that is not known. With `balance_ranks` the
-    ranks first give rows to each other (`balance_over_ranks`), unless the loss is not known.
+    ranks first give rows to each other (`balance_over_ranks`), unless the loss is not known. With `context`, a group of
+    ranks that make their passes together, each of them has the rows of all.
     """
 
     def passes_of(batch: Batch) -> list[int]:
@@ -141,16 +145,15 @@ def assign_micro_batches(
             passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
         return passes.tolist()
 
-    needed = passes_of(batch)
     is_local = aux_loss or LOSSES[options.loss_type].reduction == "local_token_mean"
     assigned = [list(rows) for rows in planned]
-    if balance_ranks and not is_local and dist.is_active():
+    is_one_group = context is not None and context.size == dist.world_size()
+    if balance_ranks and not is_local and not is_one_group and dist.is_active():
         # A script may have replaced the loss on one rank alone, and all must take part in what they send each other.
-        balanced = balance_over_ranks(batch, needed, least_rows=len(planned), may_move=not every_row)
-        if balanced is not batch:
-            batch, needed = balanced, passes_of(balanced)
-            bounds = [batch.num_rows * part // len(planned) for part in range(len(planned) + 1)]
-            assigned = [list(range(start, end)) for start, end in pairwise(bounds)]
+        batch, assigned = _balanced(batch, assigned, passes_of(batch), may_move=not every_row)
+    if context is not None:
+        batch, assigned = rows_of_group(batch, assigned, context)
+    needed = passes_of(batch)
     if len(assigned) > 1 and not is_local:
         assigned = pack(row_costs(batch, needed), assigned)
     with_rows = [rows for rows in assigned if rows]
@@ -162,6 +165,36 @@ def assign_micro_batches(
     loss_tokens = torch.zeros_like(batch.prompt_of_row).index_add(0, batch.row_of_token, batch.trained.long())
     step = StepRows(batch, needed, row_costs(batch, needed), loss_tokens.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
+
+
+def _balanced(
+    batch: Batch, planned: list[list[int]], passes: Sequence[int], *, may_move: bool
+) -> tuple[Batch, list[list[int]]]:
+    """The rows that this rank trains so that all ranks have equal work, and their micro-batches. Collective."""
+    balanced = balance_over_ranks(batch, passes, least_rows=len(planned), may_move=may_move)
+    if balanced is batch:
+        return batch, planned
+    bounds = [balanced.num_rows * part // len(planned) for part in range(len(planned) + 1)]
+    return balanced, [list(range(start, end)) for start, end in pairwise(bounds)]
+
+
+def rows_of_group(
+    batch: Batch, planned: Sequence[Sequence[int]], group: dist.RankGroup
+) -> tuple[Batch, list[list[int]]]:
+    """The rows of all ranks of a group, and the micro-batches of them, the same on each rank. Collective in the group.
+
+    Ranks that compute rows together are one in the step's mean over ranks.
+    """
+    parts = dist.all_gather_objects((batch, [list(rows) for rows in planned]), group.handle)
+    joined = Batch.concat([part for part, _ in parts])
+    assigned: list[list[int]] = [[] for _ in planned]
+    first = 0
+    for part, its_plan in parts:
+        for rows, own in zip(assigned, its_plan):
+            rows += [first + row for row in own]
+        first += part.num_rows
+    num_groups = joined.totals.world_size // group.size
+    return replace(joined, totals=replace(joined.totals, world_size=num_groups)), assigned
 
 
 def _keep_a_live_row(batch: Batch, rows: Sequence[int], passes: list[int]) -> None:

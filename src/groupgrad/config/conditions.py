@@ -22,7 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
 from groupgrad.config.field_rules import DTYPES, failure_action, field_problem, nearest
-from groupgrad.config.launcher import zero_stage
+from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.nested_values import cuda_in_map
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
@@ -347,6 +347,17 @@ def beside_stochastic_rounding(c: GRPOSettings) -> str:
 def steps_in_backward(c: GRPOSettings) -> bool:
     """True for an optimizer that changes weights while gradients are made."""
     return any(name in c.optimizer_name for name in ("lomo", "layerwise"))
+
+
+def beside_context_parallel(c: GRPOSettings) -> str:
+    """Lists settings that exclude processes which train each row together, with the values to set instead."""
+    conflicts = {
+        "fsdp (leave it unset)": uses_fsdp(c),
+        "deepspeed (leave it unset)": uses_deepspeed(c),
+        "torch_compile=True (set it to False)": c.torch_compile,
+        "record_gradient_share=True (set it to False)": c.record_gradient_share,
+    }
+    return ", ".join(text for text, is_set in conflicts.items() if is_set)
 
 
 def parallel_sizes(c: GRPOSettings) -> str:

@@ -81,6 +81,7 @@ RANGES: dict[str, tuple[Range, str]] = {
     "gradient_accumulation_steps": (COUNT, "it counts micro-batches"),
     "generation_batch_size": (or_none(COUNT), "it counts completions"),
     "max_tokens_per_pass": (or_none(COUNT), "it counts tokens"),
+    "context_parallel_size": (COUNT, "it counts processes"),
     "steps_per_generation": (or_none(COUNT), "it counts micro-batches"),
     "num_iterations": (COUNT, "it counts passes over a generation batch"),
     # objective

@@ -211,8 +211,21 @@ RUN_RULES: tuple[Rule, ...] = (
     Rule(
         ("parallelism_config",),
         conditions.parallel_sizes,
-        "parallelism_config with {found} splits sequences or weights over processes, which is not part of this "
-        "version. Set those sizes to 1",
+        "parallelism_config with {found} splits sequences or weights over processes in accelerate's way, which is not "
+        "part of this version. Set those sizes to 1; context_parallel_size and fsdp split sequences and weights here",
+    ),
+    Rule(
+        ("context_parallel_size",),
+        lambda c: c.world_size % c.context_parallel_size,
+        "context_parallel_size={c.context_parallel_size} cuts each row over so many processes, and the run has "
+        "{c.world_size}. Set it to a divisor of {c.world_size}, or start a multiple of it (groupgrad train "
+        "--num-processes {c.context_parallel_size})",
+    ),
+    Rule(
+        ("context_parallel_size", "fsdp", "deepspeed", "torch_compile", "record_gradient_share"),
+        lambda c: c.context_parallel_size > 1 and conditions.beside_context_parallel(c),
+        "context_parallel_size={c.context_parallel_size} does not go with {found}. Change that, or set "
+        "context_parallel_size=1",
     ),
     Rule(
         ("accelerator_config",),

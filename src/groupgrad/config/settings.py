@@ -130,6 +130,12 @@ class GRPOSettings(LegacyArguments):
         "groups, and inside a group where computing its prompt again costs under 5 percent. Results do not change. "
         "Unset: 2,048 on a CPU, where larger passes are no faster; no limit on accelerators.",
     )
+    context_parallel_size: int = _option(
+        1,
+        "Consecutive processes that train each row together: its tokens are cut over them, and keys and values travel "
+        "between them, so that a row may need more memory than one device has. It divides the number of processes. 1: "
+        "each process trains rows of its own.",
+    )
     pad_to_multiple_of: int | str | None = _option(
         None, "Accepted for older scripts; nothing is padded. 'auto', a number or unset."
     )

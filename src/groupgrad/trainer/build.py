@@ -25,6 +25,7 @@ from groupgrad.config.sampling import sampling_options
 from groupgrad.config.settings import mapping
 from groupgrad.config.unused_settings import unused_reward_settings
 from groupgrad.data.prompts import PromptMaker
+from groupgrad.dist import RankGroup
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
@@ -62,6 +63,7 @@ from groupgrad.telemetry.completions_upload import CompletionsUpload
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import room_options
 from groupgrad.trainer.callbacks import EntropyController
+from groupgrad.trainer.context_group import context_group
 from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.types import Prompt
 
@@ -192,12 +194,14 @@ class ExecutionPlan:
     layout: LayoutReport
     example: Prompt | None = None
     """The prompt with an image that the self-check used; None for a model that takes text alone."""
+    context: RankGroup | None = None
+    """The ranks that train rows together with this one; None if each trains rows of its own."""
 
 
 def plan_execution(
     config: GRPOConfig, model: nn.Module, policy: PolicyBundle, precision: Any, vllm_policy: Engine | None = None
 ) -> ExecutionPlan:
-    """Chooses the engine and the layout for the model, which are tried on random tokens.
+    """Chooses the engine and the layout for the model, which are tried on random tokens. Collective.
 
     The engine is `vllm_policy` if given. `precision` makes the context of training's mixed precision. ConfigError if
     the configuration asks for what the model cannot run.
@@ -212,11 +216,12 @@ def plan_execution(
     if layout.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
+    context = context_group(config, model, layout, aux_loss=policy.aux_loss_coef != 0.0)
     if vllm_policy is not None:
-        return ExecutionPlan(
-            EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}"), layout, example
-        )
-    return ExecutionPlan(engine_of_model(config, model, policy, precision, example), layout, example)
+        engine = EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}")
+    else:
+        engine = engine_of_model(config, model, policy, precision, example)
+    return ExecutionPlan(engine, layout, example, context)
 
 
 def engine_of_model(
@@ -242,7 +247,8 @@ def checkpointing_by_need(
 ) -> CheckpointingByNeed | None:
     """Turns gradient checkpointing on where memory runs short; None if the configuration decides."""
     can = getattr(unwrap(model), "supports_gradient_checkpointing", False)
-    if config.gradient_checkpointing is not None or not can:
+    # Ranks that train rows together compute in the same way, so none decides by its own memory.
+    if config.gradient_checkpointing is not None or not can or config.context_parallel_size > 1:
         return None
     chosen = mapping(config.gradient_checkpointing_kwargs)
     is_joint = uses_fsdp(config) or zero_stage(config) == 3  # ZeRO shards a model that is given when training begins
@@ -403,7 +409,8 @@ def build_components(
         aux_loss_coef=policy.aux_loss_coef,
         device=config.device,
     )
-    return TrainerComponents(plan_for(config), policy_options, forward_options, sampling, scorer, collector, evaluator)
+    in_training = replace(forward_options, context=execution.context)
+    return TrainerComponents(plan_for(config), policy_options, in_training, sampling, scorer, collector, evaluator)
 
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:

@@ -230,10 +230,9 @@ class GRPOTrainer(TrainingRun):
         self.buffer.keep_only({key.generation for key in keys})
         with dist.errors_on_all_ranks():
             batch = self._rows_of_step(keys)
-        keep = self.args.top_entropy_quantile
+        keep, size = self.args.top_entropy_quantile, self.plan.micro_batch_rows
         with self.timings.phase("scoring"):
             totals = step_totals(batch, len(keys), keep_entropy=keep, entropy_of=self._entropy)
-        size = self.plan.micro_batch_rows
         return assign_micro_batches(
             replace(batch, totals=totals),
             [range(index * size, (index + 1) * size) for index in range(len(keys))],
@@ -246,6 +245,7 @@ class GRPOTrainer(TrainingRun):
             one_pass=is_sharded(self.model),
             every_row=not self._keeps_loss,
             balance_ranks=self.args.balance_ranks,
+            context=self.execution.context,
         )
 
     def _sample(self, key: MicroBatchKey, index: int) -> Batch:

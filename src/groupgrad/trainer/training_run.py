@@ -381,7 +381,13 @@ class TrainingRun(TRLNames, StoppableRun):
             size = dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20
             buffers = args.ddp_broadcast_buffers is not False
             model = self._prepare_model(model)
-            self._gradient_sync = GradientSync(self.model, self.gradient_sums, bucket_bytes=size, buffers=buffers)
+            self._gradient_sync = GradientSync(
+                self.model,
+                self.gradient_sums,
+                bucket_bytes=size,
+                buffers=buffers,
+                joint_passes=args.context_parallel_size > 1,
+            )
             self._gradient_sync.begin()
         return super()._wrap_model(model, training, dataloader)
 
@@ -434,7 +440,8 @@ class TrainingRun(TRLNames, StoppableRun):
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
-        return 6.0 * num_parameters(self.model) * self._micro_batches[inputs.index].num_forward_tokens
+        num_tokens = self._micro_batches[inputs.index].num_forward_tokens / self.args.context_parallel_size
+        return 6.0 * num_parameters(self.model) * num_tokens
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""

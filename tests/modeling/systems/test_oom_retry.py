@@ -210,6 +210,21 @@ def test_batches_are_cut_to_the_size_of_a_pass(make_machine, loss_type):
     assert len(machine.attempts) == sum(len(batch.layout().prompt_of_row.unique()) for batch in batches)
 
 
+def test_ranks_that_make_passes_together_cut_none_by_their_own_memory(make_machine):
+    """A part for each rank beforehand, no size from a run in which each rank had its own, and an error without room."""
+    machine, batches = make_machine(PolicyOptions(), skip=False)
+    expected = machine.step(batches)
+    machine.guard = MemoryGuard(machine.policy.zero_grad, num_ranks=2)
+    machine.guard.load_state_dict({"limit": 1})
+    assert_same(machine.step(batches), expected)
+    assert len(machine.attempts) == 2 * len(batches)
+    assert len(machine.guard._within_limit(replace(batches[0], rows=[]))) == 1
+    machine.max_forward = 5
+    with pytest.raises(RuntimeError, match="on one of the 2 processes that make it together; set gradient_checkpoint"):
+        machine.step(batches)
+    assert len(machine.attempts) == 1
+
+
 def test_parts_of_whole_groups_are_of_like_cost_and_hold_each_prompt_once(make_machine):
     _, (first, *others) = make_machine(PolicyOptions(), skip=False)
     whole = replace(first, rows=sorted(row for each in (first, *others) for row in each.rows))

@@ -23,7 +23,9 @@ class GradientSync:
     wrapper's second copy of all gradients.
 
     `sums` has the gradients, in the type that they are sent in; without it they are the parameters' own. With `buffers`
-    the model's buffers are copied from rank 0 too.
+    the model's buffers are copied from rank 0 too. With `joint_passes` ranks make passes together: when one of them
+    fails, the others wait for it inside a pass and can agree on nothing, so its error ends it alone, and the loss of a
+    process ends the others.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class GradientSync:
         *,
         bucket_bytes: int = dist.BUCKET_BYTES,
         buffers: bool = True,
+        joint_passes: bool = False,
     ):
         self._model, self._bucket_bytes, self._buffers = model, bucket_bytes, buffers
         self._sums = GradientSums(model, in_float32=False) if sums is None else sums
+        self._joint_passes = joint_passes
 
     def begin(self) -> None:
         """Copies rank 0's model to all ranks. Collective."""
@@ -45,11 +49,13 @@ class GradientSync:
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Averages gradients over ranks after the last micro-batch. An exception on one rank is raised on all.
 
-        Collective on exit from the last micro-batch and on errors; the body must not run one.
+        Collective on exit from the last micro-batch and on errors; the body must not run one, except for joint passes.
         """
         try:
             yield
         except Exception as error:
+            if self._joint_passes:
+                raise
             if dist.is_active():
                 release_frames(error)  # the error is sent over the device, which may be full
             dist.raise_on_all_ranks(error)

@@ -45,7 +45,8 @@ def memory_guard(
         max_tokens = TOKENS_PER_PASS_CPU
     if collectives is not None and obstacle is None:
         return JointMemoryGuard(clear, collectives, max_tokens=max_tokens, prepare=prepare)
-    return MemoryGuard(clear, obstacle=obstacle, max_tokens=max_tokens, prepare=prepare)
+    num_ranks = args.context_parallel_size
+    return MemoryGuard(clear, obstacle=obstacle, max_tokens=max_tokens, prepare=prepare, num_ranks=num_ranks)
 
 
 def obstacle_to_cutting(args: Any) -> str | None:

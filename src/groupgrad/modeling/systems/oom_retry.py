@@ -31,6 +31,9 @@ class MemoryGuard:
     are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time. Groups are cut
     only where computing their prompt again costs little. Passes without gradients may have three times as many tokens.
     `prepare` is called with each batch before its passes with a gradient.
+
+    `num_ranks` ranks make each pass together, with the rows of all of them, so none of them cuts a pass because of its
+    own memory. A micro-batch is cut beforehand into one part for each rank, and `max_tokens` are those of a rank.
     """
 
     def __init__(
@@ -40,9 +43,10 @@ class MemoryGuard:
         obstacle: str | None = None,
         max_tokens: int | None = None,
         prepare: Callable[[Batch], None] | None = None,
+        num_ranks: int = 1,
     ):
-        self._clear, self._obstacle, self._prepare = clear, obstacle, prepare
-        self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens
+        self._clear, self._obstacle, self._prepare, self._num_ranks = clear, obstacle, prepare, num_ranks
+        self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
 
@@ -112,8 +116,8 @@ class MemoryGuard:
         return {"limit": self._limit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut as the run did that `state_dict` was taken from."""
-        self._limit = state["limit"]
+        """Cut as the run did that `state_dict` was taken from, unless each rank has learned a size of its own."""
+        self._limit = state["limit"] if self._num_ranks == 1 else None
 
     def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """None: on another number of ranks the size is learned anew."""
@@ -127,6 +131,12 @@ class MemoryGuard:
                 f"a micro-batch ({size}) does not fit into memory, and {self._obstacle}; lower "
                 "per_device_train_batch_size and raise gradient_accumulation_steps by as much, or set "
                 "gradient_checkpointing=True"
+            )
+        if self._num_ranks > 1:
+            return (
+                f"a pass ({size}) does not fit into memory on one of the {self._num_ranks} processes that make it "
+                "together; set gradient_checkpointing=True, lower per_device_train_batch_size or max_tokens_per_pass, "
+                "or raise context_parallel_size"
             )
         if batch.num_rows < 2:
             return (
@@ -151,6 +161,8 @@ class MemoryGuard:
     def _within_limit(self, micro_batch: MicroBatch) -> list[MicroBatch]:
         """Parts whose rows all need the same passes, as large as a pass may be, within the limit learned so far."""
         parts = micro_batch.by_passes()
+        if self._num_ranks > 1:
+            parts = [one for part in parts for one in part.split(min(self._num_ranks, len(part.rows) or 1))]
         if self._max_cost is not None:
             parts = [smaller for part in parts for smaller in part.split_to_size(self._max_cost)]
         return [smaller for part in parts for smaller in self._within_learned_limit(part)]

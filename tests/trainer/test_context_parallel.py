@@ -1,0 +1,170 @@
+"""Processes that train each row together (`context_parallel_size`) end where one process does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import forked_ranks, on_ranks
+
+from groupgrad.errors import ConfigError
+from groupgrad.modeling.scoring.layout import flat_layout
+
+FAST = ["grpo", "luspo"]
+SLOW = [
+    *("dapo", "dr_grpo", "cispo", "sapo", "vespo", "bnpo", "entropy", "flat_groups", "reward_model", "cut_groups"),
+    *("agents", "lora", "resumed"),
+]
+OWN: dict[str, dict[str, Any]] = {
+    "dapo": {"generation_batch_size": 32, "max_steps": 4, "eval": "sets", "eval_steps": 2},
+    # One micro-batch a step is the same rows on one process and on a group.
+    "bnpo": {"loss_type": "bnpo", "micro_batches": 1, "num_iterations": 2, "max_steps": 4},
+}
+"""Cases in another form than in `ranks.py`."""
+
+
+def run(ranks: Any, case: str, out: Path, size: int) -> dict[str, Any]:
+    """Trains the case to its end; with a checkpoint in its settings a resumed run comes to the same end."""
+    settings = {**OWN.get(case, {}), "context_parallel_size": size}
+    name = f"context_{case}" if case in OWN else case
+    resume_from = ranks.CASES.get(name, {}).get("resume_from")
+    trainer = ranks.build(name, out, **settings)
+    trainer.train()
+    if resume_from is not None:
+        straight = ranks.HELP.weights(trainer.model)
+        trainer = ranks.build(name, out, **settings)
+        trainer.train(str(out / "run" / name / f"checkpoint-{resume_from}"))
+        assert torch.equal(ranks.HELP.weights(trainer.model), straight)
+    return {
+        "weights": ranks.HELP.weights(trainer.model),
+        "log": ranks.HELP.without_times(trainer.state.log_history),
+        "tokens": sum(part.num_forward_tokens for part in trainer._micro_batches),
+    }
+
+
+def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any], tools: Any) -> None:
+    """Weights to 1e-5 relative and equal on all ranks, every logged number to 1e-5."""
+    assert all(torch.equal(rank["weights"], found[0]["weights"]) for rank in found)
+    assert tools.relative(found[0]["weights"], expected["weights"]) < 1e-5
+    assert len(found[0]["log"]) == len(expected["log"]) > 1
+    for entry, wanted in zip(found[0]["log"][:-1], expected["log"][:-1]):
+        assert entry == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_two_processes_that_train_rows_together_equal_one(ranks, tools, tmp_path, case):
+    """With a KL term, checkpointed layers and evaluation, or with one ratio a sequence."""
+    found = on_ranks(lambda rank: run(ranks, case, tmp_path / "two", 2), tmp_path, 2, connect=False)
+    alone = run(ranks, case, tmp_path / "one", 1)
+    assert_equal(found, alone, tools)
+    assert [rank["tokens"] for rank in found] == [alone["tokens"]] * 2  # each rank has the rows of both
+
+
+def test_a_group_makes_a_pass_for_each_of_its_ranks(ranks, tmp_path):
+    """A pass has about as many rows as one process has in a micro-batch, and each process half of their tokens."""
+
+    def action(rank: int) -> list[tuple[int, int, int]]:
+        settings = {"micro_batches": 1, "max_tokens_per_pass": 10_000, "max_steps": 1}
+        trainer = ranks.build("passes", tmp_path, context_parallel_size=2, **settings)
+        batches, computed, inner = [], [], trainer.batch_loss
+
+        def watched(model: Any, batch: Any, **options: Any) -> Any:
+            batches.append(batch)
+            embedding = model.get_input_embeddings()
+            handle = embedding.register_forward_pre_hook(lambda module, inputs: computed.append(inputs[0].numel()))
+            result = inner(model, batch, **options)
+            handle.remove()
+            return result
+
+        trainer.batch_loss = watched
+        trainer.train()
+        return [(b.num_rows, len(flat_layout(b).ids), tokens) for b, tokens in zip(batches, computed, strict=True)]
+
+    first, second = on_ranks(action, tmp_path, 2, connect=False)
+    assert len(first) == 2 and sum(rows for rows, _, _ in first) == 16
+    assert all(4 <= rows <= 12 for rows, _, _ in first)
+    for (rows, tokens, here), (same_rows, same_tokens, there) in zip(first, second):
+        assert (rows, tokens) == (same_rows, same_tokens)
+        assert here + there == tokens and abs(here - there) <= 2
+
+
+def test_an_error_in_a_pass_of_one_rank_ends_both(ranks, tmp_path):
+    """The other rank waits inside the same pass, where no agreement reaches it."""
+
+    def action(rank: int) -> None:
+        trainer = ranks.build("failing", tmp_path, context_parallel_size=2)
+        inner = trainer.batch_loss
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if rank == 1 and trainer.state.global_step == 1:
+                raise ZeroDivisionError("the second device is gone")
+            return inner(*args, **kwargs)
+
+        trainer.batch_loss = failing
+        trainer.train()
+
+    with forked_ranks(action, tmp_path) as two:
+        codes = two.wait(60.0)
+        assert None not in codes and 0 not in codes
+        assert "ZeroDivisionError: the second device is gone" in two.log(0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("num_ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+def test_every_loss_and_kind_of_run(ranks, tools, tmp_path, num_ranks, size):
+    """Also with several groups, which give rows to each other."""
+    cases = [*FAST, *SLOW]
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+
+    def action(rank: int) -> list[dict[str, Any]]:
+        return [run(ranks, case, folder, size) for case in cases if (num_ranks, case) != (4, "bnpo")]
+
+    results = on_ranks(action, tmp_path, num_ranks, timeout_s=1500, connect=False)
+    for number, case in enumerate([case for case in cases if (num_ranks, case) != (4, "bnpo")]):
+        assert_equal([rank[number] for rank in results], run(ranks, case, tmp_path / "one", 1), tools)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_four_processes_train_a_row_of_16384_tokens(tmp_path, monkeypatch):
+    """To the weights of one process, with at most 40 % of its activations on each."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import context_parallel
+
+    (alone,), four = (context_parallel.measure(tmp_path / str(n), n, 16_384) for n in (1, 4))
+    start, end = alone["weights"]
+    assert float((end - start).norm() / start.norm()) > 1e-4
+    for rank in four:
+        assert float((rank["weights"][1] - end).norm() / end.norm()) < 1e-5
+        assert float((rank["weights"][1] - end).norm() / (end - start).norm()) < 1e-3
+        assert rank["saved_bytes"] < 0.4 * alone["saved_bytes"]
+        assert rank["peak_bytes"] < 0.6 * alone["peak_bytes"]
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(ranks: Any, out: Path, **settings: Any) -> str:
+    """The error of a trainer on two processes, which is raised on both."""
+
+    def action(rank: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            ranks.build("refused", out, context_parallel_size=2, **settings)
+        return str(caught.value)
+
+    first, second = on_ranks(action, out, 2, connect=False)
+    assert first == second
+    return first
+
+
+def test_a_model_whose_tokens_must_stay_together_is_refused(ranks, tmp_path):
+    text = refused(ranks, tmp_path, hybrid="qwen3_5")
+    assert "context_parallel_size=2 cuts the tokens of a row" in text and "recurrent layers" in text
+    dropping = ranks.BASE.make_model(0, attention_dropout=0.1)
+    assert "attention dropout of 0.1. Set disable_dropout=True" in refused(ranks, tmp_path, model=dropping)
