@@ -5,8 +5,8 @@
 Each run is a whole training on CPU processes (gloo), a step of SGD in float32 on a group of four completions of random
 tokens: one of `--tokens` tokens and three short ones. Columns: the most memory of a process's activations (what a
 pass saves for its backward pass, each storage once), its share of one process's, the growth of the peak of a process's
-memory during the step (VmHWM; temporary tensors and gradients too), the seconds of the step, and the difference of the
-final weights to those of one process, relative to the weights and to their change.
+memory during the step (VmHWM; temporary tensors and gradients too), and the difference of the final weights to those
+of one process, relative to the weights and to their change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,18 +64,17 @@ class SavedBytes:
 
 
 class StepMemory(TrainerCallback):
-    """Seconds of the step, and the growth of the process's peak memory in it."""
+    """The growth of the process's peak memory in the step."""
 
     def __init__(self) -> None:
-        self._memory, self._before, self._started = PeakMemory(), 0, 0.0
-        self.seconds, self.peak_bytes = 0.0, 0
+        self._memory, self._before, self.peak_bytes = PeakMemory(), 0, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before, self._started = self._memory.settle(), time.perf_counter()
+        self._before = self._memory.settle()
         self._memory.reset()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds, self.peak_bytes = time.perf_counter() - self._started, self._memory.peak() - self._before
+        self.peak_bytes = self._memory.peak() - self._before
 
 
 def build(folder: Path, num_tokens: int) -> GRPOTrainer:
@@ -137,7 +135,7 @@ def work(folder: Path, num_tokens: int) -> None:
     trainer.add_callback(memory)
     trainer.train()
     rank = os.environ.get("RANK", "0")
-    numbers = {"saved_bytes": saved.most, "peak_bytes": memory.peak_bytes, "seconds": memory.seconds}
+    numbers = {"saved_bytes": saved.most, "peak_bytes": memory.peak_bytes}
     (folder / f"{rank}.json").write_text(json.dumps(numbers))
     torch.save((start, weights_of(trainer.model)), folder / f"{rank}.pt")
 
@@ -179,14 +177,14 @@ def measure(folder: Path, num_processes: int, num_tokens: int, *, timeout_s: flo
 def table(runs: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
     """Lines of a table, from the results of one process and of others."""
     start, alone = runs[0][0]["weights"]
-    columns = "processes", "activations", "share of one", "growth of the peak", "seconds", "difference", "of the change"
+    columns = "processes", "activations", "share of one", "growth of the peak", "difference", "of the change"
     lines = [f"| {' | '.join(columns)} |", "|" + "---:|" * len(columns)]
     for results in runs:
-        saved, peak, seconds = (max(r[key] for r in results) for key in ("saved_bytes", "peak_bytes", "seconds"))
+        saved, peak = (max(r[key] for r in results) for key in ("saved_bytes", "peak_bytes"))
         gap = max(float((r["weights"][1] - alone).norm()) for r in results)
         lines.append(
             f"| {len(results)} | {saved / 2**20:.0f} MiB | {saved / runs[0][0]['saved_bytes']:.0%} "
-            f"| {peak / 2**20:.0f} MiB | {seconds:.0f} | {gap / float(alone.norm()):.1e} "
+            f"| {peak / 2**20:.0f} MiB | {gap / float(alone.norm()):.1e} "
             f"| {gap / float((alone - start).norm()):.1e} |"
         )
     return lines
