@@ -149,6 +149,10 @@ GPT_SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+FALCON_SIZES = {
+    name: SIZES[name]
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "eos_token_id")
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**SIZES, "tie_word_embeddings": False}),
     "qwen3-tied": ("Qwen3", {**SIZES, "tie_word_embeddings": True}),
@@ -200,6 +204,43 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt (learned positions)": ("OPT", {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}),
     "bloom (alibi)": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 2}),
+    "codegen": ("CodeGen", {**GPT_SIZES, "n_head": 4, "rotary_dim": 4}),
+    "gpt-neo (local attention)": (
+        "GPTNeo",
+        {**SIZES, "num_layers": 2, "num_heads": 2, "window_size": 3, "attention_types": [[["global", "local"], 1]]},
+    ),
+    "mpt (alibi)": (
+        "Mpt",
+        {"vocab_size": VOCAB, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 64, "eos_token_id": 1},
+    ),
+    "falcon": ("Falcon", FALCON_SIZES),
+    "falcon (alibi)": ("Falcon", {**FALCON_SIZES, "alibi": True, "multi_query": False}),
+    "minimax (lightning attention)": (
+        "MiniMax",
+        {
+            **SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "recurrent gemma (own recurrence)": (
+        "RecurrentGemma",
+        {**SIZES, "lru_width": 16, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
+    ),
+    "xglm (own attention)": (
+        "XGLM",
+        {
+            **SIZES,
+            "d_model": 16,
+            "ffn_dim": 24,
+            "num_layers": 2,
+            "attention_heads": 2,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
 }
 
 

@@ -45,7 +45,7 @@ def test_a_vlm_is_tried_on_an_image(tmp_path, capsys):
 
 
 def test_it_names_unsupported_parts_of_a_model(build, tmp_path, capsys):
-    build("bloom (alibi)").save_pretrained(tmp_path)
+    build("xglm (own attention)").save_pretrained(tmp_path)
     assert cli.main(["env", "--model", str(tmp_path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "attention interface" in line]
     assert [line.split("  ")[0] for line in lines] == ["sampled by", "because"]

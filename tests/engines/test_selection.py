@@ -41,11 +41,11 @@ def test_the_engine_that_is_asked_for(build, engine, expected):
 
 
 def test_architectures_that_cannot_be_driven_are_sampled_by_generate(build):
-    model = build("bloom (alibi)")
+    model = build("xglm (own attention)")
     chosen = choose_engine(model, EngineOptions(), OPTIONS)
     reason = "its attention does not go through transformers' attention interface"
     assert (chosen.name, chosen.reason) == ("transformers", reason)
-    with pytest.raises(ConfigError, match=rf"rollout_engine='native' cannot be used for BloomForCausalLM: {reason}"):
+    with pytest.raises(ConfigError, match=rf"rollout_engine='native' cannot be used for XGLMForCausalLM: {reason}"):
         choose_engine(model, EngineOptions(engine="native"), OPTIONS)
 
 

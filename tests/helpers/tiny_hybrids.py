@@ -104,23 +104,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "mamba": _config("MambaConfig", state_size=8),
     "mamba2": _config("Mamba2Config", num_heads=4, head_dim=16, state_size=8, n_groups=2, chunk_size=16),
+    "minimax": _config(
+        "MiniMaxConfig",
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        block_size=16,
+        layer_types=_DELTA["layer_types"],
+    ),
 }
 """Family -> makes a small configuration of it."""
-
-_MINIMAX = _config(
-    "MiniMaxConfig",
-    head_dim=16,
-    num_local_experts=2,
-    num_experts_per_tok=1,
-    block_size=16,
-    layer_types=_DELTA["layer_types"],
-)
 
 
 def make_hybrid(family: str, seed: int = 0, vocab_size: int = VOCABULARY) -> Any:
     """Makes a small model whose log-probs spread over several nats, in evaluation mode."""
     torch.manual_seed(seed)
-    config = {**CONFIGS, "minimax": _MINIMAX}[family]()
+    config = CONFIGS[family]()
     config.vocab_size = vocab_size
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():

@@ -25,6 +25,8 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
 NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava_next", "idefics3", "smolvlm")
 """Model types that `build` accepts."""
+HYBRID = "qwen3_5"
+"""Another one: a layer of linear attention (recurrent), one of full attention, and the vision tower of Qwen3-VL."""
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -58,7 +60,7 @@ class TinyVLM:
 
 
 def build(name: str, seed: int = 0, **sizes: int) -> TinyVLM:
-    """The small model and the processor of one of `NAMES`; float32, on the CPU, attention "sdpa".
+    """The small model and the processor of one of `NAMES` or of `HYBRID`; float32, on the CPU, attention "sdpa".
 
     `sizes` override the config of its text model.
     """
@@ -227,6 +229,7 @@ _PROCESSORS: dict[str, Callable[[], Any]] = {
     "qwen2_vl": lambda: _qwen_processor(transformers.Qwen2VLProcessor, 4),
     "qwen2_5_vl": lambda: _qwen_processor(transformers.Qwen2_5_VLProcessor, 4),
     "qwen3_vl": lambda: _qwen_processor(transformers.Qwen3VLProcessor, 4),
+    HYBRID: lambda: _qwen_processor(transformers.Qwen3VLProcessor, 4),
     "gemma3": _gemma3_processor,
     "llava_next": _llava_next_processor,
     "idefics3": _idefics3_processor,
@@ -289,6 +292,17 @@ def _qwen3_vl(processor: Any, sizes: dict[str, int]) -> Any:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
+def _qwen3_5(processor: Any, sizes: dict[str, int]) -> Any:
+    vision = {**_QWEN_VISION, "num_position_embeddings": 64}
+    linear = {f"linear_{kind}": 8 for kind in ("key_head_dim", "value_head_dim")}
+    linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+    rope = {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    layers = ["linear_attention", "full_attention"]
+    text = _text(processor, sizes, head_dim=8, rope_parameters=rope, layer_types=layers, **linear)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **_qwen_ids(processor))
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -343,6 +357,7 @@ _MODELS: dict[str, Callable[[Any, dict[str, int]], Any]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    HYBRID: _qwen3_5,
     "gemma3": _gemma3,
     "llava_next": _llava_next,
     "idefics3": partial(_idefics, transformers.Idefics3Config, transformers.Idefics3ForConditionalGeneration),

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
-from tiny_vlms import NAMES, TinyVLM, build, make_image, question
+from tiny_vlms import HYBRID, NAMES, TinyVLM, build, make_image, question
 from torch import nn
 
 from groupgrad.batch import Batch
@@ -20,13 +19,13 @@ from groupgrad.types import Media, Prompt, Rollout
 
 __all__ = [
     "ADAPTERS",
+    "HYBRID",
     "NAMES",
     "Case",
     "VLMSetup",
     "adapted",
     "concat_media",
     "make_batch",
-    "make_hybrid",
     "make_vlm_setup",
     "plain_logprobs",
 ]
@@ -62,32 +61,11 @@ class VLMSetup:
 
 
 def make_vlm_setup(name: str) -> VLMSetup:
-    """The VLM of one of `NAMES` in evaluation mode, with its prompts."""
-    return with_prompts(name, build(name))
+    """The VLM of one of `NAMES` or of `HYBRID` in evaluation mode, with its prompts."""
+    return _with_prompts(name, build(name))
 
 
-def make_hybrid() -> VLMSetup:
-    """Qwen3.5: one layer of linear attention (recurrent), one of full attention, and the vision tower of Qwen3-VL."""
-    built = build("qwen3_vl")
-    config, text = built.model.config, built.model.config.text_config.to_dict()
-    vision = {**config.vision_config.to_dict(), "model_type": "qwen3_5"}
-    for fields in (text, vision):
-        fields.pop("model_type")
-    linear = {f"linear_{kind}": 8 for kind in ("key_head_dim", "value_head_dim")}
-    linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
-    text |= {**linear, "layer_types": ["linear_attention", "full_attention"]}
-    text["rope_parameters"]["partial_rotary_factor"] = 1.0
-    ids = {name: getattr(config, name) for name in ("image_token_id", "video_token_id", "vision_start_token_id")}
-    torch.manual_seed(0)
-    made = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
-    model = transformers.Qwen3_5ForConditionalGeneration(made)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return with_prompts("qwen3_5", TinyVLM(model, built.processor))
-
-
-def with_prompts(name: str, built: TinyVLM) -> VLMSetup:
+def _with_prompts(name: str, built: TinyVLM) -> VLMSetup:
     """The model in evaluation mode, with its prompts."""
     pictures = [
         [make_image("red", (40, 30)), make_image("blue", (20, 50), "green")],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupgrad.kernels.attend import attend, slot_spans, span_table
-from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 
 
 @dataclass

@@ -19,7 +19,7 @@ from groupgrad.modeling.self_check import check_causal, check_layout, logprob_di
 def test_every_architecture_gets_its_fastest_layout(any_model):
     report = check_layout(any_model, ForwardOptions())
     name = type(any_model).__name__
-    dense = {"BloomForCausalLM", "GPTJForCausalLM"}
+    dense = {"RecurrentGemmaForCausalLM", "XGLMForCausalLM"}
     assert report.layout == ("dense" if name in dense else "shared"), report
     assert report.tiled_head
     assert (report.reason is None) == (name not in dense)

@@ -11,12 +11,12 @@ from tiny_vlms import make_image
 from torch import nn
 from vlm_batches import (
     ADAPTERS,
+    HYBRID,
     NAMES,
     VLMSetup,
     adapted,
     concat_media,
     make_batch,
-    make_hybrid,
     make_vlm_setup,
     plain_logprobs,
 )
@@ -24,7 +24,8 @@ from vlm_batches import (
 from groupgrad.batching.collate import collate
 from groupgrad.modeling import vlm as vlm_module
 from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.scoring.attention import AttentionCall, arguments
+from groupgrad.modeling.scoring.attention import arguments
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.forward import ForwardOptions, Layout, score_tokens
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import check_layout, random_batch
@@ -69,16 +70,20 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, t
 
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_path(name: str, layout: Layout, adapters: str):
+@pytest.mark.parametrize("name", [*NAMES, HYBRID])
+def test_path(name: str, layout: Layout, adapters: str, monkeypatch: pytest.MonkeyPatch):
     vlm = make_vlm_setup(name)
     model, batch = adapted(vlm.model, adapters), make_batch(vlm)
     expected = plain_logprobs(model, vlm)
     scores = score_tokens(model, batch, ForwardOptions(layout=layout))
     torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
     weights = torch.linspace(-1, 2, batch.num_tokens)
-    actual = gradients(model, (weights * scores.logprobs).sum())
-    assert_same_gradients(actual, gradients(model, (weights * expected).sum()))
+    actual, plain = (gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected))
+    if name == HYBRID and adapters == "full" and layout != "dense":
+        # The plain pass rounds the gradients of the decays by up to 2.2e-5 on some processors; float64 does not.
+        exact = float64_gradients(vlm, weights, monkeypatch)
+        plain |= {key: value for key, value in exact.items() if key.endswith(("A_log", "dt_bias"))}
+    assert_same_gradients(actual, plain)
     in_vision = [n for n, g in actual.items() if ("visual" in n or "vision" in n) and float(g.norm()) > 1e-4]
     assert bool(in_vision) == (adapters != "lora_text")
 
@@ -220,22 +225,13 @@ def test_the_reference_gets_the_images_of_the_policy(name: str, adapters: str):
     torch.testing.assert_close(scorer.policy(batch).logprobs, plain_logprobs(model, vlm).detach(), rtol=0, atol=1e-5)
 
 
-def test_a_recurrent_vlm_computes_each_prompt_once(monkeypatch):
-    vlm = make_hybrid()
+def test_a_recurrent_vlm_computes_each_prompt_once():
+    vlm = make_vlm_setup(HYBRID)
     report = check_layout(vlm.model, ForwardOptions(), example=example_prompt(vlm.processor))
     assert (report.layout, report.tiled_head, report.reason) == ("shared", True, None)
-    scores = score_tokens(vlm.model, make_batch(vlm), report.options(ForwardOptions())).logprobs
-    expected = plain_logprobs(vlm.model, vlm)
-    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
-    ours, plain = gradients(vlm.model, scores.sum()), gradients(vlm.model, expected.sum())
-    # The plain pass rounds the gradients of the decays by up to 2.2e-5 on some processors, so theirs are of float64.
-    for name, value in float64_gradients(vlm, monkeypatch).items():
-        if name.endswith(("linear_attn.A_log", "linear_attn.dt_bias")):
-            plain[name] = value
-    assert_same_gradients(ours, plain)
 
 
-def float64_gradients(vlm: VLMSetup, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+def float64_gradients(vlm: VLMSetup, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Gradients of the plain pass in float64, in which the model's own casts to float32 are casts to float64."""
     to = torch.Tensor.to
 
@@ -247,7 +243,7 @@ def float64_gradients(vlm: VLMSetup, monkeypatch: pytest.MonkeyPatch) -> dict[st
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         patch.setattr(torch.Tensor, "to", wide)
-        return gradients(vlm.model, plain_logprobs(vlm.model, vlm).sum())
+        return gradients(vlm.model, (weights * plain_logprobs(vlm.model, vlm)).sum())
 
 
 # ------------------------------------------------------------------------------------ the start-up check

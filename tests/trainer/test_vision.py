@@ -53,7 +53,7 @@ def make_seeing(make_trainer):
     return make
 
 
-@pytest.mark.parametrize("name", tiny_vlms.NAMES)
+@pytest.mark.parametrize("name", [*tiny_vlms.NAMES, tiny_vlms.HYBRID])
 def test_a_model_that_sees_trains(name: str, make_seeing):
     """Sampling and training agree on every token, the reference is the model at first, and what looks at pictures is
     trained with what reads."""
@@ -61,7 +61,7 @@ def test_a_model_that_sees_trains(name: str, make_seeing):
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     trainer.train()
     assert isinstance(trainer.prompt_maker, VisionPromptMaker)
-    assert trainer.execution.engine.name == "native"
+    assert (trainer.execution.engine.name, trainer.execution.layout.layout) == ("native", "shared")
     first, second = trainer.state.log_history[:2]
     assert max(entry["sampling/logp_mismatch"] for entry in (first, second)) <= 1e-5
     assert first["kl"] == pytest.approx(0, abs=1e-5)

@@ -22,7 +22,8 @@ from torch import nn
 
 from groupgrad.batch import Batch
 from groupgrad.modeling.families import IMAGE_TOKEN_FIELDS, VIDEO_TOKEN_FIELDS, has_bidirectional_images
-from groupgrad.modeling.scoring.attention import AttentionCall, AttentionPlan, arguments, pretrained
+from groupgrad.modeling.scoring.attention import arguments, pretrained
+from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.layout import ForwardInputs
 from groupgrad.modeling.scoring.recurrence import Recurrence

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_vlms import make_image
-from vlm_batches import ADAPTERS, NAMES, VLMSetup, adapted, concat_media, make_batch, make_hybrid, make_vlm_setup
+from vlm_batches import ADAPTERS, HYBRID, NAMES, VLMSetup, adapted, concat_media, make_batch, make_vlm_setup
 
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
@@ -65,7 +65,7 @@ def mismatch(model: Any, vlm: VLMSetup, samples: list[Sample], prompts: Sequence
 
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("engine", ["native", "transformers"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, HYBRID])
 def test_path(name: str, engine: str, adapters: str):
     vlm = make_vlm_setup(name)
     model = adapted(vlm.model, adapters)
@@ -198,7 +198,7 @@ def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(
 
 
 def test_a_model_that_carries_a_state_is_sampled_natively():
-    vlm = make_hybrid()
+    vlm = make_vlm_setup(HYBRID)
     chosen = choose_engine(vlm.model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
     assert chosen.name == "native"
     actual = chosen.engine.sample(requests(vlm), GREEDY)

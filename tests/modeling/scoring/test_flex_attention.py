@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from groupgrad.batch import Batch
 from groupgrad.modeling.scoring import block_attention
 from groupgrad.modeling.scoring import flex_attention as flex
-from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.flex_attention import attend_flex, is_usable
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.modeling.scoring.layout import flat_layout

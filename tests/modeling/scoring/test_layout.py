@@ -17,7 +17,8 @@ from transformers import BertConfig, BertLMHeadModel
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.modeling.scoring import blocks as blocks_module
-from groupgrad.modeling.scoring.attention import AttentionCall, attention_dropout, plannable
+from groupgrad.modeling.scoring.attention import attention_dropout, plannable
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.block_attention import BlockPlan
 from groupgrad.modeling.scoring.blocks import Segment, make_blocks
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens

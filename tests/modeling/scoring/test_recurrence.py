@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from functools import partial
 from typing import Any
@@ -11,40 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
-from torch import nn
+from ragged_rows import batch_of, gradients
+from tiny_hybrids import CONFIGS, make_hybrid
 
+from groupgrad.modeling.scoring import recurrence as recurrence_module
 from groupgrad.modeling.scoring import recurrent_layers
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
-from groupgrad.modeling.scoring.recurrence import Recurrence, gated_delta_rule
+from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.recurrent_scans import gated_delta_rule
 from groupgrad.modeling.self_check import check_layout
 
 OPTIONS = ForwardOptions(layout="shared")
-
-
-def ragged_groups(seed: int) -> Any:
-    """Groups of rows of unlike lengths, some longer than a chunk of 64 tokens, some empty."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.choice((1, 2, 5, 40, 90)))] for _ in range(3)]
-    rows = [
-        (prompt, [rng.randrange(3, VOCABULARY) for _ in range(rng.choice((0, 1, 2, 3, 17, 33, 80, 140)))])
-        for prompt in range(len(prompts))
-        for _ in range(rng.randint(1, 4))
-    ]
-    return prompts, rows
-
-
-def batch_of(seed: int) -> Any:
-    prompts, rows = ragged_groups(seed)
-    return build_batch(prompts, [prompt for prompt, _ in rows], [ids for _, ids in rows])
-
-
-def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -135,11 +113,6 @@ def test_a_model_on_another_thread_is_its_own() -> None:
     assert found and all(torch.equal(logits, expected) for logits in found)
 
 
-def test_a_model_that_computes_its_recurrence_itself_stays_dense() -> None:
-    report = check_layout(make_hybrid("minimax"), ForwardOptions())
-    assert report.layout == "dense" and "layers of type linear_attention" in str(report.reason)
-
-
 def random_segments(lengths: list[tuple[int, list[int]]]) -> tuple[list[Segment], list[list[int]]]:
     """Segments of (prompt length, lengths of its rows), and the flat places of each row with its prompt."""
     segments: list[Segment] = []
@@ -162,25 +135,33 @@ SEGMENTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("block", [64, 128, 2048])
+@settings(max_examples=10, deadline=None)
 @given(SEGMENTS, st.integers(0, 2**16), st.sampled_from([1, 16, 64]))
 def test_states_pass_through_chunks_as_through_tokens(
-    lengths: list[tuple[int, list[int]]], seed: int, size: int
+    block: int, lengths: list[tuple[int, list[int]]], seed: int, size: int
 ) -> None:
-    """h <- a h + x by chunks, against a float64 loop over the tokens of each row."""
+    """h <- a h + x by chunks in blocks, against a float64 loop over the tokens of each row."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrence_module, "BLOCK_TOKENS", block)
+        _check_states(lengths, seed, size)
+
+
+def _check_states(lengths: list[tuple[int, list[int]]], seed: int, size: int) -> None:
     segments, rows = random_segments(lengths)
     total = sum(segment.length for segment in segments)
     generator = torch.Generator().manual_seed(seed)
     decay, value = torch.rand(2, total, generator=generator, dtype=torch.float64)
     recurrence = Recurrence(segments)
     chunks = recurrence.chunks(torch.device("cpu"), size)
-    log_decays, inputs = chunks.steps(chunks.split(decay.log()).cumsum(-1)), chunks.steps(chunks.split(value))
+    log_decays = chunks.split(decay.log())
+    steps = chunks.steps(lambda *values: (values[0].cumsum(-1), values[1]), log_decays, chunks.split(value))
 
-    def advance(step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_decay = log_decays[step]
+    def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_decay, inputs = next(steps)
         kept = log_decay.exp()
         between = (log_decay[:, :, None] - log_decay[:, None, :]).exp().tril()
-        output = kept * state[:, None] + (between @ inputs[step][..., None]).squeeze(-1)
+        output = kept * state[:, None] + (between @ inputs[..., None]).squeeze(-1)
         return output, output[:, -1]
 
     measured = chunks.join(recurrence.scan(chunks, lambda n: torch.zeros(n, dtype=torch.float64), advance))
@@ -189,6 +170,20 @@ def test_states_pass_through_chunks_as_through_tokens(
         for place in places:
             state = float(decay[place]) * state + float(value[place])
             assert float(measured[place]) == pytest.approx(state, rel=1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h", "jamba", "minimax"])
+def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch, results = make_hybrid(family), batch_of(1), []
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    for block in (10**9, 64):
+        monkeypatch.setattr(recurrence_module, "BLOCK_TOKENS", block)
+        results.append(gradients(model, (weights * score_tokens(model, batch, OPTIONS).logprobs).sum()))
+    scale = max(float(value.abs().max()) for value in results[0].values())
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6 * scale, msg=name)
 
 
 @settings(max_examples=20, deadline=None)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from groupgrad.engines.native.kv_cache import KVCache, KVSlab, LayerShape, StateShape
 from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
-from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
 from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.vlm import PromptImages

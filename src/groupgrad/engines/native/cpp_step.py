@@ -17,7 +17,7 @@ from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
 from groupgrad.modeling.families import POSITION_ONLY_ROPE_TYPES, is_rms_norm
 from groupgrad.modeling.fused_modules import is_silu
-from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
 

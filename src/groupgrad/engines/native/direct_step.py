@@ -23,7 +23,7 @@ from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
 from groupgrad.modeling.families import CAUSAL_LMS, DECODERS, is_rms_norm, is_transformers_class
 from groupgrad.modeling.fused_modules import is_replaced, is_silu
-from groupgrad.modeling.scoring.attention import AttentionCall, AttentionPlan
+from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.vlm import is_multimodal
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.scoring.attention import AttentionPlan, run_planned
+from groupgrad.modeling.scoring.attention import run_planned
+from groupgrad.modeling.scoring.attention_plan import AttentionPlan
 from groupgrad.modeling.scoring.forward import output_head
 from groupgrad.modeling.scoring.head_hook import HeadHook
 

@@ -15,9 +15,8 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +25,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.attention_layers import (
+    RoutedPlan,
+    has_routed_attention,
+    route_attention,
+    unroutable_attention,
+)
+from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.scoring.recurrent_layers import forget, has_recurrent_layers, routed
 
 _PREFIX = "groupgrad_"
@@ -39,37 +44,6 @@ _ROUTABLE_LAYERS = _PLANNABLE_LAYERS | {"linear_attention", "mamba", "conv", "hy
 
 _WHOLE_CALL_ROPE = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings whose frequencies depend on the largest position of a call."""
-
-
-@dataclass(slots=True, frozen=True)
-class AttentionCall:
-    """Options of one layer's attention."""
-
-    layer: int
-    """Index of the layer in the model."""
-    scale: float
-    """Multiplies the products of queries and keys."""
-    softcap: float | None = None
-    """Scores become cap * tanh(score / cap) if set."""
-    window: int | None = None
-    """A query attends to keys less than this many positions before it; None: to all of them."""
-    sinks: torch.Tensor | None = None
-    """(Hq,) one more logit per head in the softmax's denominator."""
-    dropout: float = 0.0
-    """Dropout probability of attention weights; 0 in evaluation mode."""
-
-
-class AttentionPlan(Protocol):
-    """Computes attention between the tokens of a flat (1, T) input."""
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """The order of the tokens in recurrent layers; asked for only if the model has some."""
-        ...
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-        """(T, Hq, E) outputs from query (Hq, T, D), key (Hkv, T, D) and value (Hkv, T, E), where Hkv divides Hq."""
-        ...
 
 
 _configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
@@ -95,11 +69,15 @@ def run_planned(
     reason = plannable(model)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
+    inner = pretrained(model)
+    assert inner is not None
+    if has_routed_attention(inner):
+        route_attention(inner)
+        plan = RoutedPlan(plan, positions)
     _active_plans.append(plan)
     try:
-        with _wrapped_attention(model), ExitStack() as routes:
-            inner = pretrained(model)
-            if inner is not None and has_recurrent_layers(inner):
+        with _wrapped_attention(inner), ExitStack() as routes:
+            if has_recurrent_layers(inner):
                 routes.enter_context(routed(inner, plan.recurrence, keep=_is_kept_for_backward(inner)))
             if "position_ids" in arguments(model):
                 extra["position_ids"] = positions.unsqueeze(-2)
@@ -144,8 +122,11 @@ def plannable(model: nn.Module) -> str | None:
     other_layers = sorted(layer_types - (_ROUTABLE_LAYERS if recurrent else _PLANNABLE_LAYERS))
     if other_layers:
         return f"it has layers of type {', '.join(other_layers)}"
-    has_interface = inner._can_set_attn_implementation() and "position_ids" in arguments(inner)
-    if not has_interface and not (recurrent and layer_types == {"linear_attention"}):
+    if has_routed_attention(inner):
+        reason = unroutable_attention(inner)
+        if reason is not None:
+            return reason
+    elif not _has_interface(inner) and not (recurrent and layer_types == {"linear_attention"}):
         return "its attention does not go through transformers' attention interface"
     for part in _unwrapped(model):
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
@@ -156,11 +137,16 @@ def plannable(model: nn.Module) -> str | None:
     return None
 
 
+def _has_interface(inner: PreTrainedModel) -> bool:
+    """True if attention layers call transformers' attention interface, and the model takes positions."""
+    return inner._can_set_attn_implementation() and "position_ids" in arguments(inner)
+
+
 def attention_dropout(model: nn.Module) -> float:
     """The largest dropout probability of attention weights in `model` when it trains."""
     shares = [0.0]
     for module in model.modules():
-        if hasattr(module, "layer_idx"):
+        if hasattr(module, "layer_idx") or hasattr(module, "layer_id"):
             shares += [v for name, v in vars(module).items() if "dropout" in name and isinstance(v, float)]
             layers = [(n, c.p) for n, c in module.named_children() if isinstance(c, nn.modules.dropout._DropoutNd)]
             shares += [share for name, share in layers if "att" in name or name == "dropout"]
@@ -202,13 +188,12 @@ def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
 
 
 @contextmanager
-def _wrapped_attention(model: nn.Module) -> Iterator[None]:
-    """Wraps the attention implementations of the configurations inside `model`.
+def _wrapped_attention(inner: PreTrainedModel) -> Iterator[None]:
+    """Wraps the attention implementations of the configurations inside a model.
 
-    With gradient checkpointing they stay wrapped until `unplug`, because layers are computed again after the call.
+    With gradient checkpointing they stay wrapped until `unplug`, because layers are computed again after the call,
+    unless the layers are routed, which do not ask the configuration.
     """
-    inner = pretrained(model)
-    assert inner is not None
     if inner not in _configs:
         _configs[inner] = _decoder_configs(inner)
     for config in _configs[inner]:
@@ -216,7 +201,7 @@ def _wrapped_attention(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if not _is_kept_for_backward(inner):
+        if has_routed_attention(inner) or not _is_kept_for_backward(inner):
             unplug(inner)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from groupgrad.kernels import library
 from groupgrad.kernels.attend import attend, slot_spans, span_table
-from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.blocks import Block, Segment, make_blocks
 from groupgrad.modeling.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
 from groupgrad.modeling.scoring.recurrence import Recurrence

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.systems.oom import is_out_of_memory
 

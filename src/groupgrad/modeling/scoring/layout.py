@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch
-from groupgrad.modeling.scoring.attention import AttentionPlan, run_planned
+from groupgrad.modeling.scoring.attention import run_planned
+from groupgrad.modeling.scoring.attention_plan import AttentionPlan
 from groupgrad.modeling.scoring.block_attention import BlockPlan
 from groupgrad.modeling.scoring.blocks import Segment
 

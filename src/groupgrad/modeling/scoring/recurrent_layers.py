@@ -2,7 +2,8 @@
 
 The model files of transformers call their recurrent computations by a few names (`causal_conv1d_fn`,
 `torch_chunk_gated_delta_rule`, ...), which are functions of the file. Each is wrapped once: the wrapper calls its
-counterpart in `recurrence` while one is active, and the original otherwise. No model file is copied.
+counterpart in `recurrent_scans` while one is active, and the original otherwise. A layer that computes its recurrence
+in its own `forward` (MiniMax) is wrapped there. No model file is copied.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from groupgrad.modeling.scoring import recurrence
+from groupgrad.modeling.families import is_transformers_class
+from groupgrad.modeling.scoring import recurrent_scans
 from groupgrad.modeling.scoring.recurrence import Recurrence
 
 
@@ -28,15 +30,34 @@ def _not_fused(*_: object, **__: object) -> None:
 
 
 _COUNTERPARTS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": recurrence.causal_conv1d,
-    "torch_chunk_gated_delta_rule": recurrence.gated_delta_rule,
-    "chunk_kimi_delta_attention": recurrence.kimi_delta_rule,
-    "mamba2_chunk_scan": recurrence.mamba2_scan,
-    "mamba_selective_scan": recurrence.mamba_scan,
+    "causal_conv1d_fn": recurrent_scans.causal_conv1d,
+    "torch_chunk_gated_delta_rule": recurrent_scans.gated_delta_rule,
+    "chunk_kimi_delta_attention": recurrent_scans.kimi_delta_rule,
+    "mamba2_chunk_scan": recurrent_scans.mamba2_scan,
+    "mamba_selective_scan": recurrent_scans.mamba_scan,
     "mamba2_split_conv1d_scan_combined": _not_fused,
     "mamba_inner_fn": _not_fused,
 }
 """Name of a function in transformers' model files -> what computes it for flat tokens."""
+
+
+def _lightning(module: Any, order: Recurrence, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+    """Lightning attention (arXiv:2401.04658): a state decays by the same share with each token and takes in k v'.
+
+    That is Mamba-2's scan with steps of one.
+    """
+    states = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
+    query, key, value = states.split(module.head_dim, dim=-1)
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    with torch.autocast(value.device.type, enabled=False):
+        steps, decay = value.new_ones(value.shape[:-1], dtype=dtype), -module.slope_rate.flatten().to(dtype)
+        output = recurrent_scans.mamba2_scan(order, value.to(dtype), steps, decay, key.to(dtype), query.to(dtype))
+    output = module.norm(output.to(value.dtype).flatten(2))
+    return module.out_proj(module.output_gate(hidden_states).sigmoid() * output), None
+
+
+_LAYERS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
+"""Class of layers that compute a recurrence themselves -> what computes them for flat tokens."""
 
 _classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionary()
 
@@ -68,6 +89,8 @@ def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]
     for cls in _recurrent_classes(model):
         for name in _routable(cls):
             _wrap(inspect.unwrap(cls.forward).__globals__, name)
+        if _is_own(cls):
+            _wrap_layer(cls)
     _running.orders.append(order)
     if keep:
         _kept.pop(model, None)  # the last entry is that of the last pass
@@ -95,8 +118,15 @@ def _present() -> Recurrence | None:
 def _recurrent_classes(model: nn.Module) -> list[type[nn.Module]]:
     """The classes of layers in `model` that can be routed; decode steps ask often, so they are looked up once."""
     if model not in _classes:
-        _classes[model] = [cls for cls in {type(module) for module in model.modules()} if _routable(cls)]
+        _classes[model] = [
+            cls for cls in {type(module) for module in model.modules()} if _routable(cls) or _is_own(cls)
+        ]
     return _classes[model]
+
+
+def _is_own(cls: type[nn.Module]) -> bool:
+    """True if layers of a class compute their recurrence themselves and can be routed."""
+    return cls.__name__ in _LAYERS and is_transformers_class(cls)
 
 
 @cache
@@ -125,3 +155,19 @@ def _wrap(namespace: dict[str, Any], name: str) -> None:
 
     _wrappers.add(wrapper)
     namespace[name] = wrapper
+
+
+def _wrap_layer(cls: type[nn.Module]) -> None:
+    original = cls.forward
+    if original in _wrappers:
+        return
+
+    @functools.wraps(original)
+    def wrapper(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        order = _present()
+        if order is None:
+            return original(module, hidden_states, *args, **kwargs)
+        return _LAYERS[cls.__name__](module, order, hidden_states)
+
+    _wrappers.add(wrapper)
+    cls.forward = wrapper

@@ -1,0 +1,307 @@
+"""The computations of recurrent layers over flat tokens, each for one kind of layer.
+
+They take the arguments of transformers' functions, and the `Recurrence` that orders the tokens. What happens inside a
+chunk is computed for a block of chunks at once; then the states pass through them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from groupgrad.kernels import library
+from groupgrad.kernels.recurrent import can_step, convolution_step, state_step
+from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Chunks, Prepare, Recurrence
+
+
+def causal_conv1d(
+    recurrence: Recurrence,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """(1, D, T) depthwise convolution of (1, D, T) over the last K tokens of each row, with weights (D, K)."""
+    width = weight.shape[-1]
+    values = hidden_states.to(weight.dtype)
+    kernels = _step_kernels(recurrence, values, weight, bias)
+    if kernels is not None:
+        output = convolution_step(kernels, recurrence.states_in_place(), values[0].T, weight, bias).T[None]
+        return (output if activation is None else _activation(activation)(output)).to(hidden_states.dtype)
+    places, windows = recurrence.heads(width, values.device)
+    rows = recurrence.with_inputs_before(values[0], width)[:, windows]
+    output = (rows * weight.unsqueeze(1)).sum(-1)[None]
+    if bias is not None:
+        output = output + bias[:, None]
+    num_tokens = values.shape[-1]
+    if len(places) < num_tokens:
+        inside = F.conv1d(values, weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight))[..., :num_tokens]
+        output = inside.index_copy(2, places, output.to(inside.dtype))
+    if activation is not None:
+        output = _activation(activation)(output)
+    return output.to(hidden_states.dtype)
+
+
+def gated_delta_rule(
+    recurrence: Recurrence,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Gated delta rule (arXiv:2412.06464, section 3.3) of flat tokens, (1, T, Hv, Dv).
+
+    The state S (Dk, Dv) of a head becomes a (I - b k k') S + b k v' with decay a = exp(g) and strength b; the output is
+    q' S. Query and key are (1, T, Hk, Dk), where Hk divides Hv, value is (1, T, Hv, Dv), g and beta (1, T, Hv).
+    """
+    step = _delta_step(recurrence, query, key, value, g[..., None], beta, use_qk_l2norm_in_kernel)
+    if step is not None:
+        return step, None
+    chunks = recurrence.chunks(query.device)
+    groups = value.shape[2] // key.shape[2]
+
+    def prepare(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, strength: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        q, k, decay = _repeated(q, groups), _repeated(k, groups), g.squeeze(-1).cumsum(-1)
+        between = _decay_between(decay)
+        # What the tokens of a chunk write, if the state before the chunk is S: written - read @ S.
+        system = ((k * strength) @ k.mT) * between
+        right = torch.cat([v, k * decay.exp()[..., None]], dim=-1) * strength
+        inside = (q @ k.mT) * between
+        from_state = q * decay.exp()[..., None]
+        to_state = (k * (decay[..., -1:] - decay).exp()[..., None]).mT
+        return _delta_parts(system, right, inside, from_state, to_state, decay[..., -1].exp()[..., None, None])
+
+    inputs = (*_query_and_key(query, key, use_qk_l2norm_in_kernel), value, g[..., None], beta[..., None])
+    return _delta_rule(recurrence, chunks, prepare, inputs, query.dtype), None
+
+
+def kimi_delta_rule(
+    recurrence: Recurrence,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Kimi delta attention (arXiv:2510.26692, section 3): the gated delta rule with a decay for each key channel.
+
+    Shapes as in `gated_delta_rule`, but g is (1, T, H, Dk).
+    """
+    step = _delta_step(recurrence, query, key, value, g, beta, use_qk_l2norm_in_kernel)
+    if step is not None:
+        return step, None
+    chunks = recurrence.chunks(query.device, CHUNK_SIZES[0])
+
+    def prepare(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, strength: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        decay = g.cumsum(-2)
+        decayed = k[..., None, :, :] * _decay_between(decay.mT).movedim(-3, -1)
+        system = ((k * strength)[..., None, :] * decayed).sum(-1)
+        right = torch.cat([v, k * decay.exp()], dim=-1) * strength
+        inside = (q[..., None, :] * decayed).sum(-1)
+        from_state = q * decay.exp()
+        to_state = (k * (decay[..., -1:, :] - decay).exp()).mT
+        return _delta_parts(system, right, inside, from_state, to_state, decay[..., -1, :].exp()[..., None])
+
+    inputs = (*_query_and_key(query, key, use_qk_l2norm_in_kernel), value, g, beta[..., None])
+    return _delta_rule(recurrence, chunks, prepare, inputs, query.dtype), None
+
+
+def mamba2_scan(
+    recurrence: Recurrence,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: object,
+) -> torch.Tensor:
+    """Mamba-2's state space layer (arXiv:2405.21060, section 6) of flat tokens, (1, T, H, P).
+
+    The state S (N, P) of a head becomes exp(dt A) S + dt B x', and the output is C' S + D x. `hidden_states` x is
+    (1, T, H, P), dt (1, T, H), A and D (H,), B and C (1, T, G, N), where G divides H.
+    """
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(_state_dtype(dt))
+    kernels = _step_kernels(recurrence, hidden_states, dt, B, C)
+    if kernels is not None:
+        decay, x = (dt * A).exp()[0, ..., None], hidden_states[0] * dt[0, ..., None]
+        output = state_step(kernels, recurrence.states_in_place(), C[0], B[0], x, decay)[None]
+        return output if D is None else output + hidden_states * D[:, None]
+    chunks = recurrence.chunks(hidden_states.device)
+    groups = hidden_states.shape[2] // B.shape[2]
+    x = _chunked(chunks, hidden_states.to(dt.dtype) * dt[..., None])
+    b, c, g = _chunked(chunks, B), _chunked(chunks, C), _chunked(chunks, (dt * A)[..., None])
+
+    def prepare(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        b, c, decay = _repeated(b, groups), _repeated(c, groups), g.squeeze(-1).cumsum(-1)
+        inside = ((c @ b.mT) * _decay_between(decay)) @ x
+        added = (b * (decay[..., -1:] - decay).exp()[..., None]).mT @ x
+        return inside, c * decay.exp()[..., None], decay[..., -1].exp()[..., None, None], added
+
+    steps = chunks.steps(prepare, x, b, c, g)
+
+    def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inside, from_state, kept, added = next(steps)
+        return inside + from_state @ state, state * kept + added
+
+    output = recurrence.scan(chunks, lambda n: x.new_zeros(n, x.shape[1], b.shape[-1], x.shape[-1]), advance)
+    output = chunks.join(output.transpose(1, 2))[None]
+    return output if D is None else output + hidden_states * D[:, None]
+
+
+def mamba_scan(
+    recurrence: Recurrence,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: object,
+) -> torch.Tensor:
+    """Mamba's selective scan (arXiv:2312.00752, algorithm 2) of flat tokens, (1, E, T), one token a step.
+
+    The state h (E, N) becomes exp(dt A) h + dt B x, and the output is C h + D x, times silu(z). `hidden_states` x, dt
+    and z are (1, E, T), A (E, N), B and C (1, N, T), D (E,).
+    """
+    chunks = recurrence.chunks(hidden_states.device, 1)
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+    dt = F.softplus(dt) if delta_softplus else dt
+    inputs = (chunks.split(tensor[0].mT)[:, 0].to(_state_dtype(tensor)) for tensor in (dt, hidden_states, B, C))
+    width, x, b, c = inputs
+    steps = chunks.steps(lambda *values: values, width, x, b, c)
+
+    def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        width, x, b, c = next(steps)
+        state = (width[..., None] * A).exp() * state + (width * x)[..., None] * b[:, None]
+        return (state @ c[..., None]).squeeze(-1), state
+
+    output = recurrence.scan(chunks, lambda n: x.new_zeros(n, x.shape[1], b.shape[1]), advance)
+    output = chunks.join(output[:, None]).mT[None]
+    output = output if D is None else output + hidden_states * D[:, None]
+    return output if z is None else output * F.silu(z)
+
+
+def _delta_parts(
+    system: torch.Tensor,
+    right: torch.Tensor,
+    inside: torch.Tensor,
+    from_state: torch.Tensor,
+    to_state: torch.Tensor,
+    kept: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What a delta rule's states (n, H, Dk, Dv) need of the chunks that they pass through: each (n, H, ...).
+
+    These are `written` and `read` (C, Dv or Dk): what the tokens write is written - read @ state. Of the arguments,
+    `system` (C, C) times what the tokens write is `right` (C, Dv + Dk), the values to write and the keys by which the
+    state is read. `inside` (C, C) weights what earlier tokens of the chunk wrote, `from_state` (C, Dk) are queries to
+    the state, `to_state` (Dk, C) the keys under which tokens write into the state behind the chunk, and `kept` (1 or
+    Dk, 1) is the share of the state that the chunk keeps.
+    """
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    key_width = to_state.shape[-2]
+    written, read = solved.split([solved.shape[-1] - key_width, key_width], dim=-1)
+    return written, read, inside, from_state, to_state, kept
+
+
+def _delta_rule(
+    recurrence: Recurrence, chunks: Chunks, prepare: Prepare, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """(1, T, H, Dv) outputs of a delta rule whose parts `prepare` makes of chunks of `inputs`: q, k, v, g and beta."""
+    chunked = [_chunked(chunks, tensor) for tensor in inputs]
+    steps = chunks.steps(prepare, *chunked)
+    heads, key_width, value_width = inputs[2].shape[2], inputs[1].shape[-1], inputs[2].shape[-1]
+
+    def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        written, read, inside, from_state, to_state, kept = next(steps)
+        new = written - read @ state
+        return from_state @ state + inside @ new, state * kept + to_state @ new
+
+    def zeros(num_rows: int) -> torch.Tensor:
+        return chunked[0].new_zeros(num_rows, heads, key_width, value_width)
+
+    output = recurrence.scan(chunks, zeros, advance)
+    return chunks.join(output.transpose(1, 2))[None].to(dtype)
+
+
+def _step_kernels(recurrence: Recurrence, *tensors: torch.Tensor | None) -> ctypes.CDLL | None:
+    """The compiled kernels if the flat tokens are one token of each row, whose states they can update in place."""
+    if torch.is_grad_enabled() or not recurrence.is_step or not can_step(*tensors):
+        return None
+    return library()
+
+
+def _delta_step(
+    recurrence: Recurrence,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    norm: bool,
+) -> torch.Tensor | None:
+    """Outputs of a delta rule for one token of each row; None where they are computed by chunks."""
+    kernels = _step_kernels(recurrence, query, key, value, decay, beta)
+    if kernels is None:
+        return None
+    q, k = _query_and_key(query, key, norm)
+    return state_step(kernels, recurrence.states_in_place(), q[0], k[0], value[0], decay[0].exp(), beta[0])[None]
+
+
+@cache
+def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return ACT2FN[name]
+
+
+def _state_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunked(chunks: Chunks, tensor: torch.Tensor) -> torch.Tensor:
+    """(N, H, C, ...) chunks of (1, T, H, ...) values, in float32 at least."""
+    return chunks.split(tensor[0].to(_state_dtype(tensor))).transpose(1, 2)
+
+
+def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
+    """(N, H * times, ...) of (N, H, ...): each head for the heads of its group."""
+    return heads if times == 1 else heads.repeat_interleave(times, dim=1)
+
+
+def _query_and_key(query: torch.Tensor, key: torch.Tensor, norm: bool) -> list[torch.Tensor]:
+    """Queries, divided by the root of their width, and keys, both of length 1 before if `norm`."""
+    pair = [tensor.to(_state_dtype(tensor)) for tensor in (query, key)]
+    if norm:
+        pair = [tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in pair]
+    return [pair[0] * query.shape[-1] ** -0.5, pair[1]]
+
+
+def _decay_between(decay: torch.Tensor) -> torch.Tensor:
+    """(..., C, C) what is left at each token of a chunk of what each earlier one wrote; 0 for later ones.
+
+    `decay` (..., C) is the logarithm of what is left since the chunk's beginning.
+    """
+    size = decay.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
+    return (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
