@@ -35,7 +35,7 @@ def test_parts_by_hand(make_model: Any) -> None:
     memory, count = predict(shape, SIZES), shape.parameters
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
     assert memory.keys_values == (8 * 100 + 2 * 10) * 64 * 4
-    assert pass_tokens(SIZES) == 820
+    assert pass_tokens(SIZES, 512) == 820
     assert memory.peak == max(memory.sampling, memory.training)
     whole = predict(shape, replace(SIZES, accumulates=True))
     assert whole.training == memory.training + min(memory.gradients, memory.activations)
@@ -83,8 +83,9 @@ def test_gradients_of_weights_in_two_bytes_are_summed_in_four(make_model: Any) -
 
 def test_a_pass_on_a_cpu_is_cut_between_groups() -> None:
     sizes = replace(SIZES, micro_batch=64, completion=300)
-    assert pass_tokens(sizes) == 1210  # one group; two would have more than 2,048 tokens
-    assert pass_tokens(replace(sizes, on_gpu=True)) == 64 * 300 + 16 * 10
+    assert pass_tokens(sizes, 512) == 1210  # one group; two would have more than 2,048 tokens
+    assert pass_tokens(sizes, 256) == 3 * 1210  # a narrow model's pass has more tokens: four have more than 4,096
+    assert pass_tokens(replace(sizes, on_gpu=True), 512) == 64 * 300 + 16 * 10
 
 
 def test_the_choice_fits_and_a_smaller_device_changes_it(make_model: Any) -> None:

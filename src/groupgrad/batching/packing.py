@@ -100,14 +100,17 @@ def _split_between_groups(costs: Sequence[RowCost], groups: list[list[int]], lim
     """The rows of whole groups in parts of similar cost, each at most `limit` or one group."""
     if not groups:
         return []
-    costs_of_all = [costs[row] for rows in groups for row in rows]
-    fair = total_cost(costs_of_all) / max(1, -(-total_cost(costs_of_all) // limit))
+    sizes = [total_cost(costs[row] for row in rows) for rows in groups]
+    fair = sum(sizes) / max(1, -(-sum(sizes) // limit))
     parts: list[list[int]] = [[]]
-    for rows in groups:
-        without, joined = (total_cost(costs[row] for row in part) for part in (parts[-1], parts[-1] + rows))
+    without = 0  # whole groups share no prompt, so that their costs add up
+    for rows, size in zip(groups, sizes):
+        joined = without + size
         if parts[-1] and (joined > limit or abs(joined - fair) > abs(without - fair)):
             parts.append([])
+            joined = size
         parts[-1] += rows
+        without = joined
     return [sorted(rows) for rows in parts]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,9 @@ _LINEAR_FORWARD = nn.Linear.forward
 _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 """Tensor classes without behaviour of their own."""
 
+_staying: WeakSet[nn.Module] = WeakSet()
+"""Modules whose forward methods stay replaced until `own_parts`."""
+
 _Compute = Callable[[Any, torch.Tensor], torch.Tensor | None]
 
 
@@ -47,14 +51,17 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[N
     if stays is None:
         stays = torch.is_grad_enabled() and is_checkpointing(model)
     try:
-        is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
-        if not is_sharded(model) and not is_compiled:
+        modules = list(model.modules())
+        is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
+        if not is_compiled and not is_sharded(model):
             has_kernels = any(p.device.type == "cpu" for p in model.parameters()) and kernels.library() is not None
-            for module in model.modules():
+            for module in modules:
                 compute = _replacement(module, has_kernels=has_kernels)
                 if compute is not None:
                     replaced.append(module)
                     module.forward = _Replaced(module, compute, stays)
+            if stays:
+                _staying.update(replaced)
         yield
     finally:
         for module in [] if stays else replaced:
@@ -63,9 +70,12 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[N
 
 def own_parts(model: nn.Module) -> None:
     """Restores the forward methods of the modules inside `model`."""
+    if not _staying:  # asked several times a step, mostly for nothing
+        return
     for module in model.modules():
         if is_replaced(module):
             del module.forward
+        _staying.discard(module)
 
 
 def is_replaced(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from groupgrad.modeling.systems.oom_retry import TOKENS_PER_PASS_CPU
+from groupgrad.modeling.systems.oom_retry import tokens_per_pass
 from groupgrad.planning.shapes import ModelShape
 
 Adapter = Literal["full", "lora", "4bit"]
@@ -111,7 +111,7 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         gradients //= sizes.devices
     if sizes.sharding != "ddp":
         optimizer //= sizes.devices
-    tokens = pass_tokens(sizes)
+    tokens = pass_tokens(sizes, shape.hidden)
     one_layer = int(shape.layer_bytes * tokens)
     activations = int((shape.layer_bytes * shape.layers + shape.other_bytes) * tokens)
     if sizes.checkpointing:
@@ -131,17 +131,18 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
     )
 
 
-def pass_tokens(sizes: RunSizes) -> int:
+def pass_tokens(sizes: RunSizes, hidden_size: int) -> int:
     """Returns the tokens of a training pass whose completions have full length; each prompt counts once.
 
     On a CPU a larger micro-batch is cut between its groups.
     """
     groups = max(1, -(-sizes.micro_batch // sizes.group))
     tokens = sizes.micro_batch * sizes.completion + groups * sizes.prompt
-    if sizes.on_gpu or tokens <= TOKENS_PER_PASS_CPU:
+    limit = tokens_per_pass(hidden_size)
+    if sizes.on_gpu or tokens <= limit:
         return tokens
     of_group = min(sizes.group, sizes.micro_batch) * sizes.completion + sizes.prompt
-    return max(of_group, TOKENS_PER_PASS_CPU // of_group * of_group)
+    return max(of_group, limit // of_group * of_group)
 
 
 def _trained(shape: ModelShape, sizes: RunSizes) -> int:

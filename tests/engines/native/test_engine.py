@@ -124,7 +124,9 @@ def test_every_architecture_that_can_run_plans(any_model):
     actual = NativeEngine(any_model).sample(requests(), GREEDY)
     assert [s.ids for s in actual] == [generated(any_model, r) for r in requests()]
     actual = NativeEngine(any_model).sample(requests(), OPTIONS)
-    assert_alike(actual, TransformersEngine(any_model).sample(requests(), OPTIONS))
+    # Padding on the left changes the states of MiniMax in `generate`, and `choose_engine` finds that out.
+    plain = TransformersEngine(any_model, equal_lengths=type(any_model).__name__.startswith("MiniMax"))
+    assert_alike(actual, plain.sample(requests(), OPTIONS))
 
 
 def test_adapters_are_sampled_without_merging(build):

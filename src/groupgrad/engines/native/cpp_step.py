@@ -81,6 +81,7 @@ class _Sampling(ctypes.Structure):
         ("longest", _Number),
         *((name, _Pointer) for name in ("requests", "counts", "ends")),
         ("num_ends", _Number),
+        ("idle", _Number),
         ("factor", ctypes.c_float),
     )
 
@@ -101,6 +102,8 @@ class UnfilteredSampling:
     """(n,) tokens that the row has so far."""
     ends: torch.Tensor
     """Tokens that end a row."""
+    idle: int = 0
+    """Tokens that may be computed of rows that have ended."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,7 +210,10 @@ class CompiledStep:
     def sample(
         self, tokens: torch.Tensor, positions: torch.Tensor, state: UnfilteredSampling, num_steps: int
     ) -> torch.Tensor:
-        """(steps, n) tokens of up to `num_steps` steps; the last step is the first in which a row ends."""
+        """(steps, n) tokens of up to `num_steps` steps, fewer where rows end.
+
+        The step after the last one would compute more than `state.idle` tokens behind the ends of rows.
+        """
         model, rows = self._model, self._bound_rows()
         tokens, positions = tokens.contiguous(), positions.contiguous()
         sampled = torch.empty(num_steps, rows.count, dtype=torch.int64)
@@ -215,6 +221,7 @@ class CompiledStep:
         sampling = _Sampling(
             longest=state.draws.shape[1],
             num_ends=len(state.ends),
+            idle=state.idle,
             factor=bits_factor(state.temperature),
             **{name: getattr(state, name).data_ptr() for name in names},
         )

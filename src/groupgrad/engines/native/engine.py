@@ -80,7 +80,7 @@ class NativeEngine:
             return []
         with self.session(options) as session:
             session.check(requests)
-            return sample_all(session, [replace(request, continues=None, keep=False) for request in requests])
+            return sample_all(session, [_alone(request) for request in requests])
 
     @contextmanager
     def session(self, options: SamplingOptions) -> Iterator[NativeSession]:
@@ -133,6 +133,12 @@ class NativeEngine:
         if bound is None:
             bound = _bytes_that_fit(list(probe.layers.values()), probe.states, self._model)
         return KVCache(probe.layers, bound, states=probe.states, is_recorded=is_recorded)
+
+
+def _alone(request: Request) -> Request:
+    """The request without a predecessor and a successor."""
+    is_alone = request.continues is None and not request.keep
+    return request if is_alone else replace(request, continues=None, keep=False)
 
 
 def _fingerprint(model: nn.Module) -> tuple[Any, ...]:

@@ -95,12 +95,14 @@ class Sampler:
             self._seen[rows, choice.tokens] = True
         return choice.tokens
 
-    def unfiltered(self, rows: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor) -> UnfilteredSampling | None:
+    def unfiltered(
+        self, rows: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor, idle: int = 0
+    ) -> UnfilteredSampling | None:
         """Sampling state of the requests in `rows` (n,) that have `counts` (n,) tokens; None unless draws decide."""
         if self._kernels is None:
             return None
         return UnfilteredSampling(
-            self._draws, self.logprobs, self.entropies, self.params.temperature, rows, counts, ends
+            self._draws, self.logprobs, self.entropies, self.params.temperature, rows, counts, ends, idle
         )
 
     def _choose_in_tiles(

@@ -254,6 +254,16 @@ class Scheduler:
 
     def finish(self, sequences: Collection[Sequence]) -> None:
         """Removes finished sequences; those to be kept become retained prefixes."""
+        has_offloaded = any(sequence.request.keep for sequence in sequences) and self._retain(sequences)
+        self._leave(sequences)
+        if has_offloaded:
+            # Offloaded tokens may take the room of the slots that are free now.
+            need = self._need()
+            is_reserved = self.cache.reserve(need.with_more_tokens(1), need)
+            assert is_reserved, "offloaded tokens fit beside the remaining sequences"
+
+    def _retain(self, sequences: Collection[Sequence]) -> bool:
+        """Keeps prefixes of those finished sequences that are to be kept; True if keys and values were offloaded."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self.running)}
         finished = {id(sequence) for sequence in sequences}
         others = [sequence for sequence in self.running if id(sequence) not in finished]
@@ -270,12 +280,7 @@ class Scheduler:
                 retained.offloaded = self.cache.offload(slots[id(sequence)], num_tokens)
                 retained.group.ref_count += 1
                 has_offloaded = True
-        self._leave(sequences)
-        if has_offloaded:
-            # Offloaded tokens may take the room of the slots that are free now.
-            need = self._need()
-            is_reserved = self.cache.reserve(need.with_more_tokens(1), need)
-            assert is_reserved, "offloaded tokens fit beside the remaining sequences"
+        return has_offloaded
 
     def release(self, ticket: int) -> None:
         """Frees the retained prefix of a finished sequence, unless a request has claimed it."""
@@ -354,12 +359,17 @@ def _new_groups(sequences: Collection[Sequence]) -> list[Group]:
 
 def _need(sequences: Collection[Sequence], groups: Collection[Group]) -> Need:
     prompt_lengths = [len(group.prompt_ids) for group in groups]
+    longest = most = 0
+    for sequence in sequences:  # called in each step: `num_stored` and `max_length` without their calls
+        num_context = len(sequence.context_ids)
+        longest = max(longest, num_context + len(sequence.sampled_ids) - 1)
+        most = max(most, num_context + sequence.request.max_new_tokens)
     return Need(
         num_suffixes=len(sequences),
-        suffix_length=max((sequence.num_stored for sequence in sequences), default=0),
+        suffix_length=longest,
         num_prompts=len(groups),
         prompt_length=max(prompt_lengths, default=0),
-        max_suffix_length=max((sequence.max_length for sequence in sequences), default=0),
+        max_suffix_length=most,
         prompt_tokens=sum(prompt_lengths),
     )
 

@@ -75,6 +75,7 @@ class NativeSession:
         self._stop_strings, self._eos_ids = stop_strings, frozenset(sampler.params.eos_ids)
         self._eos_tensor = self._tensor(sorted(self._eos_ids))
         self._step_seconds = RUN_SECONDS
+        self._host_seconds = self._run_seconds = 0.0
         self._may_exceed_bound, self._statistics = may_exceed_bound, statistics
         self._batch: _RunningBatch | None = None
         self._finished: list[tuple[int, Sample]] = []
@@ -104,13 +105,15 @@ class NativeSession:
         Returns the samples that finished, in ticket order. ValueError if log-probs are not finite.
         """
         self._check_open()
-        scheduler, statistics = self._scheduler, self._statistics
+        scheduler, statistics, started = self._scheduler, self._statistics, time.perf_counter()
         admission = scheduler.admit()
         if admission.sequences:
             self._start(admission)
         if scheduler.running:
             scheduler.make_room()
             self._decode()
+            if not admission.sequences:
+                self._host_seconds = time.perf_counter() - started - self._run_seconds
         statistics.peak_bytes = self._cache.peak_tokens * self._cache.bytes_per_token
         statistics.num_waited, statistics.num_preempted = scheduler.num_waited, scheduler.num_preempted
         finished, self._finished = sorted(self._finished, key=lambda pair: pair[0]), []
@@ -249,32 +252,46 @@ class NativeSession:
         sign_of_life()
         batch, started = self._batch, time.perf_counter()
         tokens = self._next_tokens(batch, self._num_free_steps(running))
-        self._step_seconds = (time.perf_counter() - started) / len(tokens)
+        self._run_seconds = time.perf_counter() - started
+        self._step_seconds = self._run_seconds / len(tokens)
         batch.tokens = tokens[-1]
         batch.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
-        self._statistics.num_decoded += tokens.numel()
-        self._append(running, tokens.T.tolist())
+        self._statistics.num_decoded += self._append(running, tokens.T.tolist())
         self._finish(running)
 
     def _num_free_steps(self, running: list[Sequence]) -> int:
         """Steps before the scheduler is needed again, unless a sequence ends earlier; 1 if every token is examined."""
         if self._stop_strings or self._scheduler.is_gathering:
             return 1
-        budget = min(s.request.max_new_tokens - len(s.sampled_ids) for s in running)
-        room = self._cache.suffixes.slot_size - max(s.num_stored for s in running)
+        budget, longest = running[0].request.max_new_tokens, 0
+        for s in running:
+            num_sampled = len(s.sampled_ids)
+            budget = min(budget, s.request.max_new_tokens - num_sampled)
+            longest = max(longest, len(s.context_ids) + num_sampled)
+        room = self._cache.suffixes.slot_size - longest + 1
         return max(1, min(budget, room, int(RUN_SECONDS / self._step_seconds)))
 
     def _next_tokens(self, batch: _RunningBatch, num_steps: int) -> torch.Tensor:
-        """(steps, n) tokens of up to `num_steps` steps; sequences end by the last one only."""
+        """(steps, n) tokens of up to `num_steps` steps; those behind the end of a sequence mean nothing."""
         positions = batch.starts + batch.counts - 1
         if num_steps > 1:
-            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._eos_tensor)
+            idle = self._num_idle_tokens(len(batch.tokens))
+            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._eos_tensor, idle)
             tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, num_steps)
             if tokens is not None:
                 return tokens
         logits = batch.step.logits(batch.tokens, positions).to(self._device)
         return self._sampler.choose(logits, batch.table_rows, batch.counts)[None]
+
+    def _num_idle_tokens(self, num_rows: int) -> int:
+        """Tokens that may be computed of rows that have ended: they cost at most what a batch without them would.
+
+        None while sequences wait for the room of those that end.
+        """
+        if self._scheduler.waiting:
+            return 0
+        return min(num_rows, int(num_rows * self._host_seconds / self._step_seconds))
 
     def _make_batch(self, running: list[Sequence]) -> _RunningBatch:
         if self._batch is not None and len(running) > len(self._batch.tokens):
@@ -293,15 +310,23 @@ class NativeSession:
             ),
         )
 
-    def _append(self, sequences: list[Sequence], tokens: list[list[int]]) -> None:
-        """Appends sampled tokens to sequences and notes why a sequence ends."""
+    def _append(self, sequences: list[Sequence], tokens: list[list[int]]) -> int:
+        """Appends sampled tokens to sequences up to their ends, and notes why a sequence ends; how many it appends."""
+        eos_ids, has_stops, num_appended = self._eos_ids, bool(self._stop_strings), 0
         for sequence, new_ids in zip(sequences, tokens):
             ids = sequence.sampled_ids
+            if not eos_ids.isdisjoint(new_ids):
+                new_ids = new_ids[: next(i for i, token in enumerate(new_ids, 1) if token in eos_ids)]
+                sequence.finish_reason = "eos"
             ids.extend(new_ids)
-            if ids[-1] in self._eos_ids or self._stop_strings.is_end(ids):
+            num_appended += len(new_ids)
+            if sequence.finish_reason is not None:
+                continue
+            if has_stops and self._stop_strings.is_end(ids):
                 sequence.finish_reason = "eos"
             elif len(ids) >= sequence.request.max_new_tokens:
                 sequence.finish_reason = "length"
+        return num_appended
 
     def _finish(self, sequences: list[Sequence]) -> None:
         """Turns sequences that have ended into samples and frees their slots."""

@@ -74,11 +74,12 @@ def run_planned(
     if has_routed_attention(inner):
         route_attention(inner)
         plan = RoutedPlan(plan, positions)
+    is_kept = _is_kept_for_backward(inner)
     _active_plans.append(plan)
     try:
-        with _wrapped_attention(inner), ExitStack() as routes:
+        with _wrapped_attention(inner, is_kept=is_kept), ExitStack() as routes:
             if has_recurrent_layers(inner):
-                routes.enter_context(routed(inner, plan.recurrence, keep=_is_kept_for_backward(inner)))
+                routes.enter_context(routed(inner, plan.recurrence, keep=is_kept))
             if "position_ids" in arguments(model):
                 extra["position_ids"] = positions.unsqueeze(-2)
             return model(input_ids=ids[None], use_cache=False, **extra)
@@ -188,11 +189,11 @@ def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
 
 
 @contextmanager
-def _wrapped_attention(inner: PreTrainedModel) -> Iterator[None]:
+def _wrapped_attention(inner: PreTrainedModel, *, is_kept: bool) -> Iterator[None]:
     """Wraps the attention implementations of the configurations inside a model.
 
-    With gradient checkpointing they stay wrapped until `unplug`, because layers are computed again after the call,
-    unless the layers are routed, which do not ask the configuration.
+    With `is_kept` they stay wrapped until `unplug`, because layers are computed again after the call, unless the layers
+    are routed, which do not ask the configuration.
     """
     if inner not in _configs:
         _configs[inner] = _decoder_configs(inner)
@@ -201,7 +202,7 @@ def _wrapped_attention(inner: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        if has_routed_attention(inner) or not _is_kept_for_backward(inner):
+        if has_routed_attention(inner) or not is_kept:
             unplug(inner)
 
 

@@ -1,12 +1,13 @@
 """Rectangles of rows whose attention is computed together as batched matrix products.
 
-A block holds `n` groups of `R` rows with at most `C` tokens each. All rows of a group continue the same prompt of at
-most `P` tokens; prompts are rows without a prompt. Rows of similar length share a block, so little is padded.
+A block holds `n` groups of at most `R` rows with at most `C` tokens each. All rows of a group continue the same prompt
+of at most `P` tokens; prompts are rows without a prompt. Rows of similar length share a block, so little is padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,9 @@ BLOCK_SCORES = 1 << 19
 
 _SLACK, _SLACK_TOKENS = 0.15, 8
 """Rows share a block if the shorter ones fall short by at most this share, or this many tokens."""
+
+_SPARE_SCORES = 4096
+"""Scores per head of missing rows that a group may bring into a block: a block of its own would cost about as much."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,90 +109,116 @@ def _make_masks(block: Block, window: int | None) -> Masks:
     return Masks(prompt, own if len(own) > 1 or window is not None else None, own_from)
 
 
+@dataclass(slots=True, frozen=True)
+class _Group:
+    """Rows of similar length that continue one prompt, or have none."""
+
+    rows: list[Segment]
+    prompt: Segment | None
+    kind: tuple[int, int]
+    """The size classes of the rows and of the prompt."""
+
+
 @dataclass(slots=True)
 class _Rectangle:
-    """Groups of equally many rows, and the prompt of each group; no prompts if the rows have none."""
+    """Groups of one kind, the one with most rows first. Missing rows of the others are padding."""
 
-    rows: list[list[Segment]]
-    prompts: list[Segment]
+    groups: list[_Group]
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """C and P."""
-        row_lengths = (row.length for group in self.rows for row in group)
-        return max(row_lengths), max((prompt.length for prompt in self.prompts), default=0)
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.groups[0].rows)
 
-    def fits(self) -> bool:
-        """True if one block of these rows wastes little on padding and has few scores."""
-        row_lengths = [row.length for group in self.rows for row in group]
-        width, prompt_width = self.widths
-        shortest_prompt = min((prompt.length for prompt in self.prompts), default=0)
+    def takes(self, group: _Group) -> bool:
+        """True if another group wastes little on padding and there are few scores.
+
+        No block has two groups of one prompt, since such groups have too many scores together.
+        """
+        width, prompt_width = group.kind
+        row_scores = width * (width + prompt_width)
+        missing = self.num_rows - len(group.rows)
         return (
-            width <= QUERY_TILE
-            and _is_similar(min(row_lengths), width)
-            and _is_similar(shortest_prompt, prompt_width)
-            and len(set(self.prompts)) == len(self.prompts)
-            and len(row_lengths) * width * (width + prompt_width) <= BLOCK_SCORES
+            self.groups[0].kind == group.kind
+            and width <= QUERY_TILE
+            and missing * row_scores <= _SPARE_SCORES
+            and (len(self.groups) + 1) * self.num_rows * row_scores <= BLOCK_SCORES
         )
 
 
-def _is_similar(short: int, long: int) -> bool:
-    return long - short <= max(_SLACK_TOKENS, int(_SLACK * long))
+def _size_class(length: int) -> int:
+    """The longest length of the class of similar lengths that `length` belongs to."""
+    size = _unbounded_size_class(length)
+    return min(size, QUERY_TILE) if length <= QUERY_TILE else size
+
+
+def _unbounded_size_class(length: int) -> int:
+    if length * _SLACK <= _SLACK_TOKENS:
+        return -(-length // _SLACK_TOKENS) * _SLACK_TOKENS
+    steps = math.ceil(math.log(length * _SLACK / _SLACK_TOKENS) / math.log1p(_SLACK))
+    return math.ceil(_SLACK_TOKENS / _SLACK * (1 + _SLACK) ** steps)
 
 
 def make_blocks(segments: Sequence[Segment]) -> list[Block]:
     """Blocks in which every token of `segments`, which are all flat tokens, is a query once."""
     num_tokens = sum(segment.length for segment in segments)
-    rows = [_Rectangle([[row]], [] if row.shared is None else [row.shared]) for row in segments if row.length]
-
-    def prompt_of(rectangle: _Rectangle) -> int:
-        return rectangle.prompts[0].start if rectangle.prompts else -1
-
-    def kind_of(rectangle: _Rectangle) -> tuple[bool, int]:
-        return bool(rectangle.prompts), len(rectangle.rows[0])
-
-    rows.sort(key=lambda row: (prompt_of(row), -row.widths[0]))
-    groups = _merged(rows, prompt_of, lambda group, row: _Rectangle([group.rows[0] + row.rows[0]], group.prompts))
-    groups.sort(key=lambda group: (kind_of(group), *(-width for width in group.widths)))
-    rectangles = _merged(groups, kind_of, lambda a, b: _Rectangle(a.rows + b.rows, a.prompts + b.prompts))
+    rectangles: list[_Rectangle] = []
+    for group in sorted(_groups(segments), key=lambda group: (group.kind, -len(group.rows))):
+        if rectangles and rectangles[-1].takes(group):
+            rectangles[-1].groups.append(group)
+        else:
+            rectangles.append(_Rectangle([group]))
     return [block for rectangle in rectangles for block in _blocks_of(rectangle, num_tokens)]
 
 
-def _merged(
-    rectangles: list[_Rectangle],
-    kind_of: Callable[[_Rectangle], object],
-    join: Callable[[_Rectangle, _Rectangle], _Rectangle],
-) -> list[_Rectangle]:
-    """Joins neighbours of one kind as long as the result fits."""
-    merged: list[_Rectangle] = []
-    for rectangle in rectangles:
-        joined = join(merged[-1], rectangle) if merged and kind_of(merged[-1]) == kind_of(rectangle) else None
-        if joined is not None and joined.fits():
-            merged[-1] = joined
-        else:
-            merged.append(rectangle)
-    return merged
+def _groups(segments: Sequence[Segment]) -> list[_Group]:
+    """Groups of at most `BLOCK_SCORES` scores, unless a single row has more."""
+    classes: dict[tuple[int, int, int], _Group] = {}
+    groups: list[_Group] = []
+    sizes: dict[int, int] = {}
+    for row in segments:
+        if not row.length:
+            continue
+        prompt = row.shared
+        length, prompt_length = row.length, 0 if prompt is None else prompt.length
+        for value in (length, prompt_length):
+            if value not in sizes:
+                sizes[value] = _size_class(value)
+        kind = (sizes[length], sizes[prompt_length])
+        # Rows without a prompt are groups of their own.
+        key = (-1 - row.start if prompt is None else prompt.start, *kind)
+        group = classes.get(key)
+        is_full = group is not None and (len(group.rows) + 1) * kind[0] * sum(kind) > BLOCK_SCORES
+        if group is None or is_full or kind[0] > QUERY_TILE:
+            group = classes[key] = _Group([], prompt, kind)
+            groups.append(group)
+        group.rows.append(row)
+    return groups
 
 
 def _blocks_of(rectangle: _Rectangle, num_tokens: int) -> list[Block]:
     """One block, or one for each query tile of long rows."""
-    width, prompt_width = rectangle.widths
+    rows = [group.rows for group in rectangle.groups]
+    found = [group.prompt for group in rectangle.groups if group.prompt is not None]
+    width = max(row.length for group in rows for row in group)
     prompts = None
-    if rectangle.prompts:
-        prompts = torch.from_numpy(_places([[prompt] for prompt in rectangle.prompts], prompt_width, num_tokens))
-    prompt_lengths = torch.tensor([p.length for p in rectangle.prompts] or [0] * len(rectangle.rows))
+    if found:
+        prompt_width = max(prompt.length for prompt in found)
+        prompts = torch.from_numpy(_places([[prompt] for prompt in found], 1, prompt_width, num_tokens))
+    prompt_lengths = torch.tensor([prompt.length for prompt in found] or [0] * len(rows))
     tile = width if width <= QUERY_TILE * 3 // 2 else QUERY_TILE
     blocks = []
     for start in range(0, width, tile):
-        rows = torch.from_numpy(_places(rectangle.rows, min(start + tile, width), num_tokens))
-        blocks.append(Block(rows, prompts, prompt_lengths, start, num_tokens))
+        places = torch.from_numpy(_places(rows, rectangle.num_rows, min(start + tile, width), num_tokens))
+        blocks.append(Block(places, prompts, prompt_lengths, start, num_tokens))
     return blocks
 
 
-def _places(groups: list[list[Segment]], width: int, padding: int) -> np.ndarray:
-    """(groups, rows, width) int64 flat places of the rows' first tokens."""
-    starts, lengths = (
-        np.array([[getattr(row, name) for row in group] for group in groups])[..., None] for name in ("start", "length")
-    )
+def _places(groups: list[list[Segment]], num_rows: int, width: int, padding: int) -> np.ndarray:
+    """(groups, num_rows, width) int64 flat places of the rows' first tokens."""
+    starts, lengths = np.zeros((2, len(groups), num_rows, 1), dtype=np.int64)
+    for number, group in enumerate(groups):
+        starts[number, : len(group), 0] = [row.start for row in group]
+        lengths[number, : len(group), 0] = [row.length for row in group]
     offset = np.arange(width)
-    return np.where(offset < lengths, starts + offset, padding).astype(np.int64)
+    return np.where(offset < lengths, starts + offset, padding)

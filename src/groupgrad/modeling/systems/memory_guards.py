@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch
+from groupgrad.modeling.scoring.attention import pretrained
 from groupgrad.modeling.systems.fsdp_passes import pass_collectives
 from groupgrad.modeling.systems.joint_oom_retry import JointMemoryGuard
-from groupgrad.modeling.systems.oom_retry import TOKENS_PER_PASS_CPU, MemoryGuard
+from groupgrad.modeling.systems.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.modeling.systems.sharding import is_sharded
 
 
@@ -42,7 +43,9 @@ def memory_guard(
         )
     max_tokens = args.max_tokens_per_pass
     if max_tokens is None and args.device.type == "cpu" and not aux_loss:
-        max_tokens = TOKENS_PER_PASS_CPU
+        text: Any = getattr(getattr(pretrained(model), "config", None), "get_text_config", dict)()
+        width = getattr(text, "hidden_size", None)
+        max_tokens = tokens_per_pass() if width is None else tokens_per_pass(width)
     if collectives is not None and obstacle is None:
         return JointMemoryGuard(clear, collectives, max_tokens=max_tokens, prepare=prepare)
     num_ranks = args.context_parallel_size

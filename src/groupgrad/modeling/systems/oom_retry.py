@@ -15,8 +15,15 @@ from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_PASS_CPU = 2048
-"""Tokens of a training pass on a CPU beyond which a larger pass only takes more memory."""
+TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 512, 8
+"""Tokens of a training pass on a CPU beyond which a larger pass only takes more memory, in models of this hidden size
+or a larger one. A narrower model takes more of them, up to this many times: its passes cost the host more than the
+processor, and its activations have few bytes."""
+
+
+def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
+    """Tokens of a training pass of a model on a CPU, unless the configuration sets them."""
+    return TOKENS_PER_PASS_CPU * min(_MOST_TIMES, max(1, _WIDTH // max(1, hidden_size)))
 
 
 class MemoryGuard:
