@@ -1,0 +1,168 @@
+"""Measures the processor time of an optimizer step of small models, which Python and not arithmetic decides.
+
+    python bench/host_time.py [--workload demo|small] [--steps 30] [--profile 25] [--against PATH]
+
+`demo` is a step of the demo: 256 rows of at most 40 tokens and a model of two layers. `small` is a model of a million
+parameters with 128 rows of at most 16 tokens. Processor seconds of one thread are reported, because other work on the
+machine hardly changes them. `--profile` lists the functions that take most of it, by calls and seconds. `--against`
+runs another checkout's package in turn with this one, each in a process of its own, and prints the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+WARM_UP = 3
+"""Steps before the first one that counts."""
+
+
+class Clock:
+    """Processor seconds of each step, from its end to the end of the next; made a callback by `trainer_of`."""
+
+    def __init__(self, profiler: cProfile.Profile | None) -> None:
+        self.seconds: list[float] = []
+        self._profiler, self._ended = profiler, 0.0
+
+    def end_step(self) -> None:
+        """Notes the step that ends; the profiler runs after those of the warm-up."""
+        now = time.process_time()
+        self.seconds.append(now - self._ended)
+        if self._profiler is not None and len(self.seconds) == WARM_UP:
+            self._profiler.enable()
+        self._ended = time.process_time()
+
+
+def scattered_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Rewards that differ within a group."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def trainer_of(workload: str, folder: str, steps: int, clock: Clock) -> Any:
+    """A trainer of the workload that runs `steps` steps and tells `clock` of each."""
+    from datasets import Dataset
+    from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+    from groupgrad import GRPOConfig, GRPOTrainer
+    from groupgrad.demo import task
+
+    class Follow(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            clock.end_step()
+
+    tokenizer, rows = task.make_tokenizer(), task.make_splits(0).grpo
+    dataset = [{"prompt": problem.prompt} for problem in rows]
+    if workload == "demo":
+        model, sizes = task.make_model(tokenizer, 0), (256, 16, task.MAX_COMPLETION_LENGTH)
+    else:
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=1024,
+                hidden_size=128,
+                intermediate_size=384,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                head_dim=32,
+                max_position_embeddings=128,
+                tie_word_embeddings=True,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                bos_token_id=None,
+            )
+        )
+        sizes = (128, 8, 16)
+    random.seed(0)
+    config = GRPOConfig(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=sizes[0],
+        num_generations=sizes[1],
+        max_completion_length=sizes[2],
+        learning_rate=1e-5,
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+    )
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=scattered_reward,
+        args=config,
+        train_dataset=Dataset.from_list(dataset),
+        processing_class=tokenizer,
+        callbacks=[Follow()],
+    )
+
+
+def measure(workload: str, steps: int, lines: int) -> float:
+    """Median processor seconds of a step; prints `lines` lines of a profile."""
+    import torch
+
+    torch.set_num_threads(1)
+    profiler = cProfile.Profile(time.process_time) if lines else None
+    clock = Clock(profiler)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer_of(workload, folder, WARM_UP + steps, clock).train()
+    if profiler is not None:
+        profiler.disable()
+        for order in ("tottime", "cumulative"):
+            pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(lines)
+    return statistics.median(clock.seconds[WARM_UP:])
+
+
+def in_turn(workload: str, steps: int, other: Path, rounds: int) -> dict[str, list[float]]:
+    """Processor seconds of a step with this checkout and with another, each run `rounds` times, one after the other."""
+    found: dict[str, list[float]] = {"this": [], "other": []}
+    roots = {"this": Path(__file__).resolve().parents[1], "other": other.resolve()}
+    command = [sys.executable, __file__, "--workload", workload, "--steps", str(steps), "--json"]
+    for _ in range(rounds):
+        for name, root in roots.items():
+            environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            found[name].append(json.loads(output.splitlines()[-1])["seconds"])
+    return found
+
+
+def main() -> None:
+    """Print the seconds of a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=("demo", "small"), default="small")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    options = parser.parse_args()
+    if options.against is not None:
+        found = in_turn(options.workload, options.steps, options.against, options.rounds)
+        this, other = (statistics.median(found[name]) for name in ("this", "other"))
+        print(
+            f"{options.workload}: {1e3 * this:.1f} ms of a processor a step, {options.against} {1e3 * other:.1f} ms, "
+            f"{this / other:.2f} of it"
+        )
+        return
+    seconds = measure(options.workload, options.steps, options.profile)
+    text = json.dumps({"seconds": seconds}) if options.json else f"{1e3 * seconds:.1f} ms of a processor a step"
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
