@@ -51,8 +51,10 @@ def test_vllm_is_known_by_the_name_of_its_build_for_cpus(monkeypatch):
         return "0.32.0"
 
     monkeypatch.setattr(compat.importlib.metadata, "version", version)
+    compat.installed_version.cache_clear()
     assert compat.installed_version("vllm") == "0.32.0" and compat.at_least("vllm", "0.32")
     assert compat.installed_version("torch") is None
+    compat.installed_version.cache_clear()
 
 
 def test_require_names_what_to_install(monkeypatch):

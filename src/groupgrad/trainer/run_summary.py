@@ -43,18 +43,17 @@ class StartLines(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._printed: list[str] = []
+        self._printed: tuple[str, str] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints the lines on the main process, above the progress bar."""
         if not state.is_world_process_zero:
             return
-        lines = start_lines(self._trainer)
-        # How many prompts are measured depends on the time that they take.
-        known = [line for line in lines if not line.startswith("prompts")]
+        # A run that is paused and resumed many times would spend its time on measuring prompts.
+        known = batch_in_words(self._trainer.plan), ending_in_words(self._trainer)
         if known != self._printed:
             self._printed = known
-            tqdm.write("\n".join(lines))
+            tqdm.write("\n".join(start_lines(self._trainer)))
 
 
 def start_lines(trainer: Any) -> list[str]:

@@ -133,6 +133,11 @@ class StoppableRun(CheckpointedRun):
     _last_step: LastStep | None = None
     """The state at the beginning of the step that was begun last."""
 
+    @property
+    def _is_pausing(self) -> bool:
+        """True while the checkpoint of a pause is written, which no run without pauses has."""
+        return self._stop_at_step_end is not None and self._stop_at_step_end.name == stopping.PAUSE
+
     @contextmanager
     def _stops_at_signals(self) -> Iterator[None]:
         """Collective. Receives signals while the body trains. Stopped if one has ended it before its last step.

@@ -474,8 +474,9 @@ class TrainingRun(TRLNames, StoppableRun):
             self._prepare_model(self.model)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._without_end("the model card"):
-            self.create_model_card()  # before the checkpoint, which is pushed with it
+        if not self._is_pausing:
+            with self._without_end("the model card"):
+                self.create_model_card()  # before the checkpoint, which is pushed with it
         super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(
