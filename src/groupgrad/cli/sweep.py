@@ -169,9 +169,9 @@ def _act(arguments: argparse.Namespace) -> int:
         if not changes and not arguments.from_weights:
             raise ValueError("a clone without changes is the same arm; give --set KEY=VALUE or --from-weights")
         _check(store, merged(store.fact("base"), {**arm.changes, **changes}), is_command_line)
-    number = store.queue(arguments.what, arm.id, changes, arguments.from_weights)
-    if is_command_line and _take_at_once(store):
-        state, message = store.command_state(number)
+    command = store.queue(arguments.what, arm.id, changes, arguments.from_weights)
+    if is_command_line and _take_at_once(store, command):
+        state, message = store.command_state(command)
         if state == "refused":
             raise ValueError(message)
         print(f"{arguments.what} of {arm.name}: done{f', the new arm is {message}' if message else ''}")
@@ -209,8 +209,9 @@ def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> Non
     ScriptArms({}, labelled).check(settings)
 
 
-def _take_at_once(store: Store) -> bool:
-    """Has commands taken by this process if no other one trains the sweep; False if one does."""
+def _take_at_once(store: Store, own: int) -> bool:
+    """Has commands taken by this process if no other one trains the sweep; False if one does. Of those that wait from
+    before, what is refused is printed."""
     from groupgrad.cli.sweep_arms import CommandLineArms
     from groupgrad.sweep.runner import Sweeper
     from groupgrad.trainer.run_lock import locked
@@ -219,9 +220,13 @@ def _take_at_once(store: Store) -> bool:
     content = {key: value for key, value in description.items() if key not in ("base", "kind")}
     try:
         with locked(store.folder):
-            Sweeper(read_plan(content, description["base"]), store.folder, CommandLineArms()).apply_commands()
+            sweeper = Sweeper(read_plan(content, description["base"]), store.folder, CommandLineArms())
+            refused = sweeper.apply_commands()
     except OutputDirInUse:
         return False
+    for command, refusal in refused.items():
+        if command != own:
+            print(refusal, file=sys.stderr)
     return True
 
 

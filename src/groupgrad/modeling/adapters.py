@@ -13,6 +13,9 @@ from groupgrad.modeling.quantized import is_packed, is_quantized
 
 _TASKS = (None, "CAUSAL_LM")
 
+_INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
+"""LoRA initialisations that leave the base weights unchanged; others subtract the adapter from them."""
+
 
 def is_adapted(model: Any) -> bool:
     """True for a model with a PEFT adapter."""
@@ -28,6 +31,12 @@ def active_adapters(model: Any) -> list[str]:
     """Names of the active adapters; empty without any."""
     active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None) or []
     return [active] if isinstance(active, str) else list(active)
+
+
+def leaves_base_unchanged(peft_config: Any) -> bool:
+    """True if an adapter of this configuration begins without a change of the base model's weights."""
+    init = getattr(peft_config, "init_lora_weights", True)
+    return not isinstance(init, str) or init.lower() in _INITS_OVER_UNCHANGED_BASE
 
 
 def add_adapter(model: nn.Module, peft_config: Any, *, keep_dtype: bool = False) -> nn.Module:

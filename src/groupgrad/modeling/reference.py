@@ -14,13 +14,10 @@ import torch
 from torch import nn
 
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.adapters import active_adapters, is_adapted
+from groupgrad.modeling.adapters import active_adapters, is_adapted, leaves_base_unchanged
 from groupgrad.modeling.systems.fsdp import is_fully_sharded
 from groupgrad.modeling.systems.sharding import ShardSnapshot, is_sharded
 from groupgrad.modeling.vlm import is_multimodal
-
-_INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
-"""LoRA initialisations that leave the base weights unchanged; others subtract the adapter from them."""
 
 
 class Reference:
@@ -138,10 +135,8 @@ def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None
 def _can_be_disabled(policy: Any) -> bool:
     """True if the policy without its new adapter is the user's model, now and after training."""
     names = active_adapters(policy)
-    for name in names:
-        init = getattr(policy.peft_config[name], "init_lora_weights", True)
-        if isinstance(init, str) and init.lower() not in _INITS_OVER_UNCHANGED_BASE:
-            return False
+    if not all(leaves_base_unchanged(policy.peft_config[name]) for name in names):
+        return False
     # Some adapters train biases of the base model, which stay active when the adapter is disabled.
     return all(
         any(part in names for part in name.split("."))

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import nearest
 from groupgrad.sweep.sharing import RewardCache, cached_functions
@@ -63,7 +61,7 @@ class ScriptArms:
         GRPOConfig(**fields)
 
     def build(self, settings: Mapping[str, Any], folder: Path) -> GRPOTrainer:
-        """The trainer of an arm. A model that was given as an object is copied for each arm."""
+        """The trainer of an arm."""
         fields, objects = self._split(settings)
         arguments = dict(self._arguments)
         for name, value in objects.items():
@@ -71,8 +69,6 @@ class ScriptArms:
                 arguments[name] = self._adapter(value)
             else:
                 arguments[name] = self._labelled.get(name, {}).get(value, value)
-        if isinstance(arguments["model"], nn.Module):
-            arguments["model"] = copy.deepcopy(arguments["model"])
         if self._cached:
             arguments["reward_funcs"] = cached_functions(arguments["reward_funcs"], self._cached, self.cache)
         return GRPOTrainer(**arguments, args=GRPOConfig(**{**fields, "output_dir": str(folder)}))

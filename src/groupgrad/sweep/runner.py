@@ -17,10 +17,13 @@ import psutil
 
 from groupgrad import dist
 from groupgrad.errors import CheckpointNotSaved
+from groupgrad.modeling.base_models import BaseModels
 from groupgrad.sweep import compare
 from groupgrad.sweep.arm_run import ArmRun
+from groupgrad.sweep.common_work import CommonWork
 from groupgrad.sweep.factory import ArmFactory
 from groupgrad.sweep.plan import SweepPlan, arm_name, merged
+from groupgrad.sweep.report import cost
 from groupgrad.sweep.sharing import SharedWeights
 from groupgrad.sweep.store import DONE, FAILED, STOPPED, WAITING, Arm, Command, Store
 from groupgrad.sweep.trials import ask_trials
@@ -32,6 +35,8 @@ FIRST_TURN = 5
 """Steps of a turn before its cost is known."""
 SWITCH_SHARE = 0.04
 """Share of the time that switching between arms should take."""
+LONGEST_TURN = 5
+"""Times of a turn that pays for its own switch alone; commands wait for the end of a turn."""
 MEMORY_SHARE = 0.5
 """Share of the free memory that trainers may keep between turns."""
 ERROR_FILE = "error.txt"
@@ -50,7 +55,7 @@ class Sweeper:
         self.store = Store(folder, create=True)
         self._runs: dict[int, ArmRun] = {}
         """Trainers that are kept, the one of the last turn last."""
-        self._weights = SharedWeights()
+        self._bases, self._weights, self._work = BaseModels(), SharedWeights(), CommonWork()
         self._free_at_start = psutil.virtual_memory().available
 
     # -------------------------------------------------------------------------------------------------- the course
@@ -89,7 +94,8 @@ class Sweeper:
         """Trains until no arm has steps to make. Returns the number of arms that have failed."""
         with locked(self.store.folder):
             while True:
-                self.apply_commands()
+                for refusal in self.apply_commands().values():
+                    logger.warning("%s", refusal)
                 self._decide()
                 arm = self._next()
                 if arm is None:
@@ -132,13 +138,16 @@ class Sweeper:
         return min(arm.step + (self.plan.turn_steps or self._steps_by_cost()), limit)
 
     def _steps_by_cost(self) -> int:
-        """As many steps as keep the cost of a switch within its share, by the turns so far."""
+        """As many steps as bring the cost of all switches so far, and of the next one, within its share; turns that
+        rungs have cut short are made up for."""
         turns = [turn for turn in self.store.turns() if turn.last_step > turn.first_step > 0]
         if not turns:
             return FIRST_TURN
         step_s = statistics.median(turn.train_s / (turn.last_step - turn.first_step) for turn in turns)
         switch_s = statistics.median(turn.switch_s for turn in turns)
-        return max(FIRST_TURN, math.ceil(switch_s * (1 - SWITCH_SHARE) / SWITCH_SHARE / max(step_s, 1e-6)))
+        wanted_s = [seconds * (1 - SWITCH_SHARE) / SWITCH_SHARE for seconds in (switch_s, cost(self.store).switch_s)]
+        missing_s = min(wanted_s[0] + max(0.0, wanted_s[1] - cost(self.store).train_s), LONGEST_TURN * wanted_s[0])
+        return max(FIRST_TURN, math.ceil(missing_s / max(step_s, 1e-6)))
 
     # ------------------------------------------------------------------------------------------------ the trainers
 
@@ -157,7 +166,8 @@ class Sweeper:
         if arm.id in self._runs:
             self._runs[arm.id] = self._runs.pop(arm.id)
             return self._runs[arm.id]
-        trainer = self.factory.build(self.settings_of(arm), self.folder_of(arm))
+        with self._bases.in_use():
+            trainer = self.factory.build(self.settings_of(arm), self.folder_of(arm))
         if trainer.args.save_only_model:
             raise ValueError("save_only_model=True leaves nothing to resume a turn from; set it to False")
         if self.plan.metric not in (compare.COMBINED, *trainer.rewards.names):
@@ -166,6 +176,7 @@ class Sweeper:
                 f"{', '.join(trainer.rewards.names)}"
             )
         self._weights.share(trainer.model)
+        self._work.join(trainer)
         run = self._runs[arm.id] = ArmRun(trainer, self.folder_of(arm))
         return run
 
@@ -256,8 +267,9 @@ class Sweeper:
 
     # ---------------------------------------------------------------------------------------------------- commands
 
-    def apply_commands(self) -> None:
-        """Does what has been asked since the last turn; what cannot be done is refused with a reason."""
+    def apply_commands(self) -> dict[int, str]:
+        """Does what has been asked since the last turn. Returns, by the command's number, why it cannot be done."""
+        refused: dict[int, str] = {}
         for command in self.store.queued():
             arm = next((arm for arm in self.store.arms() if arm.id == command.arm), None)
             if arm is None:
@@ -266,8 +278,9 @@ class Sweeper:
             try:
                 getattr(self, f"_{command.kind}")(command, arm)
             except (ValueError, TypeError, OSError) as error:
-                logger.warning("%s of arm %s was refused: %s", command.kind, arm.name, error)
+                refused[command.id] = f"{command.kind} of arm {arm.name} was refused: {error}"
                 self.store.take(command, refused=True, message=str(error))
+        return refused
 
     def _stop(self, command: Command, arm: Arm) -> None:
         if arm.state != WAITING:

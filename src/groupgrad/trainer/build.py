@@ -32,8 +32,9 @@ from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import UnavailableError
 from groupgrad.kernels.threads import limit_spinning
 from groupgrad.modeling import load
-from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted
+from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted, leaves_base_unchanged
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
+from groupgrad.modeling.base_models import separate_trained, shared_base
 from groupgrad.modeling.liger import apply_kernels
 from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
 from groupgrad.modeling.reference import Reference, check_sharded_policy
@@ -92,11 +93,12 @@ def build_policy(
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
     with fsdp.without_accelerate():
-        model = _load_model(model, config, quantization_config)
+        model = _load_base(model, config, quantization_config, peft_config)
     check_language_model(model)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, keep_dtype=config.stochastic_rounding)
+        separate_trained(model)
     check_adapter(model)
     if config.use_liger_kernel:
         apply_kernels(model, config.liger_kernel_config)
@@ -411,6 +413,18 @@ def build_components(
     )
     in_training = replace(forward_options, context=execution.context)
     return TrainerComponents(plan_for(config), policy_options, in_training, sampling, scorer, collector, evaluator)
+
+
+def _load_base(model: Any, config: GRPOConfig, quantization_config: Any, peft_config: Any) -> nn.Module:
+    """The model that trains or that gets an adapter. Arms of a sweep that train adapters on a CPU share it."""
+    options = repr(mapping(config.model_init_kwargs)), config.trust_remote_code, config.seed
+    is_frozen = peft_config is not None and quantization_config is None and config.device.type == "cpu"
+    return shared_base(
+        model,
+        options,
+        partial(_load_model, model, config, quantization_config),
+        is_frozen=is_frozen and leaves_base_unchanged(peft_config),
+    )
 
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:
