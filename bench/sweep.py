@@ -1,29 +1,35 @@
 """A sweep of 8 arms (4 learning rates x 2 losses) on the demo's task: what finding the best arm costs.
 
-`python bench/sweep.py` first sweeps with successive halving, then trains the dropped arms to their end as well, which
-shows which arm is really the best. `--memory` compares the memory of 8 LoRA arms with that of one.
+`python bench/sweep.py` trains all arms of each seed to their end, and then sweeps them again with successive halving in
+a folder of its own. Both sweeps go on where they were interrupted, so several processes may each take some `--seeds`;
+one call with all of them then prints the table. `--memory` compares the memory of 8 LoRA arms with that of one,
+`--profile` shows what a switch does.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import cProfile
 import json
 import os
+import pstats
 import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import psutil
 import torch
 from datasets import Dataset
-from tiny_task import (
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from groupgrad.demo.task import (
     MAX_COMPLETION_LENGTH,
     correctness_reward,
     format_reward,
@@ -32,19 +38,13 @@ from tiny_task import (
     make_tokenizer,
     warm_up,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
-
-from groupgrad.sweep.compare import difference
 from groupgrad.sweep.factory import ScriptArms
-from groupgrad.sweep.plan import SweepPlan, read_plan
-from groupgrad.sweep.report import cost
+from groupgrad.sweep.plan import read_plan
+from groupgrad.sweep.report import cost, results
 from groupgrad.sweep.runner import Sweeper
-from groupgrad.sweep.store import DROPPED, WAITING
 
-VARY = {"learning_rate": [5e-5, 2e-4, 6e-4, 2e-3], "loss_type": ["grpo", "dapo"]}
-LAST_SHARE = 0.25
-"""Share of the last steps of a whole run that tell which arm is the best."""
+VARY = {"learning_rate": {"range": [1e-5, 1e-2], "num": 4, "scale": "log"}, "loss_type": ["grpo", "dapo"]}
+REWARDS = [correctness_reward, format_reward]
 
 
 def main() -> int:
@@ -56,25 +56,29 @@ def main() -> int:
         return 0
     if options.memory:
         return compare_memory()
-    rows = [measure(options, seed) for seed in range(options.seeds)]
-    found = sum(row["found"] for row in rows)
-    tied = sum(row["tied"] for row in rows)
-    shares = ", ".join(f"{row['share']:.1%}" for row in rows)
-    print(f"\nbest arm found in {found} of {len(rows)} seeds, not clearly worse than it (p > 0.05) in {tied}")
-    print(f"share of the steps of training all arms to their end: {shares}")
-    print("switching: " + ", ".join(f"{row['switching']:.1%}" for row in rows))
+    if options.profile:
+        return profile(options)
+    rows = [measure(options, seed) for seed in options.seeds]
+    print("\n| seed | arm found | arm that is the best | behind the best | steps made | switching |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        print("| {seed} | {found} | {best} | {behind} | {share:.1%} | {switching:.1%} |".format(**row))
+    same = sum(row["found"] == row["best"] for row in rows)
+    tied = sum(row["p_value"] > 0.05 for row in rows)
+    print(f"\nbest arm found in {same} of {len(rows)} seeds, it or one that is not clearly worse (p > 0.05) in {tied}")
     return 0
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of an arm")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of an arm; the demo has 200")
     parser.add_argument("--rows", type=int, default=64, help="completions of a step, 8 for each prompt")
     parser.add_argument("--warm_up_steps", type=int, default=800)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-sweep"))
     parser.add_argument("--memory", action="store_true", help="measure memory instead")
+    parser.add_argument("--profile", action="store_true", help="profile the switches of a sweep of 8 arms instead")
     parser.add_argument("--memory_of", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -99,58 +103,59 @@ def make_sweeper(folder: Path, arguments: dict[str, Any], args: dict[str, Any], 
     return sweeper
 
 
-def measure(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One seed: the arm that halving finds, and the arm that is best when all are trained to their end."""
+def make_demo_sweep(options: argparse.Namespace, folder: Path, seed: int, **content: Any) -> Sweeper:
+    """A sweep of the 8 arms from the demo's base model."""
     base = base_model(options)
-    rows = [problem.row() for problem in make_splits(0).grpo]
     arguments = {
         "model": AutoModelForCausalLM.from_pretrained(base),
         "processing_class": AutoTokenizer.from_pretrained(base),
-        "reward_funcs": [correctness_reward, format_reward],
-        "train_dataset": Dataset.from_list(rows),
+        "reward_funcs": REWARDS,
+        "train_dataset": Dataset.from_list([problem.row() for problem in make_splits(0).grpo]),
     }
-    args = settings(options.steps, options.rows, seed=seed)
-    content = {"vary": VARY, "halving": True, "cache_rewards": ["correctness_reward", "format_reward"]}
-    sweeper = make_sweeper(options.folder / f"seed-{seed}", arguments, args, content)
-    sweeper.run()
-    store = sweeper.store
-    if store.fact("halved") is None:
-        chosen = next(arm for arm in store.arms() if arm.state == "done")
-        spent = cost(store)
-        store.set_fact("halved", {"name": chosen.name, "steps": spent.steps, "switching": spent.switch_share})
-    halved = store.fact("halved")
-    to_the_end(sweeper.plan, sweeper)
-    arms = {arm.name: arm for arm in store.arms()}
-    after = round(options.steps * (1 - LAST_SHARE))
-    last = {name: store.rewards(arm.id, after, options.steps) for name, arm in arms.items()}
-    means = {name: mean_of(found) for name, found in last.items()}
-    best = max(means, key=lambda name: means[name])
-    behind = difference(last[best], last[halved["name"]], "reward")
-    row = {
-        "found": best == halved["name"],
-        "tied": best == halved["name"] or behind.p_value > 0.05,
-        "share": halved["steps"] / (len(arms) * options.steps),
-        "switching": halved["switching"],
+    content |= {"vary": VARY, "cache_rewards": [function.__name__ for function in REWARDS]}
+    return make_sweeper(folder, arguments, settings(options.steps, options.rows, seed=seed), content)
+
+
+def measure(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """One seed: the arm that halving finds, and the one that is best when all are trained to their end."""
+    whole = make_demo_sweep(options, options.folder / f"all-{seed}", seed, turn_steps=options.steps)
+    whole.run()
+    halved = make_demo_sweep(options, options.folder / f"halved-{seed}", seed, halving=True)
+    halved.run()
+    rows = {row.name: row for row in results(whole.store)}
+    best, found, spent = next(iter(rows.values())), results(halved.store)[0], cost(halved.store)
+    assert found.reward == rows[found.name].reward, "an arm has other rewards in a sweep with halving"
+    behind = rows[found.name].behind
+    print(f"\nseed {seed}: " + ", ".join(f"{name} {row.reward:.3f}" for name, row in rows.items()), flush=True)
+    return {
+        "seed": seed,
+        "found": f"{found.name} ({found.reward:.3f})",
+        "best": f"{best.name} ({best.reward:.3f})",
+        "behind": "the same" if behind is None else behind.text,
+        "p_value": 1.0 if behind is None else behind.p_value,
+        "share": spent.steps / spent.all_steps,
+        "switching": spent.switch_share,
     }
-    print(f"\nseed {seed}: chosen {halved['name']} ({means[halved['name']]:.3f}), best {best} ({means[best]:.3f})")
-    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()), flush=True)
-    print(f"  behind the best {behind.mean:.3f} ± {behind.error:.3f} (p = {behind.p_value:.2g}), {row}", flush=True)
-    return row
 
 
-def to_the_end(plan: SweepPlan, sweeper: Sweeper) -> None:
-    """Trains the arms that were dropped, too."""
-    for arm in sweeper.store.arms():
-        if arm.state == DROPPED:
-            sweeper.store.set_state(arm.id, WAITING)
-    sweeper.plan = dataclasses.replace(plan, halving=None)
-    sweeper.run()
-
-
-def mean_of(steps: Any) -> float:
-    """The mean reward of some steps."""
-    values = [value for rewards in steps.values() for value in rewards.means["reward"]]
-    return sum(values) / len(values)
+def profile(options: argparse.Namespace) -> int:
+    """Prints what the turns of a short sweep do beside training."""
+    with tempfile.TemporaryDirectory() as folder:
+        sweeper = make_demo_sweep(options, Path(folder), 0, turn_steps=5)
+        for arm in sweeper.store.arms():
+            sweeper._turn(arm)  # makes its trainer
+        started, profiler = time.perf_counter(), cProfile.Profile()
+        profiler.enable()
+        for arm in sweeper.store.arms():
+            sweeper._turn(arm)
+        profiler.disable()
+        seconds = time.perf_counter() - started
+        turns = sweeper.store.turns()[len(sweeper.store.arms()) :]
+        train_s = sum(turn.train_s for turn in turns)
+        switch_s = sum(turn.switch_s for turn in turns)
+    pstats.Stats(profiler).sort_stats("cumulative").print_stats(90)
+    print(f"{len(turns)} turns: {seconds:.2f} s, training {train_s:.2f} s, counted as switching {switch_s:.2f} s")
+    return 0
 
 
 def settings(steps: int, rows: int, **more: Any) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_actions_on_a_sweep_that_is_not_running(content, capsys, caplog):
     assert sorted(path.name for path in Path("out/arms").iterdir()) == [
         "02-learning_rate=0.03",
         "03-learning_rate=0.001-beta=0.1",
-        "04-learning_rate=0.03",
+        "04-learning_rate=0.03-from=02",
     ]
 
 

@@ -302,6 +302,8 @@ class Sweeper:
         changes = {**arm.changes, **command.changes}
         name = arm_name(self.store.num_arms() + 1, changes)
         weights_step = arm.step if command.from_weights else None
+        if command.from_weights:
+            name += f"-from={arm.id:02d}"
         settings = merged(self.plan.base, changes)
         if command.from_weights:
             start = self.store.folder / "arms" / name / "start"
